@@ -48,8 +48,7 @@ def file_response(request: Request, data: bytes, **headers: str) -> bytes:
     """Return the response of a right server to a request of a file."""
     start, end = request.range or (0, None)
     if request.range is None or request.method == "HEAD":
-        whole = response(200, data, **headers)
-        return whole[: -len(data)] if request.method == "HEAD" and data else whole
+        return response(200, data, **headers)
     end = min(len(data), len(data) if end is None else end)
     if start >= end:
         return response(416, Content_Range=f"bytes */{len(data)}")
@@ -77,6 +76,8 @@ def raw_server(answer: Answer) -> Iterator[RawServer]:
                 request = Request(method, target, headers, len(server.requests))
                 server.requests.append(request)
             pieces = answer(request)
+            if method == "HEAD" and isinstance(pieces, bytes):
+                pieces = pieces.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
             with suppress(OSError):
                 for piece in [pieces] if isinstance(pieces, bytes) else pieces:
                     self.wfile.write(piece)

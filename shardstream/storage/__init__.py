@@ -9,6 +9,7 @@ A URL becomes bytes in these steps:
     local_files                  list, read and map files of this machine; notice that one is overwritten
     s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
     s3_http_client, obstore_client, fsspec_readers   send one request; return a ``response``
+    http_status, response_head   meaning of a status; compare a response with its request
     s3_request                   which servers a plain GET fits, and its signature
     read_small_files             read a manifest before an S3 client is imported
     retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors

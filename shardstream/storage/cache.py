@@ -58,6 +58,7 @@ _TIMES = (
     "last_modified",
     "mtime",
     "modified",
+    "modify",  # FTP
     "updated",
     "created",
 )

@@ -234,6 +234,10 @@ class Clients:
         self._read_bytes += response.nbytes
         return response
 
+    def has_versions(self, url: str) -> bool:
+        """Return whether the reader of a URL returns versions, where the server sends them."""
+        return type(self.reader(url, reads_whole_file=False)[0]) is not FilesystemReader
+
     def read_small_files(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
         """Read small files of one S3 server, if this process has no client yet; None for a file means that a client must read it."""
         is_first = "s3fs" not in sys.modules and not fork_safety.has_obstore_threads()

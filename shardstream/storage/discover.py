@@ -436,7 +436,7 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if tars and url.startswith(_HTTP):  # the page has no sizes
         return _from_tars([tar.url for tar in tars], storage, ())
     if tars:
-        return _with_indexes(tars, by_name)
+        return _with_indexes(tars, by_name, storage)
     path = storage.local_path(url)
     if path is not None and os.path.isfile(path):
         raise StorageError(
@@ -494,8 +494,11 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
             raise NotFoundError(
                 "the shard is missing; check the URL or the pattern's range", shard=names[missing]
             )
-        tars = [FileInfo(url=url, size_or_none=by_name[name].size) for name, url in names.items()]
-        listed = _with_indexes(tars, by_name)
+        tars = [
+            FileInfo(url=url, size_or_none=by_name[name].size, version=by_name[name].version)
+            for name, url in names.items()
+        ]
+        listed = _with_indexes(tars, by_name, storage)
         found |= {shard.url: shard for shard in listed.shards}
         indexed.update(url for url in names.values() if url in listed.indexed)
         fields.append(None)
@@ -532,10 +535,16 @@ def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, 
     return {url.rsplit("/", 1)[-1]: storage.info(url) for url in wanted if storage.exists(url)}
 
 
-def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> LocatedShards:
-    """Return tars with sample counts from the sizes of their index files; nothing is read."""
+def _with_indexes(
+    tars: list[FileInfo], by_name: dict[str, FileInfo], storage: Storage
+) -> LocatedShards:
+    """Return tars with sample counts from the sizes of their index files; nothing is read.
+
+    No manifest has their checksums, so their versions are pinned: tars that are replaced later are an error, in every process.
+    """
     shards, indexed = [], set()
     for tar in tars:
+        storage.pin_listed(tar)
         index = by_name.get(tar.url.rsplit("/", 1)[-1] + INDEX_SUFFIX)
         if index is not None:
             indexed.add(tar.url)

@@ -97,6 +97,9 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
       "ServiceUnavailable"), THROTTLED),
     (("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"), PAST_END),
+    (("error: Requested ", "Content-Range header not present", "value for CONTENT_RANGE header"),  # obstore; also if the file is shorter
+     _final("the server sent other bytes than the requested ones; a cache before the server may mix up ranges: read past it"
+            )._replace(is_past_end=True)),
     (("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
      _final("no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
             AccessDeniedError)),
@@ -242,16 +245,6 @@ def safe_cause(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseExcep
     """Return an error as a cause to show, or None if anything in its traceback shows a secret."""
     text = _chain_text(_causes(error, with_context=True))
     return error if remove_secrets(text, secrets) == text else None
-
-
-def ranges_ignored_error(url: str, offset: int) -> StorageError:
-    """Return the error of a response that is longer than the requested range."""
-    return StorageError(
-        "the server ignored the requested range and sent more bytes; "
-        "serve the files with one that supports ranges, such as nginx, Caddy or an S3 server (Python's http.server does not)",
-        shard=url,
-        offset=offset,
-    )
 
 
 @contextmanager

@@ -7,19 +7,18 @@
 from __future__ import annotations
 
 import asyncio
-import http
 import time
 from typing import Any
 
 from fsspec.asyn import sync
 
-from shardstream.storage.error_messages import ranges_ignored_error
+from shardstream.errors import StorageError
 from shardstream.storage.response import (
     RangeResponse,
     ReceiveBuffer,
     max_response_bytes,
-    plain_etag,
 )
+from shardstream.storage.response_head import check_head, range_header
 
 # A server that sends fewer bytes per second, averaged over a response, is treated like one that sends none.
 _SLOWEST_FILESYSTEM = 100_000
@@ -88,29 +87,37 @@ class HttpReader(FilesystemReader):
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
         limit = max_response_bytes(start, end, max_bytes)
-        return RangeResponse(data=sync(self._filesystem.loop, self._read, path, start, end, limit))
+        response: RangeResponse = sync(self._filesystem.loop, self._read, path, start, end, limit)
+        return response
 
-    async def _read(self, path: str, start: int, end: int | None, max_bytes: float) -> bytes:
+    async def _read(
+        self, path: str, start: int, end: int | None, max_bytes: float
+    ) -> RangeResponse:
         filesystem, loop = self._filesystem, asyncio.get_running_loop()
         options = dict(filesystem.kwargs)
-        if (start, end) != (0, None):  # a range of an empty file would be refused
-            last = "" if end is None else end - 1
-            options["headers"] = {**options.get("headers", {}), "Range": f"bytes={start}-{last}"}
+        # Ranges of a compressed body would be other bytes.
+        wanted = {"Accept-Encoding": "identity"} | range_header(start, end)
+        options["headers"] = {**options.get("headers", {}), **wanted}
         session = await filesystem.set_session()
         data = bytearray()
         begin = loop.time()
         async with asyncio.timeout(self._read_timeout_s) as limit:
             async with session.get(filesystem.encode_url(path), **options) as response:
                 filesystem._raise_not_found_for_status(response, path)
-                if start and response.status == http.HTTPStatus.OK:  # the file from its first byte
-                    raise ranges_ignored_error(path, start)
+                size, version = check_head(path, start, end, response.status, response.headers)
+                is_compressed = response.headers.get("Content-Encoding", "") not in ("", "identity")
+                if is_compressed and (start, end) != (0, None):
+                    raise StorageError("the server compresses ranges; serve the file as it is")
                 async for chunk in response.content.iter_any():
                     data += chunk
                     if len(data) > max_bytes:
                         break
                     allowed_s = len(data) / _SLOWEST_HTTP
                     limit.reschedule(begin + self._read_timeout_s + allowed_s)
-        return bytes(data)
+        # A compressed body was unpacked.
+        return RangeResponse(
+            data=bytes(data), size=None if is_compressed else size, version=version
+        )
 
 
 class S3fsReader(FilesystemReader):
@@ -142,17 +149,22 @@ class S3fsReader(FilesystemReader):
         self, path: str, start: int, end: int | None, max_bytes: float
     ) -> RangeResponse:
         bucket, key, version_id = self._filesystem.split_path(path)
-        request = {"Bucket": bucket, "Key": key}
-        if (start, end) != (0, None):
-            request["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        request = {"Bucket": bucket, "Key": key, **range_header(start, end)}
         if version_id is not None:
             request["VersionId"] = version_id
         # 10 s more: it may connect and look up credentials first
         async with asyncio.timeout(self._read_timeout_s + 10):
             response = await self._filesystem._call_s3("get_object", **request)
-        whole = response.get("ContentRange", "").rpartition("/")[2]
+        about = response["ResponseMetadata"]
         parts: list[bytes] = []
         error: Exception | None = None
+        try:
+            size, version = check_head(
+                path, start, end, about["HTTPStatusCode"], about["HTTPHeaders"]
+            )
+        except Exception:
+            response["Body"].close()
+            raise
         try:
             await self._collect(response["Body"], parts, max_bytes)
         except _TooSlowError:
@@ -161,12 +173,10 @@ class S3fsReader(FilesystemReader):
             error = broken
         finally:
             response["Body"].close()
-        size = int(whole) if whole.isdigit() else response.get("ContentLength")
         if size is None:  # a chunked response, whose end looks like a cut
             async with asyncio.timeout(self._read_timeout_s):
                 head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
             size = head["ContentLength"]
-        version = plain_etag(response.get("ETag"))
         return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
 
     async def _collect(self, body: Any, parts: list[bytes], max_bytes: float) -> None:
@@ -211,8 +221,7 @@ class HubReader(FilesystemReader):
 
         headers = build_hf_headers(token=self._filesystem.token)
         headers["Accept-Encoding"] = "identity"
-        if (start, end) != (0, None):  # a range of an empty file would be refused
-            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        headers |= range_header(start, end)
         parts: list[bytes] = []
         error: Exception | None = None
         with get_session().stream(
@@ -221,19 +230,13 @@ class HubReader(FilesystemReader):
             if response.is_error:
                 response.read()  # for the message
                 hf_raise_for_status(response)
-            if start and response.status_code == http.HTTPStatus.OK:  # the file from its first byte
-                raise ranges_ignored_error(path, start)
+            size, version = check_head(path, start, end, response.status_code, response.headers)
             try:
                 self._collect(response, parts, max_response_bytes(start, end, max_bytes))
             except _TooSlowError:
                 raise
             except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
                 error = broken
-            whole = response.headers.get("Content-Range", "").rpartition("/")[2]
-            if response.status_code == http.HTTPStatus.OK:
-                whole = response.headers.get("Content-Length", "")
-            version = plain_etag(response.headers.get("ETag"))
-        size = int(whole) if whole.isdigit() else None
         return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
 
     def _url(self, path: str) -> str:

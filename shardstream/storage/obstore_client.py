@@ -17,6 +17,7 @@ from obstore.fsspec import FsspecStore
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from shardstream.storage import fork_safety
+from shardstream.storage.error_messages import classify_error
 from shardstream.storage.gcs_azure_config import CloudSettings
 from shardstream.storage.response import (
     RangeResponse,
@@ -56,13 +57,8 @@ class ObstoreReader:
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
         bucket, _, key = path.partition("/")
-        options: Any = {}
-        if end is not None:
-            options = {"range": (start, end)}
-        elif start:
-            options = {"range": {"offset": start}}
         fork_safety.note_obstore_started()
-        response = obstore.get(self._store(bucket), key, options=options)
+        response = self._get(self._store(bucket), key, start, end)
         meta = response.meta
         parts: list[Any] = []
         error: Exception | None = None
@@ -83,6 +79,20 @@ class ObstoreReader:
         return RangeResponse(
             data=data, size=meta["size"], version=plain_etag(meta["e_tag"]), error=error
         )
+
+    @staticmethod
+    def _get(store: Any, key: str, start: int, end: int | None) -> Any:
+        """Request a range; a whole file, too: without one obstore takes any part that a cache returns for the file."""
+        options: Any = {"range": {"offset": start} if end is None else (start, end)}
+        try:
+            return obstore.get(store, key, options=options)
+        except Exception as refused:
+            if (start, end) != (0, None) or not classify_error(refused, key).meaning.is_past_end:
+                raise
+            response = obstore.get(store, key)
+            if response.meta["size"]:
+                raise
+            return response  # an empty file has no range
 
     def _store(self, bucket: str) -> Any:
         with self._lock:

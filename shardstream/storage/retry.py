@@ -17,9 +17,9 @@ from shardstream.storage.error_messages import (
     ErrorClassification,
     classify_error,
     http_status,
-    ranges_ignored_error,
     safe_cause,
 )
+from shardstream.storage.response_head import ranges_ignored_error, response_version
 
 if TYPE_CHECKING:
     from shardstream.storage.response import RangeResponse, ReceiveBuffer
@@ -66,6 +66,7 @@ def read_remote(
     range_read = _RangeRead(storage, url, start, end, hints.get("size"), into)
     range_read.max_bytes = hints.get("max_bytes")
     backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
+    range_read.look_up_version()
     while not range_read.is_complete:
         try:
             response = storage.read_once(
@@ -312,16 +313,17 @@ class _RangeRead:
         if response.size is not None:
             self._check_size(response.size)
             self._size = response.size
-        if response.version is None:
-            return
+        version, pinned = response.version, self.storage.pinned(self.url) if self._pins else None
+        if version is None and pinned is not None:  # the client, or this response, has none
+            version = self._look_up()
         if self._version is None:
-            pinned = (
-                self.storage.pin(self.url, response.version) if self._pins else response.version
+            is_first = self._pins and pinned is None and version is not None
+            self._version = (
+                self.storage.pin(self.url, str(version)) if is_first else pinned or version
             )
-            self._version = pinned
-        if self._version != response.version:
+        if self._version != version:
             raise ChangedError(
-                f"the file changed while it was read: its ETag was {self._version}, now {response.version}",
+                f"the file changed while it was read: its version was {self._version}, now {version}",
                 remedy="start again, and run 'shardstream index' if the shard was rewritten",
                 shard=self.url,
                 offset=self.position,
@@ -344,10 +346,19 @@ class _RangeRead:
                 offset=self._start,
             )
 
-    def _look_up_size(self) -> None:
-        size = self.storage.info(self.url).size_or_none
-        if size is not None:
-            self._check_size(size)
+    def look_up_version(self) -> None:
+        """Pin the version of a file before its first range is read, if its client reads ranges without versions."""
+        if self._pins and not self.storage.has_versions(self.url):
+            version = self._look_up()
+            if version is not None:
+                self.storage.pin(self.url, version)
+
+    def _look_up(self) -> str | None:
+        """Look the file up, check its length, and return its version."""
+        found = self.storage.info(self.url)
+        if found.size_or_none is not None:
+            self._check_size(found.size_or_none)
+        return response_version(found.version)
 
     def too_short(self) -> Exception:
         """Return the error of a response that ended early without one.
@@ -356,7 +367,7 @@ class _RangeRead:
             ChangedError: If the file itself is shorter than the range.
         """
         if self._size is None and self.end is not None:
-            self._look_up_size()
+            self._look_up()
         wanted = (self._size or 0) - self._start if self.end is None else self.end - self._start
         return TruncatedResponseError(f"got {self.position - self._start} of {wanted} bytes")
 
@@ -367,5 +378,5 @@ class _RangeRead:
             ChangedError: If the server reports that the file ends before the range; the message has the file's length.
         """
         if classification.meaning.is_past_end:
-            self._look_up_size()
+            self._look_up()
         return classification.error

@@ -15,13 +15,17 @@ from urllib.parse import SplitResult
 
 import numpy as np
 
-from shardstream.storage.error_messages import ranges_ignored_error
 from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response import (
     RangeResponse,
     ReceiveBuffer,
     max_response_bytes,
-    plain_etag,
+)
+from shardstream.storage.response_head import (
+    FileFacts,
+    check_head,
+    range_header,
+    ranges_ignored_error,
 )
 from shardstream.storage.s3_config import S3Settings
 from shardstream.storage.s3_request import request_signer, request_target
@@ -49,13 +53,6 @@ class _Head(NamedTuple):
         """Length of the body; None if the server does not send it."""
         value = self.headers.get("content-length", "")
         return int(value) if value.isdigit() and "transfer-encoding" not in self.headers else None
-
-    @property
-    def content_range(self) -> tuple[int, int] | None:
-        """First byte of the range, and the length of the whole object."""
-        part, _, whole = self.headers.get("content-range", "").removeprefix("bytes ").partition("/")
-        first = part.partition("-")[0]
-        return (int(first), int(whole)) if first.isdigit() and whole.isdigit() else None
 
 
 class S3HttpReader:
@@ -93,7 +90,7 @@ class S3HttpReader:
         try:
             connection.sendall(request)
             head = _receive_head(connection)
-            length = _check_head(connection, head, path, start, end)
+            length, facts = _check_head(connection, head, path, start, end)
             wanted = int(min(length, max_response_bytes(start, end, max_bytes)))
             body = np.empty(0 if into else wanted, np.uint8).data  # not filled with zeros first
             got, error = _receive_body(connection, head.rest, into or ReceiveBuffer([body]), wanted)
@@ -104,20 +101,18 @@ class S3HttpReader:
                 self._idle.append(connection)
             else:
                 connection.close()
-        found = head.content_range
         return RangeResponse(
             data=body[:got],
             received=got if into else 0,
-            size=length if found is None else found[1],
-            version=plain_etag(head.headers.get("etag")),
+            size=facts.size,
+            version=facts.version,
             error=error,
         )
 
     def _request(self, path: str, start: int, end: int | None) -> bytes:
         target = request_target(self._server, path)
         headers = {"Host": self._host, **self._sign(f"http://{self._host}{target}")}
-        if (start, end) != (0, None):  # a range of an empty object would be refused
-            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        headers |= range_header(start, end)
         lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
         return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
@@ -170,8 +165,8 @@ def _receive_head(connection: socket.socket) -> _Head:
 
 def _check_head(
     connection: socket.socket, head: _Head, path: str, start: int, end: int | None
-) -> int:
-    """Return the length of the body of a response that has the requested range.
+) -> tuple[int, FileFacts]:
+    """Return the length of the body of a response that has the requested range, and what it says about the file.
 
     Raises:
         OSError: The server's error.
@@ -179,13 +174,12 @@ def _check_head(
     """
     if head.status not in (200, 206):
         raise _status_error(connection, head)
+    facts = check_head(path, start, end, head.status, head.headers)
     if head.length is None:
         raise OSError("Content-Length Header missing")
-    found = head.content_range
-    is_of_start = start == 0 if head.status == 200 or found is None else found[0] == start
-    if not is_of_start or (end is not None and head.length > end - start):
+    if end is not None and head.length > end - start:
         raise ranges_ignored_error(path, start)
-    return head.length
+    return head.length, facts
 
 
 def _receive_body(

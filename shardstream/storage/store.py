@@ -26,6 +26,7 @@ from shardstream.storage.listing_pages import Page, open_listing
 from shardstream.storage.local_files import folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
+from shardstream.storage.response_head import response_version
 from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
 from shardstream.storage.url_globs import matching_files
 from shardstream.storage.url_patterns import simplify_glob
@@ -104,9 +105,6 @@ class Storage:
         self.servers = Servers()
         """Which servers have responded; retries of one that never did end sooner."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_versions": OrderedDict()}
-
     def uncached(self, *, max_retry_s: float = math.inf) -> Storage:
         """Return a storage with the same options and without a cache, for reads and writes.
 
@@ -156,6 +154,21 @@ class Storage:
             if len(self._versions) > _VERSIONS_KEPT:
                 self._versions.popitem(last=False)
         return first
+
+    def pinned(self, url: str) -> str | None:
+        """Return the version of a file that is read by ranges; None if none was seen."""
+        return self._versions.get(url)
+
+    def pin_listed(self, file: FileInfo) -> None:
+        """Remember the version of a listed file, for all processes that get this storage, where listings and responses have the same."""
+        if self._clients.kind_of(file.url) in ("s3", "az") or file.url.startswith("http"):
+            kind = (file.version or "").partition(" ")[0]
+            if kind in ("ETag", "Last-Modified"):
+                self.pin(file.url, str(response_version(file.version)))
+
+    def has_versions(self, url: str) -> bool:
+        """Return whether a version of a file is pinned, or each response has one, if the server sends it."""
+        return url in self._versions or self._clients.has_versions(url)
 
     def is_s3(self, url: str) -> bool:
         """Return whether a URL is read by an S3 client, which returns lengths and versions with each range."""

@@ -468,12 +468,10 @@ def test_error_is_raised_after_the_retry_timeout(url: str, wire: Wire) -> None:
     assert raised.value.__notes__ == [f"tried {len(wire.reads)} times in {sum(wire.sleeps):.0f} s"]
 
 
-def test_server_that_never_responded_has_a_shorter_retry_timeout(url: str, wire: Wire) -> None:
-    _, shard, start, end = first_range(url)
-    wire.faults += [OSError("no route")] * 99
-    with pytest.raises(StorageError, match="no route"):
-        Storage().read(shard, start, end)
-    assert sum(wire.sleeps) <= 10
+def test_server_that_never_responded_has_a_shorter_retry_timeout(wire: Wire) -> None:
+    with pytest.raises(StorageError, match="the server cannot be reached"):
+        Storage().read("http://127.0.0.1:9/a.tar", 0, 10)
+    assert 5 < sum(wire.sleeps) <= 10
 
 
 def test_throttling_is_reported_to_the_caller(url: str, wire: Wire) -> None:

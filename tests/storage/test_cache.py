@@ -894,7 +894,7 @@ def test_file_replaced_after_the_listing_is_not_cached_under_the_old_version(
     storage = Storage(s3.storage_options, cache=cached(folder))
     storage.info(url)
     publish_bytes(Storage(s3.storage_options), url, bytes(len(DATA)))
-    with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
+    with pytest.raises(ChangedError, match="the file changed while it was read: its version was"):
         storage.read(url, 0, 10)
     assert chunks(folder) == []
     assert Storage(s3.storage_options, cache=cached(folder)).read(url, 0, 10) == bytes(10)
@@ -907,7 +907,7 @@ def test_replaced_file_can_be_read_whole_but_not_by_range(bucket: str, s3: S3Ser
         assert storage.read(url) == data
     assert storage.read(url, 0, 2) == b"ne"
     publish_bytes(Storage(s3.storage_options), url, b"last")
-    with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
+    with pytest.raises(ChangedError, match="the file changed while it was read: its version was"):
         storage.read(url, 0, 2)
 
 

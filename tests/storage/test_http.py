@@ -249,7 +249,7 @@ def test_endless_manifest_is_read_to_its_limit(
 
 def test_endless_range_response_is_read_to_the_requested_size(flooding: Any) -> None:
     with pytest.raises(StorageError, match="the server ignored the requested range"):
-        Storage().read(f"http://127.0.0.1:{flooding.server_port}/lies", 4, 1000)
+        Storage().read(f"http://127.0.0.1:{flooding.server_port}/endless", 0, 1000)
     assert flooding.sent < 64 << 20
 
 

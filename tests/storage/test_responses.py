@@ -1,0 +1,152 @@
+"""Test that only the requested bytes of one version of a file are accepted, with each client."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import shardstream as ss
+from shardstream.errors import ChangedError, StorageError
+from shardstream.storage import Storage
+from shardstream.testing import make_shards
+from tests.raw_server import RawServer, Request, file_response, raw_server, response
+from tests.static_server import serve_files
+
+DATA = bytes(range(256)) * 40
+CLIENTS = ("http", "obstore", "s3fs", "web")
+
+
+def open_file(client: str, server: RawServer) -> tuple[Storage, str]:
+    """Return a storage that reads with a client, and the URL of the file."""
+    options: dict[str, Any] = {"retry_timeout_s": 0.3}
+    if client == "web":
+        return Storage(options), f"{server.url}/a.bin"
+    options |= {"endpoint_url": server.url, "key": "some", "secret": "thing", "s3_client": client}
+    return Storage(options), "s3://bucket/a.bin"
+
+
+def cached(_: Request) -> bytes:
+    """Answer as a proxy that keeps one part of the file, and returns it for any request."""
+    sent = f"bytes 0-99/{len(DATA)}"
+    return response(206, DATA[:100], Content_Range=sent, ETag='"a"')
+
+
+def shifted(request: Request) -> bytes:
+    start, end = request.range or (0, None)
+    stop = end or len(DATA) - 1
+    sent = f"bytes {start + 1}-{stop}/{len(DATA)}"
+    return response(206, DATA[start + 1 : stop + 1], Content_Range=sent, ETag='"a"')
+
+
+def unnamed(request: Request) -> bytes:
+    start, end = request.range or (0, None)
+    return response(206, DATA[start:end], ETag='"a"')
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("answer", "ranges"),
+    [
+        (cached, [(0, None), (0, 200), (200, 300), (50, None)]),
+        (shifted, [(0, None), (0, 100), (200, 300)]),
+        (unnamed, [(0, None), (0, 100), (200, 300)]),
+    ],
+)
+def test_other_bytes_than_the_requested_ones_are_an_error(
+    answer: Callable[[Request], bytes], ranges: list[tuple[int, int | None]], client: str
+) -> None:
+    with raw_server(answer) as server:
+        storage, url = open_file(client, server)
+        for start, end in ranges:
+            # obstore does not say which bytes came; a HEAD, of the same proxy, says that the file has 100
+            with pytest.raises(StorageError, match="other bytes than the requested|is shorter"):
+                storage.read(url, start, end)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_right_part_of_a_file_is_read_from_a_proxy_that_keeps_it(client: str) -> None:
+    with raw_server(cached) as server:
+        storage, url = open_file(client, server)
+        assert storage.read(url, 0, 100) == DATA[:100]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_empty_and_small_files_are_read_whole(client: str) -> None:
+    for data in (b"", b"x", DATA):
+        with raw_server(lambda request, data=data: file_response(request, data)) as server:  # type: ignore[misc]
+            storage, url = open_file(client, server)
+            assert storage.read(url) == data
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [{"ETag": '"1"'}, {"ETag": '"2"'}],
+        [{"ETag": '"1"'}, {}],  # of a server of a group, or a proxy
+        [{"Last_Modified": "Wed, 25 Nov 2026 10:00:00 GMT"}, {"Last_Modified": "Wed, 25 Nov 2026 10:00:01 GMT"}],
+    ],
+    ids=["etag", "lost", "time"],
+)  # fmt: skip
+def test_ranges_of_two_versions_of_a_file_are_an_error(
+    headers: list[dict[str, str]], client: str
+) -> None:
+    if client == "obstore" and "Last_Modified" in headers[0]:
+        pytest.skip("obstore does not return the header")
+    with raw_server(lambda request: file_response(request, DATA, **headers[request.number > 0])) as server:  # fmt: skip
+        storage, url = open_file(client, server)
+        assert storage.read(url, 0, 100) == DATA[:100]
+        again = pickle.loads(pickle.dumps(storage))  # noqa: S301  (our own bytes)
+        for one in (storage, again):  # a spawned worker, too
+            with pytest.raises(ChangedError, match="the file changed while it was read"):
+                one.read(url, 100, 200)
+
+
+def test_ranges_of_two_versions_in_any_file_system_are_an_error() -> None:
+    url, storage = f"memory://{uuid.uuid4().hex}/a.bin", Storage()
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file(url, DATA)
+    assert storage.read(url, 0, 100) == DATA[:100]
+    assert storage.read(url, 100, 200) == DATA[100:200]
+    memory.pipe_file(url, DATA[::-1])
+    with pytest.raises(ChangedError, match="the file changed while it was read"):
+        storage.read(url, 200, 300)
+
+
+def test_range_of_a_compressed_response_is_an_error() -> None:
+    def compress(request: Request) -> bytes:
+        return file_response(request, DATA, Content_Encoding="gzip")
+
+    with raw_server(compress) as server:
+        storage, url = open_file("web", server)
+        with pytest.raises(StorageError, match="the server compresses ranges"):
+            storage.read(url, 0, 100)
+    assert server.requests[0].headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("index", ["auto", "ignore"])
+def test_tars_of_a_web_server_that_are_replaced_by_equal_sizes_are_an_error(
+    index: str, tmp_path: Path
+) -> None:
+    """Without index.json, in workers that begin after the change."""
+    folder = Path(make_shards(tmp_path / "data", samples=12, per_shard=6))
+    samples = [{"__key__": f"{number:06d}", "cls": number} for number in range(12)]
+    other = Path(make_shards(tmp_path / "other", samples=samples[::-1], per_shard=6))
+    (folder / "index.json").unlink()
+    with serve_files(tmp_path) as served:
+        url = f"{served.url}/data/{{000000..000001}}.tar"
+        dataset = ss.ShardDataset(url, index=index)  # type: ignore[arg-type]
+        loader = ss.ShardLoader(dataset, batch_size=4, num_workers=2)
+        assert sum(len(batch["__key__"]) for batch in loader) == 12
+        for tar in other.glob("*.tar"):
+            assert tar.stat().st_size == (folder / tar.name).stat().st_size
+            shutil.copy(tar, folder / tar.name)
+        with pytest.raises(ChangedError, match="the file changed while it was read"):
+            list(loader)
