@@ -270,7 +270,12 @@ class ObjectCatalog(Catalog):
 
     def _place(self, number: int) -> int:
         """Return the row of a sample in the columns."""
-        return number if self._kept is None else int(np.searchsorted(self._kept, number))
+        if self._kept is None:
+            return number
+        place = int(np.searchsorted(self._kept, number))
+        if place == len(self._kept) or self._kept[place] != number:
+            raise IndexError("a sample that this part of the dataset lacks (see restrict_to)")
+        return place
 
     def _path(self, member: int) -> str:
         start, end = int(self._name_ends[member]), int(self._name_ends[member + 1])

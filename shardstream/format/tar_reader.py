@@ -32,6 +32,12 @@ _ADLER_BASE = 65521
 _RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in units of this size, the last one padded
 _TAIL_CHUNK_BYTES = 1 << 20
 _FILE, _FOLDER, _CONTINUATION = b"0", b"5", b"M"
+_COMPRESSED = (
+    (b"\x1f\x8b", "gzip", ".gz"),
+    (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
+    (b"BZh", "bzip2", ""),
+    (b"\xfd7zXZ", "xz", ""),
+)
 
 ReadAt = Callable[[int, int], bytes]
 """``read(offset, size)``: bytes of the tar from an absolute offset; fewer only at the end of the tar."""
@@ -292,8 +298,26 @@ def _refuse_partial(kind: bytes, extended: dict[str, str], start: int, shard: st
         )
 
 
+def _refuse_compressed(head: bytes, shard: str) -> None:
+    """Refuse the first bytes of a compressed tar that is named as a plain one."""
+    name, suffix = next(
+        (found for magic, *found in _COMPRESSED if head.startswith(magic)), (None, None)
+    )
+    if name is not None:
+        raise ShardError(
+            f"the tar is compressed with {name}, but is not named so",
+            remedy=f"rename it to NAME.tar{suffix}, which is read from start to end, or unpack it"
+            if suffix
+            else "unpack it, or compress it with gzip or zstd",
+            shard=shard,
+            offset=0,
+        )
+
+
 def _check_header(block: bytes, position: int, shard: str) -> int:
     """Check the length, checksum and size of a header; return the size."""
+    if position == 0:
+        _refuse_compressed(bytes(block[:6]), shard)
     if len(block) < BLOCK_BYTES:
         what = "the tar is" if position else "not a tar file, or"
         raise ShardError(

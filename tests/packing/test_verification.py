@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
+import re
 import tarfile
 import tracemalloc
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import zstandard
 from pyarrow import parquet as pq
 
 from shardstream import ShardDataset
-from shardstream.errors import ManifestError, OptionError, StorageError
+from shardstream.errors import ManifestError, OptionError, ShardError, StorageError
 from shardstream.packing import (
     KeyHashes,
     KeyPlace,
@@ -24,6 +28,7 @@ from shardstream.packing import (
     find_repeated_keys,
     hash_keys,
     index,
+    pack,
     place_of,
     verify,
 )
@@ -298,3 +303,34 @@ def test_shard_that_is_listed_twice_is_refused(dataset: Path) -> None:
     for read in (verify, ShardDataset):
         with pytest.raises(ManifestError, match="the shard train-000000.tar is listed twice"):
             read(str(dataset))
+
+
+@pytest.mark.parametrize("count", [2, 50])
+@pytest.mark.parametrize(
+    ("compress", "message"),
+    [
+        (gzip.compress, r"compressed with gzip, but is not named so; rename it to NAME\.tar\.gz"),
+        (zstandard.compress, r"compressed with zstd.*NAME\.tar\.zst"),
+        (bz2.compress, "compressed with bzip2.*unpack it"),
+        (lzma.compress, "compressed with xz.*unpack it"),
+    ],
+)
+def test_compressed_tar_with_a_plain_name_is_told_so_by_every_door(
+    tmp_path: Path, count: int, compress: Callable[[bytes], bytes], message: str
+) -> None:
+    path = tmp_path / "a.tar"
+    noise = np.random.default_rng(0).bytes(count * 200)
+    path.write_bytes(compress(tar_bytes([("a.bin", noise)])))
+    assert re.search(message, only(verify(str(path))))
+    readers: list[Callable[[str], Any]] = [index, ShardDataset]
+    for read in [*readers, partial(ShardDataset, index="ignore")]:
+        with pytest.raises(ShardError, match=message):
+            list(read(str(path)))
+    with pytest.raises(ShardError, match=message):
+        pack(str(path), tmp_path / "out")
+
+
+def test_cut_zstd_is_not_empty(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.zst"
+    path.write_bytes(zstandard.compress(tar_bytes(samples(0, 3)))[:20])
+    assert "the compressed bytes are damaged or cut" in only(verify(str(path)))
