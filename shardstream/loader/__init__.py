@@ -4,6 +4,7 @@ A batch passes through these files:
 
     dataset, map_dataset, object_dataset, mix_dataset, join_dataset   public datasets; their methods are in ``steps``
     loader, option_checks           the loader in the main process; checks of its options
+    epoch_positions, lightning      where an iteration begins, and what its state holds
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
     decoder_tables                  names that ``decode`` gets -> decoders of fields
@@ -62,7 +63,7 @@ from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
 from shardstream.loader.option_checks import warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
-from shardstream.loader.rank_consistency import compare_in_store
+from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.trial import Trial, fewest_workers, run_trials
@@ -77,6 +78,7 @@ __all__ = [
     "BatchDataset",
     "CatalogDataset",
     "DeviceCopies",
+    "EpochAgreement",
     "ImageBatchDecoder",
     "MessageSizes",
     "ObjectDataset",

@@ -33,6 +33,8 @@ from shardstream.loader.device_transfer import (
     indexed_device,
     prefetch,
 )
+from shardstream.loader.epoch_positions import EpochPositions
+from shardstream.loader.lightning import fetched_by_lightning
 from shardstream.loader.message_batching import TakenOverError
 from shardstream.loader.option_checks import check_options, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
@@ -65,8 +67,9 @@ from shardstream.process_memory import forked_workers_keep_objects, keep_freed_m
 class ShardLoader(DataLoader[Any]):
     """Batches of a `ShardDataset`, with an exact length and a small state.
 
-    Takes the arguments of ``torch.utils.data.DataLoader``. If the dataset shuffles, each epoch has a new order without further
-    calls; `set_epoch` chooses an epoch.
+    Takes the arguments of ``torch.utils.data.DataLoader``. Each iteration reads the next epoch, in a new order if the dataset
+    shuffles, however many batches were taken from the one before. It continues in the middle of an epoch only after
+    `load_state_dict` or `skip`, and reads the epoch of `set_epoch` after that. An iteration without any batch does not count.
 
     Args:
         dataset: Dataset to read; its placement selects the rank.
@@ -109,14 +112,13 @@ class ShardLoader(DataLoader[Any]):
         self.prefetch_to_device = prefetch_to_device
         decodes = dataset.pipeline.decode_devices
         self._image_decoder = open_decoder(decodes, self.device) if decodes else None
-        self._begin = self._position = LoaderPosition(epoch=dataset.epoch)
+        self._positions = EpochPositions(dataset.epoch)
         self._partition: RankPartition | None = None
         # Computed for the first state: hashing the names of all shards takes time.
         self._data: State | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._samples_per_dataset: dict[int, dict[str, int]] = {}
         self._refilled: dict[int, int] = {}
-        self._iteration = 0
         self._epoch_calls = dataset.epoch_calls
         self._is_compared = self._serves_accelerate = False
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
@@ -158,7 +160,7 @@ class ShardLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The current epoch, or the next one between iterations; from 0."""
         self._follow_dataset()
-        return self._position.epoch
+        return self._positions.current.epoch
 
     @property
     def placement(self) -> Placement:
@@ -222,13 +224,11 @@ class ShardLoader(DataLoader[Any]):
         """Set the epoch of the next iteration.
 
         It is read from its start, unless a state in the middle of it has just been loaded: that position is kept. After a
-        ``break`` the epoch restarts.
+        ``break`` the current epoch can be set again, to restart it.
         """
         epoch = check_epoch(epoch)
-        if epoch != self._position.epoch:
-            self._begin = self._position = LoaderPosition(epoch=epoch)
+        if self._positions.set_epoch(epoch):
             self._partition = None
-            self._iteration += 1  # an iteration that is still open no longer updates the position
 
     def skip(self, batches: int) -> None:
         """Begin the next iteration so many batches after the position of `state_dict`, without reading them: after a loss spike.
@@ -240,23 +240,26 @@ class ShardLoader(DataLoader[Any]):
         """
         self._follow_dataset()
         check_at_least(0, batches=batches)
-        epoch, partition = self._position.epoch, self._batches.partition(self._position)
+        position = self._positions.current
+        partition = self._batches.partition(position)
+        if partition is not None and not partition.max_steps:  # after the last batch
+            position = LoaderPosition(epoch=position.epoch + 1)
+            partition = self._batches.partition(position)
         if partition is None:
             raise OptionError("batches cannot be skipped without reading them: steps change counts")
         # With remainder="keep" another rank may have a batch more; all ranks come to the next epoch together.
         if batches > partition.max_steps:
             raise OptionError(
-                f"cannot skip {batches} batches: {partition.max_steps} are left of epoch {epoch}"
+                f"cannot skip {batches} batches: {partition.max_steps} are left of epoch {position.epoch}"
             )
-        position = LoaderPosition(epoch=epoch, consumed=partition.consumed_after(batches))
         is_end = batches == partition.max_steps
-        self._begin = self._position = LoaderPosition(epoch=epoch + 1) if is_end else position
+        consumed = 0 if is_end else partition.consumed_after(batches)
+        self._positions.place(LoaderPosition(epoch=position.epoch + is_end, consumed=consumed))
         self._partition = None
-        self._iteration += 1  # an iteration that is still open no longer updates the position
 
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
-        if self._partition is None and self._batches.follow_ranks(self._begin):
+        if self._partition is None and self._batches.follow_ranks(self._positions.next):
             self._iterator, self._is_compared = None, False
             self._bad_sample_report = _open_report(self._batches.source_dataset)
         dataset = self._batches.source_dataset
@@ -272,7 +275,7 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If the number is unknown, because steps change counts.
         """
         self._follow_dataset()
-        partition = self._batches.partition(self._position)
+        partition = self._batches.partition(self._positions.current)
         if partition is None:
             raise OptionError("the number of batches left is not known: steps change counts")
         return partition.num_steps
@@ -302,17 +305,15 @@ class ShardLoader(DataLoader[Any]):
         self._refuse_second_split()
         self._partition = None
         self._follow_dataset()
-        begin = self._position = self._begin
+        begin = self._positions.begin()
         self._partition = self._batches.partition(begin)
         self._compare_ranks()
         self._skipped, self._samples_per_dataset, self._refilled = {}, {}, {}
-        self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
         if self.num_workers:
             self._prepare_workers(begin.epoch)
-        has_device = self.device is not None
-        pinned_memory = self._open_pinned_memory() if self.pin_memory or has_device else None
+        pinned_memory = self._open_pinned_memory()
         # Without workers torch's iterator would only add 11 us per batch, or its warning that nothing can be pinned.
         is_in_process = self.num_workers == 0 and (pinned_memory is not None or not self.pin_memory)
         with self._batches.serve_loader():
@@ -324,17 +325,14 @@ class ShardLoader(DataLoader[Any]):
                 self.prefetch_factor or 1,
                 allocate=new_tensor if pinned_memory is None else pinned_memory.new_tensor,
             )
-        if pinned_memory is not None or has_device:
+        if pinned_memory is not None or self.device is not None:
             worker_batches = self._place_batches(worker_batches, pinned_memory)
         if (
             not self.persistent_workers
         ):  # frees the rings with the workers: a ring keeps its peak memory
             self._batches.rings = []
         yield_batches = self._serve_accelerate if self._serves_accelerate else self._yield_batches
-        yielded = yield_batches(worker_batches, workers, begin, self._iteration)
-        # Last: if anything above raised, the next iteration starts from the same position.
-        self._begin = LoaderPosition(epoch=begin.epoch)
-        return yielded
+        return yield_batches(worker_batches, workers, begin, self._positions.iteration)
 
     def _prepare_workers(self, epoch: int) -> None:
         """Seed workers and open their channels before they start or get the next epoch."""
@@ -418,7 +416,7 @@ class ShardLoader(DataLoader[Any]):
         if self._is_compared or is_given or batches.placement.world_size == 1:
             return
         if self._partition is None:
-            numbers = self._topology() | {"epoch": self._position.epoch}
+            numbers = self._topology() | {"epoch": self._positions.current.epoch}
             del numbers["rank"]
         else:
             numbers = self.state_dict() | asdict(batches.partition_config)
@@ -426,7 +424,7 @@ class ShardLoader(DataLoader[Any]):
             budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
         fingerprint = batches.source_dataset.pipeline.source.fingerprint
-        compare_ranks(fingerprint, numbers, batches.placement)
+        self._positions.agreement = compare_ranks(fingerprint, numbers, batches.placement)
         self._is_compared = True
 
     def _yield_batches(
@@ -436,8 +434,7 @@ class ShardLoader(DataLoader[Any]):
         begin: LoaderPosition,
         iteration: int,
     ) -> Iterator[Any]:
-        parts = dict(begin.parts)
-        batches = self._batches
+        batches, positions = self._batches, self._positions
         catalog = None if batches.indexed_source is None else batches.indexed_source.catalog
         watch: AbstractContextManager[object] = nullcontext()
         if self.num_workers:
@@ -460,17 +457,16 @@ class ShardLoader(DataLoader[Any]):
                 batch = worker_batch.batch
                 ready = [batch.finish() if type(batch) is StartedBatch else batch]
                 del batch
-                if iteration == self._iteration:
-                    self._skipped[worker_batch.part] = worker_batch.skipped
-                    self._samples_per_dataset[worker_batch.part] = worker_batch.samples_per_dataset
-                    self._refilled[worker_batch.part] = worker_batch.refilled
-                    self._position = self._position_after(worker_batch, steps, begin.epoch, parts)
+                if iteration == positions.iteration:
+                    self._advance(worker_batch, steps)
                 if not worker_batch.empty:
                     yield ready.pop()
+                if iteration == positions.iteration:
+                    positions.check_ranks()
                 requested_at = time.perf_counter()
         stopwatch.stop()
-        if iteration == self._iteration:
-            self._begin = self._position = LoaderPosition(epoch=begin.epoch + 1)
+        if iteration == positions.iteration:
+            positions.end()
             self._partition = None
 
     @contextmanager
@@ -495,18 +491,21 @@ class ShardLoader(DataLoader[Any]):
         report = self._bad_sample_report
         return None if report is None else report.finish(waits=waits)
 
-    def _position_after(
-        self, worker_batch: WorkerBatch, steps: int, epoch: int, parts: dict[int, State]
-    ) -> LoaderPosition:
-        if self._partition is not None:
-            return LoaderPosition(epoch=epoch, consumed=self._partition.consumed_after(steps))
-        if worker_batch.state is not None:
-            parts[worker_batch.part] = worker_batch.state
-        return LoaderPosition(
-            epoch=epoch,
-            parts=dict(parts),
-            next_part=(worker_batch.part + 1) % max(1, self.num_workers),
-        )
+    def _advance(self, worker_batch: WorkerBatch, steps: int) -> None:
+        """Move the position and the counts of the current iteration after a batch."""
+        part, current = worker_batch.part, self._positions.current
+        self._skipped[part] = worker_batch.skipped
+        self._samples_per_dataset[part] = worker_batch.samples_per_dataset
+        self._refilled[part] = worker_batch.refilled
+        partition, state = self._partition, worker_batch.state
+        if partition is not None:
+            after = replace(current, consumed=partition.consumed_after(steps))
+        else:
+            parts = current.parts if state is None else {**current.parts, part: state}
+            next_part = (part + 1) % max(1, self.num_workers)
+            after = replace(current, parts=parts, next_part=next_part)
+        is_last = partition is not None and steps == partition.num_steps
+        self._positions.move_to(after, is_handed_out=not worker_batch.empty, is_last=is_last)
 
     def state_dict(self) -> State:
         """Return the position after the last yielded batch, in JSON values; prefetched batches do not count.
@@ -515,10 +514,11 @@ class ShardLoader(DataLoader[Any]):
         ranks and workers; else it holds a position for each worker of this rank.
         """
         self._follow_dataset()
-        batches, position = self._batches, self._position
+        batches, position = self._batches, self._positions.saved(fetched_by_lightning(self))
         if batches.indexed_source is not None:
-            partition = self._partition
-            order = batches.order(position.epoch) if partition is None else partition.plan.order
+            plan = None if self._partition is None else self._partition.plan
+            is_open = plan is not None and plan.epoch == position.epoch
+            order = plan.order if plan and is_open else batches.order(position.epoch)
             self._data = self._data or data_identity(batches.indexed_source)
             return plan_state(
                 order, data=self._data, epoch=position.epoch, consumed=position.consumed
@@ -546,9 +546,8 @@ class ShardLoader(DataLoader[Any]):
                 raise StateError(
                     f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
                 )
-        self._begin = self._position = position
+        self._positions.place(position)
         self._partition = None
-        self._iteration += 1  # an iteration that is still open no longer updates the position
         self._iterator = None  # ends persistent workers, which cannot receive the new position
         self._is_compared = False
         # The state overrides earlier calls of `set_epoch`.
@@ -583,7 +582,8 @@ class ShardLoader(DataLoader[Any]):
         """Return the fields that a state with per-worker positions must match."""
         batches = self._batches
         worker_info = WorkerInfo(batches.placement, 0, max(1, self.num_workers))
-        identity = batches.source_dataset.pipeline.identity(worker_info, self._position.epoch)
+        epoch = self._positions.current.epoch
+        identity = batches.source_dataset.pipeline.identity(worker_info, epoch)
         return {"kind": "parts", **identity, "batch_size": batches.batch_size}
 
 

@@ -37,9 +37,7 @@ def check_options(
     if batch_size is None and options["drop_last"]:
         raise OptionError("drop_last needs a batch_size: single items have no last batch")
     if not isinstance(dataset, StreamDataset):
-        raise OptionError(
-            f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"
-        )
+        raise OptionError(_wrong_dataset(dataset))
     if shuffle is not None and shuffle != dataset.pipeline.source.shuffle:
         raise OptionError(
             f"shuffle={shuffle} differs from the dataset's; pass shuffle={shuffle} to ShardDataset(...), not to the loader"
@@ -106,3 +104,12 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def _wrong_dataset(dataset: object) -> str:
+    if isinstance(dataset, BatchDataset):  # of a loader that is built again
+        return (
+            "this ShardLoader cannot be built again with another sampler, as Lightning's overfit_batches does; to train on a few samples "
+            "make a loader of ss.ShardDataset(..., subset=slice(64)), or use limit_train_batches"
+        )
+    return f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"

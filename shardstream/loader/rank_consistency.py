@@ -1,4 +1,4 @@
-"""Compare the order of samples between ranks before the first batch."""
+"""Compare the order of samples between ranks before the first batch, and their epochs in each iteration."""
 
 from __future__ import annotations
 
@@ -34,8 +34,16 @@ class KeyValueStore(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Wait until the keys exist; RuntimeError on timeout."""
 
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether the keys exist."""
 
-def compare_ranks(dataset: str, numbers: Mapping[str, Any], placement: Placement) -> None:
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Set a value if the key has the expected one, or is missing and that is empty; return the value then."""
+
+
+def compare_ranks(
+    dataset: str, numbers: Mapping[str, Any], placement: Placement
+) -> EpochAgreement | None:
     """Compare a loader's order options with the other ranks, if ``torch.distributed`` is initialised.
 
     Args:
@@ -43,22 +51,110 @@ def compare_ranks(dataset: str, numbers: Mapping[str, Any], placement: Placement
         numbers: JSON values that must be the same on all ranks.
         placement: Of the loader.
 
+    Returns:
+        Comparison of the iterations that follow; None if there is nothing to compare with.
+
     Raises:
         OptionError: On all ranks that arrive within 30 s, if two of them differ.
     """
     # Looked up, not imported: as in distributed.py
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
+        return None
     ranks = Placement(distributed.get_rank(), distributed.get_world_size())
     if ranks.world_size == 1 or ranks != placement:
-        return
+        return None
     # PyTorch has no public accessor for the default store; if a later version removes this one, nothing is compared.
     find = getattr(distributed.distributed_c10d, "_get_default_store", None)
-    if find is not None:
-        _begun[dataset] += 1
-        key = f"shardstream/{dataset}/{_begun[dataset]}"
-        compare_in_store(find(), key, numbers, placement)
+    if find is None:
+        return None
+    _begun[dataset] += 1
+    key = f"shardstream/{dataset}/{_begun[dataset]}"
+    compare_in_store(find(), key, numbers, placement)
+    return EpochAgreement(find(), key, placement.rank)
+
+
+class EpochAgreement:
+    """Compares the iterations of a loader with those of the other ranks, without waiting for any.
+
+    The first rank that begins an iteration writes down its epoch, and how many batches it took from the iteration before; the
+    others compare theirs. A rank that still reads looks for that entry after its batches 1, 2, 4, 8, …: so if one rank alone
+    looked at a batch and reads the next epoch now, the others find out before their second batch.
+
+    Args:
+        store: Shared by all ranks.
+        key: Prefix of the keys.
+        rank: This rank.
+    """
+
+    def __init__(self, store: KeyValueStore, key: str, rank: int) -> None:
+        self._store, self._key, self._rank = store, key, rank
+        self._number = self._taken = 0
+        self._is_complete = True
+
+    def add_batch(self, epoch: int, *, is_first: bool, is_last: bool) -> None:
+        """Count a batch that is handed out; compare the begin of the iteration before the first one.
+
+        Raises:
+            OptionError: If another rank reads another epoch, or took another number of batches from the last iteration.
+        """
+        if is_first:
+            self._compare_begin(epoch)
+            self._taken = 0
+        self._taken += 1
+        self._is_complete = is_last
+
+    def end(self) -> None:
+        """End an iteration after its last batch."""
+        self._is_complete = True
+
+    def check(self) -> None:
+        """Check that no rank has left this iteration earlier; called before a further batch.
+
+        Raises:
+            OptionError: If one has.
+        """
+        if self._taken & (self._taken - 1):
+            return
+        key = self._begin_of(self._number + 1)
+        try:
+            if not self._store.check([key]):
+                return
+            other = json.loads(self._store.get(key))
+        except RuntimeError:
+            return
+        # Not yet complete, but this rank may still take as many as the other has.
+        self._compare_taken(other, self._taken + 1, is_complete=True)
+
+    def _compare_begin(self, epoch: int) -> None:
+        self._number += 1
+        own = {"rank": self._rank, "epoch": epoch, "taken": self._taken}
+        own["is_complete"] = self._is_complete
+        try:
+            entry = self._store.compare_set(self._begin_of(self._number), "", json.dumps(own))
+        except RuntimeError:  # the rank that serves the store has ended
+            return
+        other = json.loads(entry)
+        self._compare_taken(other, self._taken, is_complete=self._is_complete)
+        if other["epoch"] != epoch:
+            raise OptionError(
+                f"ranks read different epochs, so samples would be repeated or missed: rank {other['rank']} begins epoch "
+                f"{other['epoch']}, rank {self._rank} epoch {epoch}; call set_epoch with the same epoch on all ranks"
+            )
+
+    def _begin_of(self, number: int) -> str:
+        return f"{self._key}/begin/{number}"
+
+    def _compare_taken(self, other: Mapping[str, Any], taken: int, *, is_complete: bool) -> None:
+        """Compare numbers of batches; they may differ if the iteration had no more for the rank that took fewer."""
+        is_other_short = other["taken"] < taken and not other["is_complete"]
+        is_short = taken < other["taken"] and not is_complete
+        if is_other_short or is_short:
+            raise OptionError(
+                f"ranks took different numbers of batches from an iteration, so they would read different epochs: rank {other['rank']} "
+                f"took {other['taken']} and began the next one, rank {self._rank} takes {taken}; if one rank alone looks at a batch, give "
+                "it a dataset of its own with placement=ss.Placement(0, 1), or call set_epoch on all ranks"
+            )
 
 
 def compare_in_store(

@@ -19,13 +19,15 @@ warnings.simplefilter("ignore")
 import torch
 import shardstream as ss
 
-folder, out = sys.argv[1:]
+folder, out, way = sys.argv[1:]
 
 def make_loader():
     dataset = ss.ShardDataset(folder, shuffle=True).decode().to_tuple("npy", "cls")
+    dataset = dataset.select(lambda sample: True) if "unknown" in way else dataset
     return ss.ShardLoader(dataset, batch_size=8)
 
-whole = [ids.tolist() for _, ids in make_loader()]
+loader = make_loader()
+whole = [[ids.tolist() for _, ids in loader] for _ in range(3)]
 """
 LIGHTNING = """
 import lightning
@@ -39,41 +41,54 @@ class Model(lightning.LightningModule):
     def training_step(self, batch, index):
         if self.trainer.global_step == stop:
             raise InterruptedError
-        self.seen.append(batch[1].tolist())
-        return self.layer(batch[0].float().flatten(1)).mean()
+        first = batch["one"] if way == "zipped" else batch
+        self.seen.append(first[1].tolist() + (batch["two"][1].tolist() if way == "zipped" else []))
+        return self.layer(first[0].float().flatten(1)).mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-6)
+
+limits = {"limited": {"limit_train_batches": 5}}
 
 def fit(checkpoint=None):
     saving = ModelCheckpoint(dirpath=out, every_n_train_steps=5, save_top_k=-1)
     model = Model()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, callbacks=[saving], **quiet)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=3, callbacks=[saving], limit_val_batches=0, **quiet, **limits.get(way, {})
+    )
+    loaders = {"one": make_loader(), "two": make_loader()} if way == "zipped" else make_loader()
     try:
-        trainer.fit(model, make_loader(), ckpt_path=checkpoint, weights_only=False)
+        trainer.fit(model, loaders, ckpt_path=checkpoint, weights_only=False)
     except InterruptedError:
         pass
     return model.seen
 
 logging.disable(logging.CRITICAL)
-stop = 7
-seen = fit()[:5]
 stop = None
-seen += fit(glob.glob(out + "/*step=5.ckpt")[0])
-print(json.dumps([seen, whole]))
+uninterrupted = fit()
+resumed = {step: fit(glob.glob(f"{out}/*step={step}.ckpt")[0]) for step in (5, 10, 15) if step < len(uninterrupted)}
+print(json.dumps([uninterrupted, resumed, whole]))
 """
+
+LENGTHS = {"whole": 12, "limited": 5, "zipped": 12, "unknown": 12}
+"""Batches of an epoch of Lightning."""
 
 
 @pytest.mark.slow
-def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", LENGTHS)
+def test_lightning_reads_another_order_in_each_epoch_and_resumes(way: str, tmp_path: Path) -> None:
     folder = numbered(tmp_path / "set", 90, 20)
     program = SETUP + LIGHTNING
-    command: list[Any] = [sys.executable, "-c", program, folder, tmp_path / "out"]
+    command: list[Any] = [sys.executable, "-c", program, folder, tmp_path / "out", way]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    seen, whole = json.loads(done.stdout.splitlines()[-1])
-    assert seen == whole
-    assert len(whole) == 12
+    seen, resumed, whole = json.loads(done.stdout.splitlines()[-1])
+    length = LENGTHS[way]
+    batches = [batch * (1 + (way == "zipped")) for epoch in whole for batch in epoch[:length]]
+    assert seen == batches
+    assert resumed
+    for step, rest in resumed.items():
+        assert rest == seen[int(step) :], step

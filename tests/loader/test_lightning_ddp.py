@@ -50,7 +50,7 @@ class HookModel(Model):
 
 saving = ModelCheckpoint(dirpath=out, every_n_train_steps=5, save_top_k=-1)
 trainer = lightning.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, callbacks=[saving],
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=3, callbacks=[saving],
     logger=False, enable_progress_bar=False, enable_model_summary=False,
 )
 model = HookModel() if way == "hook" else Model()
@@ -90,10 +90,12 @@ def fit(folder: Path, way: str, *, checkpoint: int | str = "") -> Seen:
 def test_ranks_of_lightning_see_each_sample_once_and_resume(tmp_path: Path) -> None:
     make_shards(tmp_path / "data", samples=SAMPLES, per_shard=15)
     whole = fit(tmp_path, "loader")
-    assert {len(rank) for rank in whole} == {2 * 13}
-    for epoch in range(2):
+    assert {len(rank) for rank in whole} == {3 * 13}
+    for epoch in range(3):
         found = Counter(n for rank in whole for at, batch in rank if at == epoch for n in batch)
         assert found == dict.fromkeys(range(SAMPLES), 1)
+    for rank in whole:
+        assert len({str([batch for at, batch in rank if at == epoch]) for epoch in range(3)}) == 3
     # In the middle of the second epoch; and of the first, so that the hook makes the loader of a whole epoch, too.
     for way, step in (("loader", 20), ("hook", 5)):
         assert fit(tmp_path, way, checkpoint=step) == [rank[step:] for rank in whole]

@@ -151,14 +151,6 @@ def test_seeds_give_different_orders(folder: str) -> None:
     assert len(orders) == 3
 
 
-def test_abandoned_epoch_starts_from_its_beginning(folder: str) -> None:
-    one = loader(folder, shuffle=True)
-    first = labels(take(one, 3))
-    assert labels(take(one, 3)) == first
-    one.set_epoch(1)
-    assert labels(take(one, 3)) != first
-
-
 def test_without_shuffle_samples_have_stored_order(folder: str) -> None:
     for num_workers in (0, 3):
         assert flat(labels(loader(folder, num_workers=num_workers))) == list(range(100))
