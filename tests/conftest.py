@@ -65,6 +65,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
+def ceph(s3: S3Server) -> S3Server:
+    """The same server if it is Ceph; else the test is skipped."""
+    if s3.kind != "ceph":
+        pytest.skip("moto checks no signatures, and refuses requests without one")
+    return s3
+
+
+@pytest.fixture
 def shaped_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
     """The same server behind an nginx that is started for this test, so that its settings end with the test."""
     with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:

@@ -439,7 +439,9 @@ def start_tls(workdir: Path, s3: S3Server) -> Iterator[tuple[S3Server, Path]]:
         ServerMissingError: nginx or openssl is not installed.
     """
     # On Debian it is in a folder that only root's PATH has.
-    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    nginx = shutil.which(
+        "nginx", path=f"{os.environ.get('PATH', '')}{os.environ.get('SERVERS_PATH', ':/usr/sbin')}"
+    )
     openssl = shutil.which("openssl")
     if nginx is None or openssl is None:
         raise ServerMissingError("nginx or openssl is missing (nginx-light, openssl)")

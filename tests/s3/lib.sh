@@ -1,6 +1,6 @@
 # Shared by start_*.sh (bash).
 T0=${EPOCHREALTIME/./}
-export PATH=$PATH:/usr/sbin:/sbin
+export PATH=$PATH${SERVERS_PATH-:/usr/sbin:/sbin}
 begin() { # WORKDIR: make it, W becomes absolute; refuse one that is running
   mkdir -p "$1"; W=$(cd "$1" && pwd)
   [ ! -e "$W/pids" ] || { echo "$0: $W/pids exists: stop.sh $W first" >&2; exit 1; }

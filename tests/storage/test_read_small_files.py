@@ -78,6 +78,7 @@ def test_client_reads_a_folder_without_index_or_manifest(packed: str) -> None:
     assert "ManifestError" in look(packed).stderr
 
 
+@pytest.mark.usefixtures("ceph")
 def test_client_reports_a_denied_access(packed: str) -> None:
     done = look(packed, AWS_SECRET_ACCESS_KEY="not-the-secret")  # noqa: S106  (it is none)
     assert "AccessDeniedError" in done.stderr

@@ -37,9 +37,9 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture
-def public(s3: S3Server) -> Iterator[str]:
+def public(ceph: S3Server) -> Iterator[str]:
     """Name of a public bucket with "data.bin", and the private object "private.bin"."""
-    client, name = s3.client(), f"public-{uuid.uuid4().hex}"
+    client, name = ceph.client(), f"public-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name, ACL="public-read")
     client.put_object(Bucket=name, Key="data.bin", Body=DATA, ACL="public-read")
     client.put_object(Bucket=name, Key="private.bin", Body=DATA)

@@ -233,7 +233,7 @@ def test_limit_of_an_index_hashes_every_byte(tars: dict[str, bytes], tmp_path: P
     assert found.extra["bytes_read"] == sum(map(len, tars.values()))
 
 
-@pytest.mark.usefixtures("s3_env")
+@pytest.mark.usefixtures("ceph", "s3_env")
 def test_limits_of_sending_and_first_batch_move_the_expected_bytes(
     tars: dict[str, bytes], tmp_path: Path, bucket: str, s3: S3Server
 ) -> None:
