@@ -13,7 +13,13 @@ import numpy as np
 
 from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.errors import OptionError, SampleError, plural
-from shardstream.format import KEY_COLUMN, Sample, import_parquet
+from shardstream.format import (
+    KEY_COLUMN,
+    Sample,
+    import_parquet,
+    limit_of_rows,
+    read_parquet,
+)
 from shardstream.storage import AdaptiveLimit, Storage
 
 if TYPE_CHECKING:
@@ -130,8 +136,9 @@ def open_table(url: str, columns: Mapping[str, str], storage: Storage) -> TableC
         StorageError: If it cannot be read.
     """
     pa, parquet = import_parquet()
+    data = storage.read(url)
     try:
-        file = parquet.ParquetFile(io.BytesIO(storage.read(url)))
+        file = parquet.ParquetFile(pa.BufferReader(data))
     except (pa.ArrowInvalid, OSError) as error:
         raise OptionError(f"not a Parquet file: {error}", shard=url) from error
     names: list[str] = file.schema_arrow.names
@@ -145,7 +152,15 @@ def open_table(url: str, columns: Mapping[str, str], storage: Storage) -> TableC
             else "name the columns to take: ss.join(first, {url: {'txt': 'caption'}})",
             shard=url,
         )
-    table = file.read(columns=[*dict.fromkeys(wanted.values())])
+    try:
+        table = read_parquet(
+            pa.BufferReader(data),
+            [*dict.fromkeys(wanted.values())],
+            url=url,
+            limit_bytes=limit_of_rows(len(data)),
+        )
+    except (pa.ArrowInvalid, OSError) as error:
+        raise OptionError(f"the table cannot be read: {error}", shard=url) from error
     keys = table[key]
     if not pa.types.is_string(keys.type) and not pa.types.is_large_string(keys.type):
         raise OptionError(f"the keys in the column {key!r} are {keys.type}, not text", shard=url)

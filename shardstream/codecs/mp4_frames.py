@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 _TABLES_LIMIT_BYTES = 256 << 20
 """Of the box with all tables; that of ten hours has 20 MB."""
-_FRAMES_LIMIT = 1 << 26
+_FRAMES_LIMIT = 1 << 22
+"""38 hours of 30 frames a second; a frame takes 400 bytes as torchcodec takes the table."""
 
 
 class Sliceable(Protocol):
@@ -65,19 +66,33 @@ def read_frame_table(data: Sliceable) -> FrameTable | None:
     return _track_table(videos[0], movie_timescale=_timescale(boxes[b"mvhd"]))
 
 
+def check_frame_counts(data: Sliceable) -> None:
+    """Check that a file can hold the frames that its tables name: FFmpeg loops over 2^26 frames that are not there.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    for name, track in _boxes(_top_level_box(data, b"moov") or b""):
+        sizes = _find(track, b"mdia", b"minf", b"stbl", b"stsz") if name == b"trak" else None
+        if sizes is not None:
+            _check_sizes(sizes, int.from_bytes(sizes[8:12], "big"), len(data))
+
+
 def _track_table(track: bytes, *, movie_timescale: int) -> FrameTable | None:
     header, stbl = _find(track, b"mdia", b"mdhd"), _find(track, b"mdia", b"minf", b"stbl")
     tables = dict(_boxes(stbl or b""))
     if header is None or not {b"stts", b"stsz"} <= tables.keys():
         return None
     count = int.from_bytes(tables[b"stsz"][8:12], "big")
-    durations = _runs(tables[b"stts"], signed=False)
-    if not 0 < count <= _FRAMES_LIMIT or len(durations) != count or _has_empty(tables[b"stsz"]):
+    if not 0 < count <= _FRAMES_LIMIT or _has_empty(tables[b"stsz"]):
+        return None
+    durations = _runs(tables[b"stts"], count, signed=False)
+    if durations is None:
         return None
     times = np.cumsum(durations) - durations
     if b"ctts" in tables:
-        shifts = _runs(tables[b"ctts"], signed=True)
-        if len(shifts) != count:
+        shifts = _runs(tables[b"ctts"], count, signed=True)
+        if shifts is None:
             return None
         times += shifts
     is_key = np.ones(count, dtype=np.bool_)
@@ -95,6 +110,17 @@ def _track_table(track: bytes, *, movie_timescale: int) -> FrameTable | None:
     table = FrameTable(times, durations, is_key, timescale)
     start = _edit_start(track, int(times[0]), table.duration_s, movie_timescale)
     return None if start is None else table._replace(times=times - start)
+
+
+def _check_sizes(sizes: bytes, count: int, file_bytes: int) -> None:
+    """Check that the file can hold its frames, before there are arrays of so many numbers.
+
+    Raises:
+        ValueError: If the size of each, or all bytes of frames of one size, do not fit.
+    """
+    uniform = int.from_bytes(sizes[4:8], "big")
+    if (count * uniform > file_bytes) if uniform else (12 + 4 * count > len(sizes)):
+        raise ValueError(f"its table names {count} frames, which {file_bytes} bytes cannot hold")
 
 
 def _has_empty(sizes: bytes) -> bool:
@@ -169,11 +195,11 @@ def _timescale(header: bytes) -> int:
     return int.from_bytes(header[start : start + 4], "big")
 
 
-def _runs(table: bytes, *, signed: bool) -> npt.NDArray[Any]:
-    """Return the values of a table of counts and values, one for each frame; nothing if they are too many."""
+def _runs(table: bytes, frames: int, *, signed: bool) -> npt.NDArray[Any] | None:
+    """Return the values of a table of counts and values, one for each frame; None if the counts are wrong."""
     count = int.from_bytes(table[4:8], "big")
     pairs = np.frombuffer(table[8 : 8 + 8 * count], ">i4" if signed else ">u4")
     pairs = pairs[: len(pairs) // 2 * 2].reshape(-1, 2).astype(np.int64)
-    if pairs[:, 0].min(initial=0) < 0 or pairs[:, 0].sum() > _FRAMES_LIMIT:
-        return np.empty(0, np.int64)
+    if pairs[:, 0].min(initial=0) < 0 or pairs[:, 0].sum() != frames:
+        return None
     return np.repeat(pairs[:, 1], pairs[:, 0])

@@ -16,6 +16,9 @@ VALUES_LIMIT = 10_000_000
 """Values of a JSON or CSV field: about 1 GB, since an empty list takes 3 bytes as JSON, 100 in memory."""
 BINARY_LIMIT_BYTES = 32 << 20
 """Bytes of a MessagePack or CBOR field: an empty list takes 1 byte, 64 in memory."""
+ANY_KEYS_LIMIT_BYTES = 64 << 10
+"""Bytes of a CBOR field whose keys may be other than text and bytes: keys chosen to have one hash take quadratic time."""
+_BIG_NUMBER_LIMIT_BYTES = 1 << 10  # conversion to a decimal takes quadratic time
 
 _EXTRA = "formats"
 _QUOTED = re.compile('"(?:[^"]|"")*"')
@@ -53,6 +56,8 @@ def encode_msgpack(value: object) -> bytes:
 def decode_cbor(data: bytes) -> Any:
     """Decode one CBOR value; over 32 MiB, over 200 levels, shared values and regular expressions are refused.
 
+    So are whole numbers over 1 KiB and, in fields over 64 KiB, keys that are not text or bytes.
+
     Raises:
         OptionError: If cbor2 is not installed.
         cbor2.CBORDecodeError: If it is refused or damaged.
@@ -61,9 +66,18 @@ def decode_cbor(data: bytes) -> Any:
     cbor2 = import_extra("cbor2", extra=_EXTRA, purpose="decoding CBOR")
     _check_binary(data)
     stream = io.BytesIO(data)
-    value = cbor2.CBORDecoder(
-        stream, max_depth=DEPTH_LIMIT, semantic_decoders=dict.fromkeys(_REFUSED_TAGS, _refuse_tag)
-    ).decode()
+    decoder = cbor2.CBORDecoder(
+        stream,
+        max_depth=DEPTH_LIMIT,
+        semantic_decoders={**_BIG_NUMBERS, **dict.fromkeys(_REFUSED_TAGS, _refuse_tag)},
+        strict_hashable_types=len(data) > ANY_KEYS_LIMIT_BYTES,
+    )
+    try:
+        value = decoder.decode()
+    except cbor2.CBORDecodeError as error:
+        if error.__cause__ is None:
+            raise
+        raise cbor2.CBORDecodeError(f"{error}: {error.__cause__}") from error
     if stream.tell() != len(data):
         raise ValueError(f"{len(data) - stream.tell()} bytes after the value")
     return value
@@ -149,6 +163,18 @@ def _check_binary(data: bytes) -> None:
             f"{len(data)} bytes, the limit is {BINARY_LIMIT_BYTES}, because they may take 64 times as much memory; "
             "store arrays as npy or safetensors"
         )
+
+
+def _big_number(value: bytes, _is_key: bool) -> int:
+    if len(value) > _BIG_NUMBER_LIMIT_BYTES:
+        raise ValueError(
+            f"a whole number of {len(value)} bytes, the limit is {_BIG_NUMBER_LIMIT_BYTES}"
+        )
+    return int.from_bytes(value, "big")
+
+
+_BIG_NUMBERS = {2: _big_number, 3: lambda value, is_key: -1 - _big_number(value, is_key)}
+"""Tags of CBOR; 4, 5 and 30 make decimals and fractions of such numbers."""
 
 
 def _refuse_tag(*_: object) -> NoReturn:

@@ -11,7 +11,7 @@ Reading a shard uses these files, in this order:
     image_formats, bit_depth   supported image formats; bit depth of the stored numbers
 
 Writing a shard uses ``names`` and ``tar_writer`` (members -> headers and padded bodies). Files in the folder of
-the shards: ``index`` (``NAME.tar.idx``), ``manifest`` and ``manifest_pages`` (``index.json``, of entries from ``shard_info``), ``column_file`` (``NAME.tar.cols.parquet``),
+the shards: ``index`` (``NAME.tar.idx``), ``manifest`` and ``manifest_pages`` (``index.json``, of entries from ``shard_info``), ``column_file`` (``NAME.tar.cols.parquet``, read by ``parquet``),
 ``classes_json`` and ``dali_index``.
 """
 
@@ -29,7 +29,6 @@ from shardstream.format.column_file import (
     columns_in_file,
     decode_column_file,
     encode_column_file,
-    import_parquet,
     is_reserved_column,
     parse_columns,
 )
@@ -103,6 +102,7 @@ from shardstream.format.names import (
     member_name,
     split_member_name,
 )
+from shardstream.format.parquet import import_parquet, limit_of_rows, read_parquet
 from shardstream.format.samples import (
     FIELDS_LIMIT,
     Group,
@@ -213,6 +213,7 @@ __all__ = [
     "iter_members",
     "iter_samples",
     "iter_whole",
+    "limit_of_rows",
     "mask_fields",
     "member_bytes",
     "member_name",
@@ -221,6 +222,7 @@ __all__ = [
     "open_decompressed",
     "parse_columns",
     "read_one",
+    "read_parquet",
     "read_sample",
     "read_samples",
     "restore_order",

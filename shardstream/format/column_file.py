@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
-from shardstream.errors import (
-    IndexMismatchError,
-    ManifestError,
-    OptionError,
-    SampleError,
-    how_to_install,
-    plural,
-)
+from shardstream.errors import IndexMismatchError, ManifestError, OptionError, SampleError, plural
+from shardstream.format.parquet import import_parquet, limit_of_rows, read_parquet
 from shardstream.format.shard_info import ShardInfo
 
 if TYPE_CHECKING:
@@ -29,10 +23,6 @@ KEY_COLUMN = "__key__"
 """Name of the column of keys."""
 _METADATA = b"shardstream"
 _VERSION = 1
-_NEEDS_PYARROW = (
-    "columns of samples are kept in Parquet, which needs one more package: "
-    f"{how_to_install('parquet')}"
-)
 _REMEDY = "run 'shardstream index --columns' again"
 
 
@@ -144,8 +134,6 @@ class _ParquetFile(Protocol):
     metadata: Any
     schema_arrow: Any
 
-    def read(self, columns: list[str] | None) -> Any: ...
-
 
 def decode_column_file(data: bytes, shard: ShardInfo, names: Sequence[str] | None) -> pa.Table:
     """Return the columns of a shard, one row for each sample.
@@ -173,11 +161,13 @@ def decode_column_file(data: bytes, shard: ShardInfo, names: Sequence[str] | Non
             shard=url,
         )
     try:
-        return file.read(columns=None if names is None else [*names]).replace_schema_metadata(None)
+        limit = limit_of_rows(len(data))
+        table = read_parquet(pa.BufferReader(data), names, url=url, limit_bytes=limit)
     except (pa.ArrowInvalid, OSError) as error:
         raise ManifestError(
             f"a damaged file of columns: {error}", remedy=_REMEDY, shard=url
         ) from error
+    return table.replace_schema_metadata(None)
 
 
 def columns_in_file(data: bytes, *, url: str) -> tuple[Column, ...]:
@@ -243,17 +233,3 @@ def _check_shard(made_of: tuple[Any, Any, Any], nrows: int, shard: ShardInfo) ->
             remedy=_REMEDY,
             shard=shard.columns_url,
         )
-
-
-def import_parquet() -> tuple[Any, Any]:
-    """Return the modules ``pyarrow`` and ``pyarrow.parquet``.
-
-    Raises:
-        OptionError: If pyarrow is not installed.
-    """
-    try:
-        import pyarrow as pa  # noqa: PLC0415  (an extra)
-        from pyarrow import parquet  # noqa: PLC0415
-    except ImportError as error:
-        raise OptionError(_NEEDS_PYARROW) from error
-    return pa, parquet

@@ -19,6 +19,7 @@ from shardstream.errors import (
     StorageError,
     redact,
 )
+from shardstream.format import read_parquet
 from shardstream.packing.added_source import KEY, AddedSpec, mean_tar_bytes
 from shardstream.packing.encode import encode_field
 from shardstream.packing.key_hashes import Places
@@ -273,12 +274,15 @@ class ParquetFields(_TableFields):
         url = self._files[number].url
         columns = list(dict.fromkeys([self._key, *self._columns.values()]))
         try:
-            with (
-                self._storage.open(url) as stream,
-                open_parquet(stream, url, self._storage, self._metadata[number]) as table,
-                self._storage.translate_errors(url),
-            ):
-                loaded = table.read_row_group(group_in_file, columns=columns)
+            with self._storage.open(url) as stream, self._storage.translate_errors(url):
+                loaded = read_parquet(
+                    stream,
+                    columns,
+                    url=url,
+                    limit_bytes=_GROUP_LIMIT_BYTES,
+                    row_groups=[group_in_file],
+                    metadata=self._metadata[number],
+                )
         except StorageError:
             self.check_unchanged()  # the likely reason, if the file does not fit its metadata
             raise

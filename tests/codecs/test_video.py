@@ -204,7 +204,12 @@ def test_hostile_video_is_a_bad_sample_in_bounded_memory(
 ) -> None:
     set_limits(monkeypatch, ss.Video, FRAMES_LIMIT_BYTES=MiB, FRAME_LIMIT_PIXELS=100 * 100)
     large = video_file(size=(128, 128), count=2)
+    file = bytearray(FILES["mp4"])
+    for box, place, claim in ((b"stts", 12, 1 << 26), (b"stsz", 12, 1 << 26), (b"stsz", 8, 1)):
+        at = file.index(box) + place
+        file[at : at + 4] = claim.to_bytes(4)
     attacks = {
+        "its table names 67108864 frames": lambda: len(ss.Video(bytes(file), library)),
         "the limit is 1048576": lambda: ss.Video(FILES["mp4"], library).frames([0] * 1000),
         "frames of 16384 pixels": lambda: len(ss.Video(large, library)),
         "cut short": lambda: len(ss.Video(b"\xff\xff\xff\xffftyp", library)),

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,6 +14,9 @@ import torch
 
 import shardstream as ss
 from shardstream.errors import ChangedError, IndexMismatchError, OptionError, SampleError
+from shardstream.format import read_parquet
+from tests.attack import survived
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, take
 
 COUNT = 60
@@ -297,6 +301,44 @@ def test_tables_that_do_not_fit_are_errors(
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(OptionError, match="not a Parquet file"):
         ss.join(parts["images"], {str(tmp_path / "bad.parquet"): ["txt"]})
+
+
+def rows_of_one_text(path: Path, *, count: int = 20_000, metadata: Any = None) -> str:
+    """Write rows that refer to one text of 1 MiB: 55 kB, or 20 GB in memory."""
+    keys = pa.array([f"k{number:03d}" for number in range(count)])
+    text = pa.array(["x" * (1 << 20)])
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, dtype=np.int32)), text)
+    lists = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), texts)
+    found = pa.table({"__key__": keys, "text": texts, "list": lists}, metadata=metadata)
+    options: Any = {"compression": "zstd", "dictionary_pagesize_limit": 1 << 30}
+    pq.write_table(found, path, store_schema=metadata is not None, **options)
+    return str(path)
+
+
+@pytest.mark.parametrize("fields", [{"txt": "text"}, {"x.json": "list"}], ids=str)
+def test_table_that_is_large_in_memory_only_is_an_error(
+    parts: dict[str, str], tmp_path: Path, fields: dict[str, str]
+) -> None:
+    path = rows_of_one_text(tmp_path / "t.parquet")
+    attacks = (
+        lambda: ss.join(parts["images"], {path: fields}),
+        lambda: ss.reshard(parts["images"], tmp_path / "out", add={path: fields}),
+    )
+    for attack in attacks:
+        outcome = survived(attack, memory_bytes=2 << 30)
+        assert "OptionError" in outcome
+        assert "the rows take 20000 MiB or more in memory, the limit is" in outcome
+
+
+def test_columns_that_are_large_in_memory_only_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "txt", [*range(7)])
+    file = tmp_path / "000000.tar.cols.parquet"
+    rows_of_one_text(file, count=7, metadata=pq.read_schema(file).metadata)
+    set_limits(monkeypatch, read_parquet, PARQUET_BASE_BYTES=1 << 20)
+    with pytest.raises(OptionError, match="the rows take 14 MiB or more in memory, the limit is"):
+        ss.read_columns(tmp_path)
 
 
 def test_subsets_are_joined(parts: dict[str, str]) -> None:
