@@ -27,6 +27,7 @@ import errno
 import re
 
 _USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_ADDRESS = re.compile(r" ?<[\w.]+ object at 0x[0-9a-fA-F]+>")
 _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 
 
@@ -39,6 +40,15 @@ def redact(url: str) -> str:
     if "://" not in url:
         return url
     return _QUERY.sub("?…", _USERINFO.sub("", url))
+
+
+def without_addresses(text: str) -> str:
+    """Remove addresses of objects in memory from the message of another library.
+
+    >>> without_addresses("cannot identify image file <_io.BytesIO object at 0x7f00>")
+    'cannot identify image file'
+    """
+    return _ADDRESS.sub("", text)
 
 
 def shown(text: str) -> str:

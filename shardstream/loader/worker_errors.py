@@ -27,7 +27,8 @@ _T = TypeVar("_T")
 _REMEDIES = {
     "SIGKILL": "usually the system ran out of memory (see dmesg): use fewer workers, or a smaller prefetch_factor, "
     "prefetch_bytes or window",
-    "SIGBUS": "usually /dev/shm is full: enlarge it (docker run --shm-size), or use fewer workers",
+    "SIGBUS": "either /dev/shm is full: enlarge it (docker run --shm-size), or use fewer workers; or a local shard was cut while it was "
+    "read: write new data to a folder of its own",
 }
 _CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthandler to see where"
 _IN_WORKER = "in DataLoader worker process"

@@ -25,7 +25,13 @@ from shardstream.codecs import (
     decode_msgpack,
     decode_tsv,
 )
-from shardstream.errors import DecodeError, OptionError, StorageError, redact
+from shardstream.errors import (
+    DecodeError,
+    OptionError,
+    StorageError,
+    redact,
+    without_addresses,
+)
 from shardstream.format import FIELDS_LIMIT, Columns, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
 from shardstream.pipeline.fast_decode import parse_json
@@ -312,7 +318,7 @@ class Decode(ItemStage):
                 raise
             except Exception as error:
                 raise DecodeError(
-                    f"cannot be decoded: {type(error).__name__}: {error}",
+                    f"cannot be decoded: {type(error).__name__}: {without_addresses(str(error))}",
                     remedy="" if isinstance(error, LossyDecodeError) else _REMEDY,
                     shard=sample.get("__url__"),
                     key=sample.get("__key__"),

@@ -289,7 +289,7 @@ def plan_steps(partition: RankPartition, steps: WorkerSteps) -> Iterator[list[In
 
 def _chunk_steps(steps: list[Ints], max_samples: int) -> Iterator[list[Ints]]:
     """Yield the steps in lists of at most ``max_samples`` samples, or of one step."""
-    size = max(1, max_samples // max(1, len(steps[-1])))
+    size = max(1, max_samples // max(1, *map(len, steps)))  # the last step may be short
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
 

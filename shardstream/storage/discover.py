@@ -150,6 +150,10 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     tars: list[str] = []
     globbed: set[str] = set()
     for url in expanded:
+        if not url.strip():
+            raise OptionError(
+                "the URL is empty; name a folder, a tar or a pattern ('.' is the current folder)"
+            )
         if url.startswith("pipe:"):
             storage.resolve(url)  # raises the error
         elif is_glob(url, storage):

@@ -444,7 +444,7 @@ class Storage:
             return f"{chain}::{Storage._url(last, name)}"
         if "://" not in url_asked or "://" in name:
             return name
-        return f"{url_asked.split('://', 1)[0]}://{name.lstrip('/') if not url_asked.startswith('file:') else name}"
+        return f"{url_asked.split('://', 1)[0]}://{name if url_asked.startswith(('file:', 'local:')) else name.lstrip('/')}"
 
 
 def _in_order(files: Iterable[FileInfo]) -> list[FileInfo]:
@@ -490,7 +490,7 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if "://" in text or "::" in text:
         return text
-    return os.path.abspath(text) + "/" * (text.endswith("/") and text != "/")
+    return os.path.abspath(os.path.expanduser(text)) + "/" * (text.endswith("/") and text != "/")
 
 
 def parent_url(url: str) -> str:

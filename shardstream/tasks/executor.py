@@ -62,9 +62,16 @@ class RetryCount:
 
     Args:
         executor: The executor; those without ``retries`` never run a task again.
+
+    Raises:
+        OptionError: If it is no executor.
     """
 
     def __init__(self, executor: Executor | None) -> None:
+        if executor is not None and not callable(getattr(executor, "run", None)):
+            raise OptionError(
+                f"executor= takes an executor such as ss.LocalExecutor(processes=8) or ss.ray.RayExecutor(), not {executor!r:.60}"
+            )
         self._executor = executor
         self._before = self._total()
 

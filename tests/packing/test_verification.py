@@ -322,8 +322,9 @@ def test_compressed_tar_with_a_plain_name_is_told_so_by_every_door(
     noise = np.random.default_rng(0).bytes(count * 200)
     path.write_bytes(compress(tar_bytes([("a.bin", noise)])))
     assert re.search(message, only(verify(str(path))))
-    readers: list[Callable[[str], Any]] = [index, ShardDataset]
-    for read in [*readers, partial(ShardDataset, index="ignore")]:
+    ignoring = partial(ShardDataset, index="ignore")
+    readers: tuple[Callable[[str], Any], ...] = (index, ShardDataset, ignoring)
+    for read in readers:
         with pytest.raises(ShardError, match=message):
             list(read(str(path)))
     with pytest.raises(ShardError, match=message):

@@ -319,3 +319,10 @@ def test_sequential_dataset_decodes_samples(threads: int, tmp_path: Path) -> Non
     assert [sample["json"] for sample in decoded] == [{"i": i} for i in range(7)]
     assert all(np.array_equal(sample["npy"], ARRAY + i) for i, sample in enumerate(decoded))
     assert json.dumps(decoded[0]["txt"]) == '"0"'
+
+
+def test_message_of_a_bad_image_has_no_address(tmp_path: Path) -> None:
+    folder = make_shards(tmp_path, samples=[{"__key__": "a", "jpg": b"no image"}])
+    with pytest.raises(ss.DecodeError, match="cannot identify image file; ") as caught:
+        next(iter(ss.ShardDataset(folder).decode("rgb8")))
+    assert "0x" not in caught.value.what

@@ -79,3 +79,36 @@ def test_files_with_signs_of_a_glob_are_packed_and_indexed_by_their_names(tmp_pa
     assert len(ss.ShardMapDataset(tmp_path / "out")) == 2
     with pytest.raises(NotFoundError, match="no shard matches this pattern"):
         ss.ShardDataset(tmp_path / "x[2].tar")
+
+
+@pytest.mark.parametrize("url", ["", " ", ["", "a.tar"]])
+def test_empty_url_is_refused(url: str | list[str]) -> None:
+    with pytest.raises(OptionError, match="the URL is empty"):
+        ss.ShardDataset(url)
+
+
+def test_url_of_the_local_protocol_is_absolute(tmp_path: Path) -> None:
+    make_shards(tmp_path / "data", samples=4)
+    assert len(ss.ShardMapDataset(f"local://{tmp_path}/data")) == 4
+    assert len(ss.ShardMapDataset(f"local://{tmp_path}/data/*.tar")) == 4
+
+
+def test_home_folder_is_expanded_by_every_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_shards(tmp_path / "data", samples=4)
+    ss.reshard("~/data", "~/again")
+    ss.index("~/data", to="~/mine")
+    assert ss.verify("~/again", executor=ss.LocalExecutor(processes=1)).samples == 4
+    for folder in ("~/data", "~/mine"):
+        assert len(ss.ShardMapDataset(folder)) == 4
+
+
+@pytest.mark.parametrize("job", ["index", "verify", "reshard", "pack"])
+def test_text_is_no_executor(tmp_path: Path, job: str) -> None:
+    folder = make_shards(tmp_path / "data", samples=4)
+    dest = [] if job in ("index", "verify") else [tmp_path / "out"]
+    with pytest.raises(OptionError, match="takes an executor such as .* not 'ray'"):
+        getattr(ss, job)(folder, *dest, executor="ray")
+    assert not (tmp_path / "out").exists()
