@@ -3,7 +3,7 @@
 optional            import the packages of extras, with one error that names the extra
 audio               sound -> samples and rate
 video               videos that are decoded where they are used
-video_length        cut files, by the lengths that containers declare
+video_container     which container a file is, by its first bytes; cut files
 video_readers       frames and sound of a video file, by torchcodec or PyAV
 mp4_frames          times of the frames of a long MP4 file, without reading them
 plain_values        MessagePack, CBOR, CSV; the depth of nested values

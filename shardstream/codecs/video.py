@@ -13,7 +13,7 @@ import numpy as np
 
 from shardstream.codecs.audio import Audio, convert_audio
 from shardstream.codecs.mp4_frames import check_frame_counts
-from shardstream.codecs.video_length import check_whole
+from shardstream.codecs.video_container import check_whole
 from shardstream.codecs.video_readers import (
     LIBRARIES,
     RangedFile,
@@ -39,7 +39,7 @@ FRAME_LIMIT_PIXELS = 1 << 27
 _DEEP = ("p10", "p12", "p14", "p16", "gray10", "gray12", "gray16")
 """In the names of pixel formats with more than 8 bits."""
 _OTHER_LIBRARY = (
-    "VideoDecoder(library='pyav') may read it; else repack this sample, or skip it with on_error"
+    "PyAV (pip install av) may read it; else repack this sample, or skip it with on_error"
 )
 
 

@@ -1,4 +1,7 @@
-"""Read frames and sound of a video file, in memory or by ranges, with torchcodec or PyAV; both use FFmpeg."""
+"""Read frames and sound of a video file, in memory or by ranges, with torchcodec or PyAV; both use FFmpeg.
+
+torchcodec numbers frames by the times of packets, which only MP4, QuickTime, Matroska and WebM are sure to have: PyAV reads the others.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import numpy as np
 
 from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
 from shardstream.codecs.mp4_frames import FrameTable, Sliceable, read_frame_table
+from shardstream.codecs.video_container import container_of
 from shardstream.errors import OptionError, how_to_install
 
 _Sound = tuple[Iterator[np.ndarray[Any, Any]], int]
@@ -27,6 +31,11 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("torchcodec", "pyav")
 """Libraries that read video, in the order of preference."""
 _MODULES = {"torchcodec": "torchcodec.decoders", "pyav": "av"}
+_OF_TORCHCODEC = ("mov", "matroska")
+"""Containers that torchcodec reads; their first bytes leave FFmpeg no choice of another one."""
+_WITHOUT_TIMES = ("mpegvideo", "m4v", "h264", "hevc", "mjpeg")
+_DECODING_TIMES = ("avi", "asf")
+"""Containers with the times when packets are decoded, not shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +90,27 @@ def open_reader(data: bytes | RangedFile, library: str | None) -> VideoReader:
 
     Args:
         data: A video file; one that is not in memory is read whole if only that tells the times of its frames.
-        library: One of `LIBRARIES`; None takes the first that can be imported.
+        library: One of `LIBRARIES`; None takes the first that can be imported. PyAV reads what torchcodec does not.
 
     Raises:
-        OptionError: If no library can be imported.
+        OptionError: If no library can be imported, or PyAV is needed and cannot.
+        ValueError: If the file is none of the containers that are read.
         Exception: Any error of the library, for a file that is not a video.
     """
-    chosen, module = _load_library(library)
-    table = None
-    if not isinstance(data, bytes):
-        table = read_frame_table(data)
-        if table is None:
-            logger.info("a video is fetched whole: its frames have no table that can be used")
-            data = data.read()
-    reader = _TorchcodecReader if chosen == "torchcodec" else _PyavReader
-    return reader(module, data, table)
+    container = container_of(data)
+    chosen, module = _choose_library(container, library)
+    table = read_frame_table(data)
+    if not isinstance(data, bytes) and table is None:
+        logger.info("a video is fetched whole: its frames have no table that can be used")
+        data = data.read()
+    if chosen == "pyav":
+        return _PyavReader(module, data, table, container)
+    try:
+        return _TorchcodecReader(module, data, table, container)
+    except (OptionError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001  (any refusal)
+        return _PyavReader(_pyav_after(error), data, table, container)
 
 
 def read_sound(
@@ -104,13 +119,17 @@ def read_sound(
     """Return the first sound of a video file, shape (C, T), float32, and its rate in Hz; None if there is none.
 
     Raises:
-        OptionError: If no library can be imported.
-        ValueError: If it is over `AUDIO_LIMIT_BYTES`.
+        OptionError: If no library can be imported, or PyAV is needed and cannot.
+        ValueError: If it is over `AUDIO_LIMIT_BYTES`, or the file is none of the containers that are read.
         Exception: Any other error of the library.
     """
-    chosen, module = _load_library(library)
+    container = container_of(data)
+    chosen, module = _choose_library(container, library)
     whole = data if isinstance(data, bytes) else data.read()
-    sound = (_torchcodec_sound if chosen == "torchcodec" else _pyav_sound)(module, whole)
+    if chosen == "torchcodec":
+        sound = _torchcodec_sound(module, whole)
+    else:
+        sound = _pyav_sound(module, whole, container)
     if sound is None:
         return None
     pieces, rate = sound
@@ -123,6 +142,33 @@ def read_sound(
     if not kept:
         raise ValueError("its sound has no samples")
     return np.concatenate(kept, axis=1), rate
+
+
+def _choose_library(container: str, library: str | None) -> tuple[str, Any]:
+    """Return name and module of the library that reads a container."""
+    chosen = _load_library(library)
+    if chosen[0] == "torchcodec" and container not in _OF_TORCHCODEC:
+        return "pyav", _load_pyav(f"reading FFmpeg's format {container!r}")
+    return chosen
+
+
+def _load_pyav(purpose: str) -> Any:
+    try:
+        return _load_library("pyav")[1]
+    except OptionError as error:
+        raise OptionError(
+            f"{purpose} needs PyAV beside torchcodec: pip install av ({error})"
+        ) from error
+
+
+def _pyav_after(refusal: Exception) -> Any:
+    """Return PyAV, for a video that torchcodec refuses; without it the refusal is raised."""
+    try:
+        module = _load_library("pyav")[1]
+    except OptionError:
+        raise refusal from None
+    logger.info("PyAV decodes a video that torchcodec refuses: %s", refusal)
+    return module
 
 
 @cache
@@ -147,21 +193,34 @@ def _load_library(library: str | None) -> tuple[str, Any]:
 
 
 class _TorchcodecReader:
-    """Reads with torchcodec, which without a table scans the packets of the file when it is opened, without decoding them."""
+    """Reads with torchcodec, which without a table scans the packets of the file when it is opened, without decoding them.
 
-    def __init__(self, decoders: Any, data: bytes | RangedFile, table: FrameTable | None) -> None:
-        self._data, self._table = data, table
+    Raises:
+        ValueError: If the times of the frames are not known from elsewhere, or are others.
+    """
+
+    def __init__(
+        self, decoders: Any, data: bytes | RangedFile, table: FrameTable | None, container: str
+    ) -> None:
+        self._data, self._table, self._container = data, table, container
+        ranged = table if not isinstance(data, bytes) else None
         self._decoder = decoders.VideoDecoder(
             data if isinstance(data, bytes) else data.open(),
             dimension_order="NHWC",
-            custom_frame_mappings=None if table is None else _frame_mappings(table),
+            custom_frame_mappings=None if ranged is None else _frame_mappings(ranged),
         )
+        times_s = self._other.times_s if table is None else table.times / table.timescale
         found = self._decoder.metadata
+        if len(times_s) != found.num_frames:
+            raise ValueError(f"it finds {found.num_frames} frames, {len(times_s)} have a time")
+        self._times_s = times_s
         self.metadata = VideoMetadata(
-            num_frames=found.num_frames or 0,
+            num_frames=found.num_frames,
             # With a table torchcodec takes the rate that the header declares.
-            fps=float(found.average_fps or 0.0) if table is None else table.fps,
-            duration_s=float(found.duration_seconds or 0.0) if table is None else table.duration_s,
+            fps=float(found.average_fps or 0.0) if ranged is None else ranged.fps,
+            duration_s=float(found.duration_seconds or 0.0)
+            if ranged is None
+            else ranged.duration_s,
             height=found.height,
             width=found.width,
             codec=found.codec or "",
@@ -169,39 +228,25 @@ class _TorchcodecReader:
         )
 
     def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
-        found = self._decoder.get_frames_at(list(numbers))
-        if not self._are_right(numbers, found.pts_seconds.numpy()):
+        try:
+            found = self._decoder.get_frames_at(list(numbers))
+        except RuntimeError as error:  # such as a seek after which there is no frame
+            _pyav_after(error)
+            return self._other.read_frames(numbers)
+        # torchcodec's seeks end after some frames (no edit list, intra refresh).
+        expected = self._times_s[list(numbers)]
+        tolerance = np.diff(self._times_s).min(initial=np.inf) / 2
+        if (np.abs(found.pts_seconds.numpy() - expected) >= tolerance).any():
             logger.info("torchcodec seeks to other frames of a video: PyAV decodes it")
             return self._other.read_frames(numbers)
         frames: np.ndarray[Any, Any] = found.data.numpy()
         return frames
 
-    def _are_right(self, numbers: Sequence[int], times_s: np.ndarray[Any, Any]) -> bool:
-        """Return whether frames have the times of their numbers: torchcodec's seeks end after some frames (no edit list, intra refresh)."""
-        if len(self._times_s) != self.metadata.num_frames:
-            return bool((np.diff(times_s[np.argsort(numbers)]) >= 0).all())
-        expected = self._times_s[list(numbers)]
-        tolerance = np.diff(self._times_s).min(initial=np.inf) / 2
-        return bool((np.abs(times_s - expected) < tolerance).all())
-
-    @cached_property
-    def _times_s(self) -> np.ndarray[Any, Any]:
-        """Times of all frames in seconds, by the tables of the file or its packets; none if they are unknown."""
-        table = self._table
-        if table is None and isinstance(self._data, bytes):
-            table = read_frame_table(self._data)
-        if table is not None:
-            return table.times / table.timescale
-        try:
-            return self._other.times_s
-        except OptionError:  # PyAV is not installed
-            return np.empty(0)
-
     @cached_property
     def _other(self) -> _PyavReader:
         """The reader of PyAV for the same file."""
-        _, av = _load_library("pyav")
-        return _PyavReader(av, self._data, self._table)
+        av = _load_pyav("telling the frames of this file apart")
+        return _PyavReader(av, self._data, self._table, self._container)
 
 
 def _frame_mappings(table: FrameTable) -> str:
@@ -215,30 +260,38 @@ def _frame_mappings(table: FrameTable) -> str:
 
 
 class _PyavReader:
-    """Reads with PyAV: numbers frames by the times of the packets, and decodes from the last key frame before each."""
+    """Reads with PyAV: numbers frames by the times of the packets, and decodes from the last key frame before each.
 
-    def __init__(self, av: Any, data: bytes | RangedFile, table: FrameTable | None) -> None:
-        self._av = av
-        self._data = data
-        with self._open() as container:
-            if not container.streams.video:
+    Where the times are not sure, frames are counted by decoding from the start.
+    """
+
+    def __init__(
+        self, av: Any, data: bytes | RangedFile, table: FrameTable | None, container: str
+    ) -> None:
+        self._av, self._data, self._container = av, data, container
+        with self._open() as opened:
+            if not opened.streams.video:
                 raise ValueError("the file has no video stream")
-            stream = container.streams.video[0]
+            stream = opened.streams.video[0]
             packets = (
                 [
                     (packet.pts, packet.is_keyframe, packet.duration or 0)
-                    for packet in container.demux(stream)
+                    for packet in opened.demux(stream)
                     if packet.size and not packet.is_discard
                 ]
                 if table is None
                 else _packets(table, stream.time_base)
             )
             times = [time for time, _, _ in packets]
-            # Old files (AVI) have no times of their own: frames are then counted by decoding from the start.
-            self._has_times = None not in times and len(set(times)) == len(times)
+            reorders = bool(stream.codec_context.has_b_frames)
+            self._has_times = _are_times(times, container, reorders=reorders)
             self._times: list[int] = sorted(times) if self._has_times else []
             self._keys = sorted(time for time, is_key, _ in packets if is_key and self._has_times)
-            self._stream_facts = stream.time_base, stream.codec_context.pix_fmt, stream.codec.name
+            self._stream_facts = (
+                stream.time_base,
+                stream.codec_context.pix_fmt,
+                stream.codec.canonical_name,
+            )
             last = (
                 max((time + length for time, _, length in packets), default=0)
                 if times and self._has_times
@@ -291,7 +344,7 @@ class _PyavReader:
                     break
             if len(waiting) == found and not seeks:
                 raise ValueError(f"frame {waiting[0]} cannot be decoded")
-            if len(waiting) == found:  # in an MPEG program stream a seek may end after the frame
+            if len(waiting) == found:  # the seek did not end at the key frame
                 seeks = False
         return frames
 
@@ -304,24 +357,52 @@ class _PyavReader:
         return bisect_right(self._times, time) - 1
 
     def _decode(self, number: int, *, seeks: bool) -> Iterator[tuple[int, Any]]:
-        """Yield frames with their numbers, in order, from the start or from the last key frame before a frame."""
-        with self._open() as container:
-            stream = container.streams.video[0]
+        """Yield frames with their numbers, in order, from the start or from the last key frame before a frame.
+
+        After a seek each frame follows the one before, the key frame first: another frame may be damaged, or have a wrong time, and ends it.
+        """
+        with self._open() as opened:
+            stream = opened.streams.video[0]
             key = self._key_before(number) if seeks else 0
             if key:
-                container.seek(self._times[key], stream=stream)
-            for count, frame in enumerate(container.decode(stream)):
+                opened.seek(self._times[key], stream=stream)
+            expected = key
+            for count, frame in enumerate(opened.decode(stream)):
                 if not self._has_times:
                     yield count, frame
                 elif frame.pts is not None and frame.pts >= self._times[key]:
                     found = self._number_of(frame.pts)
-                    if self._times[found] != frame.pts:
-                        raise ValueError(f"a frame has the time {frame.pts}, which no packet has")
+                    is_next = self._times[found] == frame.pts and found >= expected
+                    if key and (not is_next or found > expected):
+                        return
+                    if not is_next:
+                        raise ValueError(
+                            f"a frame has the time {frame.pts}, which no packet after frame {expected - 1} has"
+                        )
                     yield found, frame
+                    expected = found + 1
 
     def _open(self) -> Any:
+        """Open the file as the container that it is, without leave to open another file or host."""
         data = self._data
-        return self._av.open(io.BytesIO(data) if isinstance(data, bytes) else data.open(), "r")
+        return self._av.open(
+            io.BytesIO(data) if isinstance(data, bytes) else data.open(),
+            "r",
+            **_bound_to(self._container),
+        )
+
+
+def _bound_to(container: str) -> dict[str, Any]:
+    """Return the arguments of `av.open` for a container whose data name no other file or host that is opened."""
+    return {"format": container, "options": {"protocol_whitelist": "none"}}
+
+
+def _are_times(times: list[int | None], container: str, *, reorders: bool) -> bool:
+    """Return whether all packets have the times when their frames are shown."""
+    if container in _WITHOUT_TIMES or None in times or len(set(times)) != len(times):
+        return False
+    known = [time for time in times if time is not None]
+    return not (container in _DECODING_TIMES and reorders and known == sorted(known))
 
 
 def _packets(table: FrameTable, time_base: Fraction) -> list[tuple[int, bool, int]]:
@@ -358,16 +439,17 @@ def _torchcodec_sound(decoders: Any, data: bytes) -> _Sound | None:
     return iter([samples.data.numpy()]), samples.sample_rate
 
 
-def _pyav_sound(av: Any, data: bytes) -> _Sound | None:
-    with av.open(io.BytesIO(data), "r") as container:
-        if not container.streams.audio:
+def _pyav_sound(av: Any, data: bytes, container: str) -> _Sound | None:
+    bounds = _bound_to(container)
+    with av.open(io.BytesIO(data), "r", **bounds) as opened:
+        if not opened.streams.audio:
             return None
-        rate = container.streams.audio[0].rate
+        rate = opened.streams.audio[0].rate
 
     def pieces() -> Iterator[np.ndarray[Any, Any]]:
         resampler = av.AudioResampler(format="fltp", rate=rate)
-        with av.open(io.BytesIO(data), "r") as container:
-            for frame in container.decode(audio=0):
+        with av.open(io.BytesIO(data), "r", **bounds) as opened:
+            for frame in opened.decode(audio=0):
                 for part in resampler.resample(frame):
                     yield part.to_ndarray()
         for part in resampler.resample(None):

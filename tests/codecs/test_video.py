@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from tests.codecs.videos import HEIGHT, WIDTH, ffmpeg_frames, video_file
 from tests.limits import set_limits
 from tests.servers import in_ci
 from tests.small_datasets import FEW_CORES
+from tests.static_server import serve_files
 
 MiB = 1 << 20
 FILES: dict[str, bytes] = {
@@ -35,6 +39,24 @@ FILES: dict[str, bytes] = {
     "webm": video_file("webm", codec="libvpx-vp9", sound="libopus"),
     "avi": video_file("avi", codec="mjpeg", pixels="yuvj420p", options=()),
     "mov": video_file("mov", codec="mpeg4", options=(("g", "10"), ("bf", "2"))),
+}
+
+B_FRAMES = (("g", "12"), ("bf", "3"), ("b_strategy", "0"))
+OTHER_FILES: dict[str, bytes] = {  # times of packets are missing, or are those of decoding
+    "h264.mpg": video_file("vob", options=B_FRAMES),
+    "mpeg2.mpg": video_file("vob", codec="mpeg2video", options=(("g", "12"), ("bf", "2"))),
+    "mpeg1.mpg": video_file("mpeg", codec="mpeg1video", options=(("g", "12"), ("bf", "2"))),
+    "ts": video_file("mpegts", options=B_FRAMES),
+    "refresh.ts": video_file("mpegts", options=(("g", "12"), ("intra-refresh", "1"))),
+    "opengop.ts": video_file("mpegts", options=(*B_FRAMES, ("x264-params", "open-gop=1"))),
+    "refresh.mkv": video_file("matroska", options=(("g", "12"), ("intra-refresh", "1"))),
+    "h264": video_file("h264", options=B_FRAMES),
+    "m2v": video_file("mpeg2video", codec="mpeg2video", options=(("bf", "2"),)),
+    "h264.avi": video_file("avi", options=B_FRAMES),
+    "opengop.avi": video_file("avi", options=(*B_FRAMES, ("x264-params", "open-gop=1"))),
+    "mpeg4.avi": video_file("avi", codec="mpeg4", options=(("g", "10"), ("bf", "2"))),
+    "mjpeg": video_file("mjpeg", codec="mjpeg", pixels="yuvj420p", options=()),
+    "flv": video_file("flv", options=B_FRAMES),
 }
 
 
@@ -81,6 +103,101 @@ def test_each_frame_alone_is_the_same_frame(name: str, library: str) -> None:
     everything = video.frames(range(len(video)))
     for number in range(len(video)):
         np.testing.assert_array_equal(video.frames([number])[0], everything[number])
+
+
+@pytest.mark.parametrize("library", [None, "pyav"])
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_files_without_times_of_their_frames_have_those_of_ffmpeg(
+    name: str, library: str | None
+) -> None:
+    expected = ffmpeg_frames(OTHER_FILES[name])
+    video = ss.Video(OTHER_FILES[name], library)
+    assert (len(video), len(expected)) == (50, 50)
+    assert video.metadata.fps == pytest.approx(25, rel=0.03)
+    for number in (0, 1, 2, 3, 11, 12, 13, 14, 25, 26, 36, 47, 48, 49):
+        np.testing.assert_array_equal(video.frames([number])[0], expected[number])
+    np.testing.assert_array_equal(video.uniform(5), expected[[5, 15, 25, 35, 45]])
+
+
+def test_frames_that_only_pyav_can_number_are_an_error_without_it(tmp_path: Path) -> None:
+    code = """if True:
+        import sys, pathlib
+        sys.modules["av"] = None
+        import shardstream as ss
+        for name in sys.argv[1:]:
+            try:
+                ss.Video(pathlib.Path(name).read_bytes()).frames([7])
+            except ss.OptionError as error:
+                print("pip install av" in str(error))
+    """
+    names = ["mkv", "fragments.mp4", "h264.mpg", "ts", "avi"]
+    for name in names:
+        (tmp_path / name).write_bytes({**FILES, **OTHER_FILES}[name])
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=tmp_path, capture_output=True, check=True
+    )
+    assert done.stdout.split() == [b"True"] * len(names)
+
+
+def dash(url: str) -> bytes:
+    kind = 'mimeType="video/mp4" codecs="avc1.4d400a" width="64" height="48"'
+    return (
+        '<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011" profiles="urn:mpeg:dash:profile:isoff-on-demand:2011" '
+        'type="static" mediaPresentationDuration="PT2S" minBufferTime="PT1S"><Period><AdaptationSet contentType="video">'
+        f'<Representation id="1" bandwidth="100000" {kind}><BaseURL>{url}</BaseURL></Representation></AdaptationSet></Period></MPD>'
+    ).encode()
+
+
+def hls(url: str) -> bytes:
+    return f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{url}\n#EXT-X-ENDLIST\n".encode()
+
+
+def ffconcat(url: str) -> bytes:
+    return f"ffconcat version 1.0\nfile '{url}'\n".encode()
+
+
+def sdp(_: str) -> bytes:
+    """Name a port at which FFmpeg waits for a sender, for 20 s."""
+    return (
+        b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\n"
+        b"m=video 0 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+    )
+
+
+# First bytes of containers, after which a text follows: FFmpeg chooses by all bytes, unless it is sure.
+DISGUISES = {
+    "none": b"",
+    "jpeg": b"\xff\xd8\xff\n",
+    "ebml": b"\x1a\x45\xdf\xa3\n",
+    "matroska": b"\x1a\x45\xdf\xa3\x8b\x42\x82\x88matroska\n",
+    "start code": b"\0\0\x01\xb3\n",
+    "box": b"\0\0\0\x08mdat\0\0\0\x0cfree\n\n\n\n",
+    "ts": b"G" * 600 + b"\n",
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("playlist", [dash, hls, ffconcat, sdp])
+def test_a_playlist_reads_no_file_and_reaches_no_host(
+    playlist: Callable[[str], bytes], library: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret.mp4"
+    secret.write_bytes(FILES["fragments.mp4"])
+    with serve_files(tmp_path) as served:
+        urls = [f"{served.url}/secret.mp4"]
+        if playlist is not sdp:
+            scheme = f"subfile,,start,0,end,0,,:{secret}"
+            urls += [str(secret), f"file:{secret}", scheme, "data:video/mp4;base64,AAAA"]
+        for url, (name, head) in itertools.product(urls, DISGUISES.items()):
+            video = ss.Video(head + playlist(url), library)
+            for attack in (functools.partial(video.uniform, 1), video.audio):
+                with pytest.raises(ss.DecodeError) as raised:
+                    attack()
+                assert name != "none" or "begins with" in str(raised.value)
+            for field in ("wav", "mp3", "ogg", "flac"):
+                with pytest.raises(ss.DecodeError):
+                    ss.decode_sample({field: head + playlist(url)}, "audio")
+    assert served.requests == []
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
