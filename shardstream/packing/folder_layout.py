@@ -11,6 +11,7 @@ from shardstream.errors import SourceError, plural
 from shardstream.format import UNSUPPORTED_IMAGES, has_mask_word, words_of
 from shardstream.packing.class_numbering import SPLIT_NAMES
 from shardstream.packing.source import is_image_name
+from shardstream.packing.tables import METADATA_NAMES
 from shardstream.storage import FileList, sort_rows
 
 # Folders that hold the images of all classes, not those of one.
@@ -171,6 +172,21 @@ def refuse_sidecars(root: str, listed: FileList) -> None:
         raise SourceError(
             f"{plural(len(found), 'file')} with the names of images would be left out ({found[0]}); give an image and its files one "
             f"name in one folder (0001.jpg, 0001.txt), {_ADVICE}",
+            shard=root,
+        )
+
+
+def refuse_metadata(root: str, listed: FileList) -> None:
+    """Refuse folders below this one that have tables of their own files, as splits of Hugging Face have.
+
+    Raises:
+        SourceError: If there is one.
+    """
+    nested = (path for path in listed.paths() if "/" in path)
+    found = next((path for path in nested if path.rpartition("/")[2] in METADATA_NAMES), None)
+    if found is not None:
+        raise SourceError(
+            f"{found} seems to describe the files of its folder, and would be left out; pack that folder by itself, {_ADVICE}",
             shard=root,
         )
 

@@ -32,6 +32,7 @@ from shardstream.packing.folder_layout import (
     is_unsupported_image,
     refuse_containers,
     refuse_masks,
+    refuse_metadata,
     refuse_sidecars,
     top_folder,
 )
@@ -382,6 +383,7 @@ def guess_folder(
         SourceError: As the sources do; or if the folders do not seem to be classes.
     """
     listed = files if isinstance(files, FileList) else FileList(files)
+    refuse_metadata(root, listed)
     images = nested = 0
     for path in listed.paths():
         is_image = is_image_name(path) or is_unsupported_image(path)

@@ -31,6 +31,7 @@ REENCODED = ("jpg", "png", "webp")
 
 DEFAULT_QUALITY = 90
 _LOSSY = ("JPEG", "WEBP", "AVIF")
+_SPACES = {b"CMYK": "CMYK", b"Lab ": "LAB"}  # colours of ICC profiles -> mode
 _ORIENTATION = 0x0112  # the EXIF tag: 1 is upright
 _AVERAGED = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes of photos; all others hold numbers
 _MASK_SHADES = 32  # a grey image of no more shades may be a mask
@@ -171,8 +172,11 @@ def reencode(
             if options.changes_nothing:
                 return field, data
             fits_max_side = options.max_side is None or max(image.size) <= options.max_side
-            if fits_max_side and IMAGE_FORMATS[new] == IMAGE_FORMATS[old]:
-                return field, data
+            # By its bytes: a PNG may be called .jpg. An MPO is a JPEG with more views.
+            stored = "JPEG" if image.format == "MPO" else image.format
+            keeps_format = options.format is None or is_mask or IMAGE_FORMATS[new] == stored
+            if fits_max_side and keeps_format:
+                return field[: len(field) - len(old)] + new, data
             encoded = _encode_again(
                 image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask
             )
@@ -210,6 +214,8 @@ def _encode_again(
     shrinks = options.max_side is not None and max(image.size) > options.max_side
     if not nearest_pixel and options.masks is None and (shrinks or file_format in _LOSSY):
         _check_shades(image, field, "max_side" if shrinks else "image_format")
+    if "transparency" in image.info and image.mode in ("L", "RGB") and not is_mask:
+        image = image.convert("RGBA")  # one colour is clear: an average of it is not
     shrunk = _shrink(image, options.max_side, nearest_pixel=nearest_pixel)
     converted = _convert_for_format(shrunk, file_format)
     if not _can_hold(file_format, converted):
@@ -320,8 +326,11 @@ def _save(
         options = {"lossless": True, "exact": True}
     if file_format == "GIF":
         options["optimize"] = False  # would renumber the palette
-    if image.info.get("icc_profile") and file_format in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
-        options["icc_profile"] = image.info["icc_profile"]
+    if profile := image.info.get("icc_profile"):
+        # Its bytes 16 to 19 name the colours that it describes: CMYK is wrong once the image is RGB.
+        is_other = profile[16:20] in _SPACES and image.mode != _SPACES[profile[16:20]]
+        keeps = not is_other and file_format in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF")
+        options["icc_profile"] = profile if keeps else None
     if 2 <= orientation <= 8:
         options["exif"] = Image.Exif()
         options["exif"][_ORIENTATION] = orientation

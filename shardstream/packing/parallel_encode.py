@@ -124,11 +124,7 @@ class RecordEncoder:
             return dict(zip(urls, pool.map(self._read, urls), strict=True))
 
     def _read_local(self, url: str) -> bytes:
-        with (
-            self.storage.translate_errors(url),
-            open(self.storage.local_path(url) or url, "rb", 0) as file,
-        ):
-            return file.read()
+        return self.storage.read(url)
 
     def _read(self, url: str) -> bytes | NotFoundError:
         try:

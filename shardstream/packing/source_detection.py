@@ -12,9 +12,15 @@ from shardstream.format import MANIFEST_NAME
 from shardstream.packing.folder_source import folder_source
 from shardstream.packing.source import SamplesSource, Source
 from shardstream.packing.table_source import TableSource
-from shardstream.packing.tables import TABLE_SUFFIXES, is_table
+from shardstream.packing.tables import (
+    FILE_COLUMN,
+    METADATA_NAMES,
+    TABLE_SUFFIXES,
+    is_table,
+    iter_rows,
+)
 from shardstream.packing.tar_source import TarSource
-from shardstream.storage import Storage, is_glob, is_tar
+from shardstream.storage import Storage, is_glob, is_tar, join_url
 
 KINDS = ("images", "files", "table", "tars")
 
@@ -61,20 +67,23 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
         return _python_source(source, options)
     url = os.fspath(source)
     kind = options.kind or guess_kind(url, storage)
+    metadata = _find_metadata(url, storage) if kind == "folder" else None
+    kind = kind if metadata is None else "table"
     if kind != "table" and (options.fields or options.root or options.allow):
         raise OptionError(
             f"fields, root and allow (--map, --root, --allow) apply to tables, but this is packed as {kind}",
             shard=url,
         )
     if kind == "table":
-        return TableSource(
-            find_tables(url, storage),
+        rows = TableSource(
+            find_tables(url, storage) if metadata is None else [metadata],
             storage,
             fields=options.fields,
             key=options.key,
             root=options.root,
             allow=options.allow,
         )
+        return rows if metadata is None or options.fields else rows.with_files_of(FILE_COLUMN)
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
     if not storage.exists(url):
@@ -119,6 +128,17 @@ def guess_kind(url: str, storage: Storage) -> str:
             shard=url,
         )
     return "folder"
+
+
+def _find_metadata(url: str, storage: Storage) -> str | None:
+    """Return the table of a folder that Hugging Face's ``imagefolder`` reads: it names files in the column ``file_name``."""
+    for name in METADATA_NAMES:
+        table = join_url(url, name)
+        if storage.exists(table):
+            row = next(iter_rows(table, storage, columns=None), None)
+            if row is not None and FILE_COLUMN in row.cells:
+                return table
+    return None
 
 
 def _is_file(url: str, storage: Storage) -> bool:

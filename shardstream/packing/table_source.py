@@ -15,7 +15,7 @@ import numpy as np
 
 from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, plural, redact
-from shardstream.format import CLASSES_NAME, canonical_field, encode_classes
+from shardstream.format import CLASSES_NAME, canonical_field, encode_classes, split_member_name
 from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
 from shardstream.packing.tables import Row, count_rows, iter_rows
@@ -67,6 +67,7 @@ class TableSource:
         self._key_columns = [column for _, column, _, _ in Formatter().parse(self._key) if column]
         self._root = root
         self._allowed = tuple(allow)
+        self._file_column: str | None = None
         self.classes: Classes | None = None
         """Names of the classes, if the column of ``cls`` holds names."""
         self._labels: Mapping[str, int] = {}
@@ -92,6 +93,12 @@ class TableSource:
     def extras(self) -> Mapping[str, bytes]:
         """``classes.json``, if the column of ``cls`` holds names."""
         return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
+
+    def with_files_of(self, column: str) -> TableSource:
+        """Return the same rows, with the file in a column as the field of its extension, and the other columns in ``json``."""
+        changed = copy.copy(self)
+        changed._file_column = column
+        return changed
 
     def with_class_numbers(self, classes: Classes, where: str) -> TableSource:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
@@ -138,7 +145,7 @@ class TableSource:
             for row in iter_rows(url, self._storage, columns=self._columns()):
                 try:
                     names = self._names(row, index)
-                    fields = self._mapped(row, root) or _unmapped(row, is_first=index == 0)
+                    fields = self._converted(row, root, is_first=index == 0)
                     if not is_trusted:
                         self._check_places(row, fields, root)
                 except SourceError as error:
@@ -146,6 +153,20 @@ class TableSource:
                 else:
                     yield Record(make_key(row.where, **names), fields, row.where)
                 index += 1
+
+    def _converted(self, row: Row, root: str, *, is_first: bool) -> dict[str, Any]:
+        if self._fields:
+            return self._mapped(row, root)
+        if self._file_column is None:
+            return _unmapped(row, is_first=is_first)
+        name = row.get(self._file_column)
+        member = split_member_name(name) if isinstance(name, str) else None
+        if member is None:
+            raise row.error(f"column {self._file_column!r} holds {name!r}, not the name of a file")
+        field = canonical_field(member[1].rpartition(".")[2])
+        others = {column: cell for column, cell in row.cells.items() if column != self._file_column}
+        file = {field: convert_cell(field, row, self._file_column, root)}
+        return file | ({"json": others} if others else {})
 
     def _mapped(self, row: Row, root: str) -> dict[str, Any]:
         fields: dict[str, Any] = {}

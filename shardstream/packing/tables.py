@@ -15,6 +15,9 @@ from shardstream.errors import OptionError, SourceError, how_to_install, plural
 from shardstream.storage import Storage
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+FILE_COLUMN = "file_name"
+"""Column of the files in a table of these names, which Hugging Face's ``imagefolder`` reads."""
 _PARQUET_ROWS = 256  # at a time: rows may hold whole images
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from shardstream.errors import NotFoundError, OptionError, SourceError, plural
 from shardstream.format import (
     COLUMNS_SUFFIX,
+    IMAGE_FORMATS,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     canonical_field,
@@ -30,6 +31,11 @@ from shardstream.storage.url_globs import relative_paths
 _log = logging.getLogger(__name__)
 
 _THREADS = 16
+_SYSTEM_FILES = frozenset(("thumbs.db", "ehthumbs.db", "desktop.ini"))
+_SYSTEM_FOLDERS = frozenset(("__macosx", "@eadir", "$recycle.bin"))
+_TABLES = frozenset(("csv", "tsv", "jsonl", "ndjson", "parquet"))
+_SHOWN = 5
+_MAX_TABLES = 1000  # more are samples
 _RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare if at most one of 20 samples has it
 _MANY_FIELDS = 30  # more are suspicious if there are fewer samples
 Member: TypeAlias = tuple[str, str, ListedFile]
@@ -53,11 +59,17 @@ def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> Iterator[L
     path_of = relative_paths(root, storage)
     for file in files:
         path = path_of(file)
-        hidden = path.startswith(".") or "/." in path or is_part(path)
+        hidden = path.startswith(".") or "/." in path or is_part(path) or _is_system_file(path)
         if (
             path and not hidden and not file.url.endswith("/")
         ):  # web consoles create "a/" to mark a folder
             yield ListedFile(path, file.url, file.size, file.version)
+
+
+def _is_system_file(path: str) -> bool:
+    """Return whether Windows, macOS or a NAS has added a file."""
+    parts = path.lower().split("/")
+    return parts[-1] in _SYSTEM_FILES or not _SYSTEM_FOLDERS.isdisjoint(parts)
 
 
 def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFile]]:
@@ -116,21 +128,46 @@ def iter_members(root: str, files: Sequence[ListedFile]) -> Iterator[Member]:
         StorageError: If the temporary folder is full.
     """
     _check_loose(root, files)
+    tables = _lone_tables(files)
+    if tables:
+        _log.warning(
+            "%s: tables beside images are left out: %s; to pack their rows, name the table",
+            root,
+            ", ".join(sorted(tables)[:_SHOWN]),
+        )
     convert, count = FileRows(), 0
 
     def rows() -> Iterator[Sequence[Any]]:
         nonlocal count
         for file in files:
-            if (parts := _key_and_field(file.path)) is not None:
+            if (parts := _key_and_field(file.path)) is not None and file.path not in tables:
                 count += 1
                 yield *parts, *convert.row(file)
 
     found = sort_rows(rows())
-    if count < len(files):
-        _log.warning("%s: files without an extension are left out: %d", root, len(files) - count)
+    if left_out := len(files) - count - len(tables):
+        _log.warning("%s: files without an extension are left out: %d", root, left_out)
     if not count:
         raise SourceError("no file here has an extension, so none can be a field", shard=root)
     return _members(root, found, convert)
+
+
+def _lone_tables(files: Sequence[ListedFile]) -> frozenset[str]:
+    """Return the paths of tables that describe images, such as ``metadata.csv``: fewer than these, with names of their own."""
+    tables: dict[str, str] = {}
+    images = 0
+    for file in files:
+        key, field = _key_and_field(file.path) or ("", "")
+        images += field in IMAGE_FORMATS
+        if field in _TABLES and len(tables) <= _MAX_TABLES:
+            tables[key] = file.path
+    if not tables or len(tables) > _MAX_TABLES:
+        return frozenset()
+    for file in files:
+        key, field = _key_and_field(file.path) or ("", "")
+        if field not in _TABLES:
+            tables.pop(key, None)
+    return frozenset(tables.values() if len(tables) < images else ())
 
 
 def _members(root: str, rows: Iterator[Sequence[Any]], convert: FileRows) -> Iterator[Member]:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import mmap
 import os
 import resource
+import stat
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from shardstream.errors import ChangedError
+from shardstream.errors import ChangedError, StorageError
 from shardstream.format import Buffer, empty_tar
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
+
+_log = logging.getLogger(__name__)
 
 MAX_MAPS = 4096
 """Shards that a process keeps mapped to memory: each map holds a file descriptor."""
@@ -85,6 +89,9 @@ def tree_pages(path: str) -> Iterator[list[tuple[str, int, os.stat_result]]]:
                         continue
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
+                        if not (stat.S_ISREG(status.st_mode) or entry.is_symlink()):
+                            _log.warning("%s: skipped: a FIFO, socket or device", entry.path)
+                            continue
                         files.append((entry.path, _size_of(entry, status), status))
                 yield files
 
@@ -98,12 +105,27 @@ def _size_of(entry: os.DirEntry[str], status: os.stat_result) -> int:
         return 0
 
 
+def check_regular(path: str) -> None:
+    """Refuse a FIFO, a socket or a device: reading one may wait for ever, or never end.
+
+    Raises:
+        StorageError: If it is one.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # opening it raises the error
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise StorageError("a FIFO, a socket or a device", remedy="name a regular file", shard=path)
+
+
 def read_range(path: str, start: int, end: int | None, max_bytes: int | None) -> bytes | None:
     """Return the bytes ``start`` to ``end``, at most ``max_bytes``; None if the file ends before.
 
     Raises:
         OSError: If the file cannot be read.
     """
+    check_regular(path)
     size = max_bytes if end is None else max(0, end - start)
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -124,6 +146,7 @@ def map_file(path: str, url: str) -> mmap.mmap:
         StorageError: If it cannot be opened.
         ShardError: If it is empty.
     """
+    check_regular(path)
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -23,7 +23,7 @@ from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.listing_pages import Page, open_listing
-from shardstream.storage.local_files import folder_pages, read_range, tree_pages
+from shardstream.storage.local_files import check_regular, folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
 from shardstream.storage.response_head import response_version
@@ -414,11 +414,14 @@ class Storage:
         Raises:
             StorageError: If it is missing or cannot be reached; for a remote file also during a read.
         """
-        size = self._call_uncached(url, "info")["size"] if self.local_path(url) is None else None
+        path = self.local_path(url)
+        size = self._call_uncached(url, "info")["size"] if path is None else None
         if size is not None:
             with open_ranges(self, url, size) as stream:
                 yield stream
             return
+        if path is not None:
+            check_regular(path)
         filesystem, path = self._clients.filesystem(url, reading=False)
         with self.translate_errors(url):
             stream = filesystem.open(path, "rb")

@@ -508,3 +508,43 @@ def test_no_pickle_is_written(tmp_path: Path) -> None:
     with pytest.raises(SampleError):
         encode_field("pt", [Evil()])
     assert json.loads(encode_field("json", [1]))
+
+
+def test_image_format_goes_by_the_bytes_of_a_file() -> None:
+    png = saved(Image.new("RGB", (4, 4), "red"), "PNG")
+    field, data = reencode(png, "jpg", ImageOptions(format="jpg"), where="a.jpg")
+    assert (field, Image.open(io.BytesIO(data)).format) == ("jpg", "JPEG")
+    assert reencode(png, "jpg", ImageOptions(format="png"), where="a.jpg") == ("png", png)
+    assert reencode(png, "jpg", ImageOptions(max_side=9), where="a.jpg") == ("jpg", png)
+
+
+def test_profile_of_other_colours_is_dropped() -> None:
+    cmyk = bytes(16) + b"CMYK" + bytes(108)
+    image = saved(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG", icc_profile=cmyk)
+    _, data = reencode(image, "jpg", ImageOptions(format="png"), where="a.jpg")
+    png = Image.open(io.BytesIO(data))
+    assert (png.mode, png.info.get("icc_profile")) == ("RGB", None)
+    _, data = reencode(image, "jpg", ImageOptions(max_side=2), where="a.jpg")
+    jpg = Image.open(io.BytesIO(data))
+    assert (jpg.mode, jpg.info.get("icc_profile")) == ("CMYK", cmyk)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_colour_key_is_clear_after_a_conversion(mode: str) -> None:
+    image = Image.new(mode, (8, 8), 0)
+    image.paste(255 if mode == "L" else (255, 0, 0), (0, 0, 4, 8))
+    key = 0 if mode == "L" else (0, 0, 0)
+    data = saved(image, "PNG", transparency=key)
+    none = ()  # no field is a mask
+    _, jpg = reencode(data, "png", ImageOptions(format="jpg", masks=none), where="a.png")
+    assert min(Image.open(io.BytesIO(jpg)).convert("RGB").getpixel((7, 4))) > 250  # type: ignore[arg-type]
+    for options in (ImageOptions(format="webp", masks=none), ImageOptions(max_side=4, masks=none)):
+        _, other = reencode(data, "png", options, where="a.png")
+        alpha = Image.open(io.BytesIO(other)).convert("RGBA").getchannel("A")
+        assert (alpha.getpixel((0, 1)), alpha.getpixel((alpha.width - 1, 1))) == (255, 0)
+
+
+def saved(image: Image.Image, file_format: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, file_format, **options)
+    return out.getvalue()

@@ -6,7 +6,9 @@ import gzip
 import io
 import json
 import logging
+import os
 import pickle
+import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -229,6 +231,7 @@ def test_unknown_field_in_a_key_template_is_refused(tmp_path: Path) -> None:
         ({"images/1.jpg": b"", "labels/1.txt": b""}, {}, "the folder images seems to hold images of all classes"),
         ({"train/images/1.jpg": b"", "val/images/1.jpg": b""}, {}, "the folder images seems to hold"),
         ({"JPEGImages/1.jpg": b"", "SegmentationClass/1.png": b""}, {}, "SegmentationClass seems to hold the masks"),
+        ({"train/1.png": b"", "train/metadata.csv": b""}, {}, r"train/metadata\.csv seems to describe the files of its folder"),
         ({"masks/1.png": b"", "masks/2.png": b""}, {}, "masks seems to hold masks"),
         ({"a/1.jpg": b"", "b/2.jpg": b"", "xml/1.xml": b"", "xml/2.xml": b""}, {}, r"2 files with the names of images .*\(xml/1\.xml\)"),
         ({"cat/1.jpg": b"", "dog/1.heic": b"", "dog/2.HEIC": b""}, {}, r"class 'dog' has no image .* 2 \.heic \(dog/1\.heic\); convert"),
@@ -720,3 +723,58 @@ def test_table_on_s3_cannot_read_files_of_this_machine(bucket: str, tmp_path: Pa
     publish_bytes(Storage(), f"{bucket}/t.csv", f"p\n{tmp_path}/secret\n".encode())
     with pytest.raises(SourceError, match=f"names {tmp_path}/secret, which is not under {bucket}"):
         ss.pack(f"{bucket}/t.csv", tmp_path / "out", fields={"bin": "p"})
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
+def test_metadata_of_hugging_face_is_read_as_a_table(name: str, tmp_path: Path) -> None:
+    rows = [{"file_name": "x/1.png", "text": "a cat"}, {"file_name": "2.PNG", "text": "a dog"}]
+    text = "\n".join(map(json.dumps, rows))
+    if name.endswith(".csv"):
+        text = "file_name,text\nx/1.png,a cat\n2.PNG,a dog\n"
+    root = put(tmp_path / "in", {"x/1.png": png(1), "2.PNG": png(2), name: text.encode()})
+    ss.pack(root, tmp_path / "out")
+    found = [
+        (one["png"], json.loads(one["json"])) for one in ss.ShardDataset(str(tmp_path / "out"))
+    ]
+    assert found == [(png(1), {"text": "a cat"}), (png(2), {"text": "a dog"})]
+    ss.pack(root, tmp_path / "txt", fields={"png": "file_name", "txt": "text"})
+    assert [one["txt"] for one in ss.ShardDataset(str(tmp_path / "txt"))] == [b"a cat", b"a dog"]
+
+
+def test_tables_and_system_files_beside_images_are_no_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"1.png": png(), "2.png": png(), "2.csv": b"a\n", "labels.csv": b"id\n1\n"}
+    system = dict.fromkeys(("Thumbs.db", "desktop.ini", "__MACOSX/1.png", "@eaDir/1.png"), b"")
+    root = put(tmp_path, files | system)
+    assert [(r.key, sorted(r.fields)) for r in records(root)] == [
+        ("1", ["png"]),
+        ("2", ["csv", "png"]),
+    ]
+    assert "tables beside images are left out: labels.csv; to pack their rows" in caplog.text
+    assert len(ss.ObjectDataset(root)) == 2
+    tables = put(tmp_path / "t", {"1.csv": b"a\n", "2.csv": b"a\n", "2.png": png()})
+    assert len(records(tables)) == 2
+
+
+def test_fifos_and_sockets_are_skipped_or_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = put(tmp_path / "in", {"cat/1.png": png(), "dog/1.png": png()})
+    os.mkfifo(f"{root}/cat/2.png")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"{root}/dog/2.png")
+    assert ss.pack(root, tmp_path / "out").samples == 2
+    assert "cat/2.png: skipped: a FIFO, socket or device" in caplog.text
+    assert len(ss.ObjectDataset(root)) == 2
+    os.mkfifo(tmp_path / "t.csv")
+    for number, name in enumerate((f"{root}/cat/2.png", "/dev/zero", f"{root}/dog/2.png")):
+        (tmp_path / "names.csv").write_text(f"p\n{name}\n")
+        with pytest.raises(StorageError, match="a FIFO, a socket or a device; name a regular file"):
+            ss.pack(tmp_path / "names.csv", tmp_path / f"{number}", fields={"bin": "p"})
+    for read in (
+        lambda: ss.pack(tmp_path / "t.csv", tmp_path / "no"),
+        lambda: Storage().read(f"{root}/cat/2.png"),
+    ):
+        with pytest.raises(StorageError, match="a FIFO, a socket or a device"):
+            read()
