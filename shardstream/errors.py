@@ -24,9 +24,11 @@ Every message says what failed, where (shard, byte, key, field) and what to do. 
 from __future__ import annotations
 
 import errno
+import logging
 import re
 
-_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_USERINFO = re.compile(r"(?<=://)[^/\s]*@")  # a password may have an @
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
 _ADDRESS = re.compile(r" ?<[\w.]+ object at 0x[0-9a-fA-F]+>")
 _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 
@@ -34,7 +36,7 @@ _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 def redact(url: str) -> str:
     """Remove possible secrets from a URL: user info, and the query string of a signed URL.
 
-    >>> redact("https://user:pass@host/a.tar?X-Amz-Signature=1f3")
+    >>> redact("https://user:p@ss@host/a.tar?X-Amz-Signature=1f3")
     'https://host/a.tar?…'
     """
     if "://" not in url:
@@ -49,6 +51,26 @@ def without_addresses(text: str) -> str:
     'cannot identify image file'
     """
     return _ADDRESS.sub("", text)
+
+
+class _RedactUrls(logging.Filter):
+    """Remove possible secrets from the URLs of a log record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "://" in text:
+            record.msg, record.args = _URL.sub(lambda found: redact(found[0]), text), None
+        return True
+
+
+_redact_urls = _RedactUrls()
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger of a module, whose messages show no secrets of URLs."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_redact_urls)  # once, however often
+    return logger
 
 
 def shown(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,14 @@ from shardstream.errors import (
     ManifestError,
     NotFoundError,
     StorageError,
+    get_logger,
     redact,
     shown,
 )
 from shardstream.format import CLASSES_NAME, decode_classes
 from shardstream.storage import LocatedShards, Storage, join_url, parent_url
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _THREADS = 16
 _LIMIT_BYTES = 64 << 20  # about a million names

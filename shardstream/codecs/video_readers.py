@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ import numpy as np
 from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
 from shardstream.codecs.mp4_frames import FrameTable, Sliceable, read_frame_table
 from shardstream.codecs.video_container import container_of
-from shardstream.errors import OptionError, how_to_install
+from shardstream.errors import OptionError, get_logger, how_to_install
 
 _Sound = tuple[Iterator[np.ndarray[Any, Any]], int]
 """Pieces of shape (C, T), and the rate."""
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 LIBRARIES = ("torchcodec", "pyav")
 """Libraries that read video, in the order of preference."""

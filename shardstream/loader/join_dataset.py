@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,14 +19,14 @@ from shardstream.catalog import (
     open_table,
     read_column,
 )
-from shardstream.errors import OptionError, plural
+from shardstream.errors import OptionError, get_logger, plural
 from shardstream.format import KEY_COLUMN
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.dataset import ShardDataset, StreamDataset
 from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
 from shardstream.storage import Storage
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 OtherDataset = (
     ShardDataset | str | os.PathLike[str] | Mapping[str, Sequence[str] | Mapping[str, str] | None]

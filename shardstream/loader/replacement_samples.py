@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from shardstream.catalog import Catalog
-from shardstream.errors import SampleError
+from shardstream.errors import SampleError, get_logger
 from shardstream.format import read_sample
 from shardstream.order import RankPartition, derive_key
 from shardstream.pipeline import SampleTransform, SkipTracker
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _ATTEMPTS = 16  # per sample to replace
 _SUBSTITUTE = 5
 

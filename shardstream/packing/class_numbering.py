@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from shardstream.catalog import (
     read_all_classes,
     read_classes,
 )
-from shardstream.errors import OptionError, StorageError
+from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
 from shardstream.packing.source import Source
 from shardstream.storage import Storage, join_url, parent_url
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 SPLIT_NAMES = (
     *("train", "val", "test", "dev", "eval", "holdout"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from string import Formatter
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, get_logger
 from shardstream.format import (
     CLASSES_NAME,
     COLUMNS_SUFFIX,
@@ -38,7 +37,7 @@ from shardstream.storage import (
     parent_url,
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 DEFAULT_NAME = "{shard:06d}.tar"
 _FURTHER = re.compile(r"_\d{2,}\.tar\Z")  # see `ShardNames.name`

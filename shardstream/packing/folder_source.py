@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes
-from shardstream.errors import OptionError, SourceError, plural
+from shardstream.errors import OptionError, SourceError, get_logger, plural
 from shardstream.format import (
     CLASSES_NAME,
     canonical_field,
@@ -58,7 +57,7 @@ from shardstream.storage import (
     warn_of_rare_fields,
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class ClassFolderSource:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from shardstream.errors import (
     OptionError,
     ShardStreamError,
     UnfinishedError,
+    get_logger,
     plural,
 )
 from shardstream.format import (
@@ -45,7 +45,7 @@ from shardstream.storage import (
     read_manifest,
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _MAX_DIGITS = 18  # of a class number
 _MAX_SPLITS = 100  # each folder is listed
 _HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are skipped

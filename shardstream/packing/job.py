@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import time
 from collections import Counter
@@ -12,7 +11,14 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
+from shardstream.errors import (
+    OptionError,
+    SampleError,
+    SourceError,
+    StorageError,
+    get_logger,
+    plural,
+)
 from shardstream.format import CLASSES_NAME, decode_classes
 from shardstream.packing.class_numbering import AnyClasses, warn_of_siblings
 from shardstream.packing.column_builder import checked_columns
@@ -34,7 +40,7 @@ from shardstream.packing.source_detection import AnySource, SourceOptions
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 from shardstream.tasks import Executor
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _PROGRESS_EVERY_S = 0.1
 

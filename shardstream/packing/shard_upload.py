@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from shardstream.errors import StorageError
+from shardstream.errors import StorageError, get_logger
 from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
 from shardstream.storage import OutputFolder, PendingFile, join_url
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 # Finished shards that wait to be published: on a disk, or as up to 72 MiB that are being sent to S3.
 _IN_FLIGHT = 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError
+from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError, get_logger
 from shardstream.format import (
     COLUMNS_SUFFIX,
     END_OF_ARCHIVE,
@@ -36,7 +35,7 @@ from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile, open_output_folder, parse_bytes
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 DEFAULT_MAX_BYTES = "256MB"
 DEFAULT_MAX_SAMPLES = 10_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -14,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes
-from shardstream.errors import OptionError, SourceError, plural, redact
+from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
 from shardstream.format import CLASSES_NAME, canonical_field, encode_classes, split_member_name
 from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
 from shardstream.packing.tables import Row, count_rows, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _RUNNING_KEY = "{index:08d}"
 _LABEL_FIELD = "cls"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 from shardstream.catalog import ClassNames, find_difference
-from shardstream.errors import IndexMismatchError, SourceError, plural, redact, shown
+from shardstream.errors import IndexMismatchError, SourceError, get_logger, plural, redact, shown
 from shardstream.format import (
     CLASSES_NAME,
     ForwardReader,
@@ -23,7 +22,7 @@ from shardstream.format import (
 from shardstream.packing.source import KeyMaker, Record, fingerprint_of
 from shardstream.storage import RangeStream, Storage, is_compressed, locate_shards, parent_url
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _RANGE_BYTES = 8 << 20  # of one range read
 _CONCURRENT_REQUESTS = 16

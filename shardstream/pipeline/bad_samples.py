@@ -12,12 +12,13 @@ from shardstream.errors import (
     OptionError,
     SkipBudgetError,
     StorageError,
+    get_logger,
     plural,
     shown,
 )
 from shardstream.pipeline.bad_sample_report import BadSample
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _LISTED = 10_000  # in each worker and epoch; further ones are only counted
 _FATAL = (OptionError, StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
 

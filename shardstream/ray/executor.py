@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import ray
 import ray.exceptions
 
-from shardstream.errors import OptionError, StorageError, WorkerError
+from shardstream.errors import OptionError, StorageError, WorkerError, get_logger
 from shardstream.tasks import JSON, Task, run_task
 
 _CONNECT_TIMEOUT_S = 10.0  # ray.init retries an address that does not answer for several minutes
@@ -29,7 +28,7 @@ _DEATHS = (
     ray.exceptions.ObjectLostError,  # the result was on a node that died
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class _Running(NamedTuple):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import logging
 import os
 import stat
 import struct
@@ -23,7 +22,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple, cast
 
-from shardstream.errors import CacheWarning, OptionError, redact
+from shardstream.errors import CacheWarning, OptionError, get_logger, redact
 from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.cache_space import (
     CacheSpace,
@@ -34,7 +33,7 @@ from shardstream.storage.cache_space import (
 )
 from shardstream.storage.response import plain_etag
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _PAGE_BYTES = 64 << 10
 _PAGES = 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import logging
 import math
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from fsspec.core import url_to_fs
 
-from shardstream.errors import OptionError, how_to_install
+from shardstream.errors import OptionError, get_logger, how_to_install
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_readers import (
@@ -45,7 +44,7 @@ from shardstream.storage.s3_request import are_plain, server_url
 if TYPE_CHECKING:
     from shardstream.storage.obstore_client import ObstoreReader
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 S3 = ("s3", "s3a")
 # Protocols that obstore can serve: its kind of store, and the fsspec package that serves every option.
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import posixpath
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from shardstream.errors import (
     NotFoundError,
     OptionError,
     StorageError,
+    get_logger,
 )
 from shardstream.format import (
     INDEX_SUFFIX,
@@ -44,7 +44,7 @@ from shardstream.storage.store import (
 from shardstream.storage.url_globs import is_glob
 from shardstream.storage.url_patterns import expand_braces, has_glob_signs, without_query
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")

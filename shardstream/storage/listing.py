@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from shardstream.errors import NotFoundError, OptionError, SourceError, plural
+from shardstream.errors import NotFoundError, OptionError, SourceError, get_logger, plural
 from shardstream.format import (
     COLUMNS_SUFFIX,
     IMAGE_FORMATS,
@@ -28,7 +27,7 @@ from shardstream.storage.row_file import sort_rows
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 from shardstream.storage.url_globs import relative_paths
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _THREADS = 16
 _SYSTEM_FILES = frozenset(("thumbs.db", "ehthumbs.db", "desktop.ini"))

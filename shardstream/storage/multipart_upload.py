@@ -11,7 +11,6 @@ import asyncio
 import base64
 import hashlib
 import io
-import logging
 import mimetypes
 import re
 import threading
@@ -20,11 +19,11 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
-from shardstream.errors import NotFoundError, StorageError
+from shardstream.errors import NotFoundError, StorageError, get_logger
 from shardstream.storage.retry import retry_call
 from shardstream.storage.store import Storage
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 PART_BYTES = 8 << 20
 _IN_FLIGHT = 4

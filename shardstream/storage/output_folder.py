@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardstream.errors import NotFoundError, StorageError
+from shardstream.errors import NotFoundError, StorageError, get_logger
 from shardstream.storage.atomic_write import (
     LocalFile,
     PendingFile,
@@ -30,7 +29,7 @@ from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.local_files import scan_folder
 from shardstream.storage.store import FileInfo, Storage, join_url
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 # Locks of this process: a token of each -> the folder's device and inode, and the open handle.
 _held: dict[object, tuple[tuple[int, int], int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 import threading
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
-from shardstream.errors import ChangedError, StorageError
+from shardstream.errors import ChangedError, StorageError, get_logger
 from shardstream.storage.error_messages import (
     ErrorClassification,
     classify_error,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from shardstream.storage.store import Storage
 
 _T = TypeVar("_T")
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 # Retry timeout of a server that has never sent a response, not even an error: its address is probably wrong. Requests to it fail at
 # once for a while after that: a table may have links to it in every row.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 from collections import OrderedDict
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO, Unpack, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
+from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
 from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
@@ -31,7 +30,7 @@ from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_cal
 from shardstream.storage.url_globs import matching_files
 from shardstream.storage.url_patterns import simplify_glob
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
 _NO_PATH = (
     "~",

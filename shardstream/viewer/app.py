@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -20,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardstream.display import Picture, played_type
-from shardstream.errors import ChangedError, OptionError, ShardStreamError, StorageError
+from shardstream.errors import ChangedError, OptionError, ShardStreamError, StorageError, get_logger
 from shardstream.viewer.guard import (
     DOWNLOAD_POLICY,
     HEADERS,
@@ -33,7 +32,7 @@ from shardstream.viewer.guard import (
 from shardstream.viewer.page import message_of
 from shardstream.viewer.session import MAX_PAGE, PAGE_SAMPLES, Session, ViewOptions
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
 _TYPES = {

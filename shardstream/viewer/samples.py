@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from shardstream.errors import (
     NotFoundError,
     OptionError,
     ShardStreamError,
+    get_logger,
 )
 from shardstream.fetch import coalesce
 from shardstream.format import (
@@ -46,7 +46,7 @@ from shardstream.storage import (
     parent_url,
 )
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 FIELD_LIMIT_BYTES = 256 << 20
 """Largest field that is read to be shown."""

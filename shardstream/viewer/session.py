@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,7 +12,7 @@ import numpy as np
 
 from shardstream.catalog import Classes, Numbers
 from shardstream.display import Picture, choose_thumbnail, kinds_of, render, render_value
-from shardstream.errors import OptionError, ShardStreamError, redact
+from shardstream.errors import OptionError, ShardStreamError, get_logger, redact
 from shardstream.pipeline import BadSample
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
@@ -31,7 +30,7 @@ from shardstream.viewer.samples import (
 from shardstream.viewer.selection import NO_COLUMNS, Selections
 from shardstream.viewer.user_decode import UserDecode, call
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 PAGE_SAMPLES = 50
 """Samples of a page, unless the page asks for another number."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import sys
 import warnings
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from typing import Any, Self
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, get_logger
 from shardstream.webdataset.environment import inherit_placement, main_placement
 from shardstream.webdataset.utils import PipelineStage
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class DataPipeline(IterableDataset[Any], PipelineStage):

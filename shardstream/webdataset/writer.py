@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import logging
 import tarfile
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -15,13 +14,13 @@ import PIL.Image
 import torch
 
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack
-from shardstream.errors import OptionError, SampleError
+from shardstream.errors import OptionError, SampleError, get_logger
 from shardstream.format import BLOCK_BYTES, END_OF_ARCHIVE, is_meta_name, split_member_name
 from shardstream.packing import encode_field
 from shardstream.webdataset.gopen import UrlWriter, gopen
 from shardstream.webdataset.handlers import UnsafeError
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _FORMATS = {"JPG": "JPEG", "TIF": "TIFF", **dict.fromkeys(("IMG", "IMAGE", "PBM", "PGM"), "PPM")}
 _BEST = {"JPEG": {"quality": 100}, "TIFF": {"quality": 100}}
 

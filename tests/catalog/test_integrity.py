@@ -15,6 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -83,7 +84,9 @@ def shard_of(data: bytes = DATA) -> ShardInfo:
 
 
 def damage(shard: ShardInfo, at: int) -> None:
-    publish_bytes(Storage(), shard.url, flipped(DATA, at))
+    """Flip a bit in place: a file that is written again would have another version."""
+    stored = fsspec.filesystem("memory").store[f"/{shard.url.partition('://')[2]}"]
+    stored.getbuffer()[:] = flipped(DATA, at)
 
 
 # --- reads

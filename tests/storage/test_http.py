@@ -22,6 +22,7 @@ from shardstream.errors import (
     NotFoundError,
     SourceError,
     StorageError,
+    get_logger,
 )
 from shardstream.storage import Storage, locate_shards, open_cache
 from shardstream.testing import make_shards
@@ -270,6 +271,21 @@ def test_silent_server_is_not_a_missing_file() -> None:
 
 def test_signed_url_is_read(server: str) -> None:
     assert Storage().read(f"{server}/200/a.tar?X-Amz-Signature={SECRET}", 0, 10) == b"0123456789"
+
+
+@pytest.mark.parametrize("name", ["data", "data/*.tar"])
+def test_warnings_show_no_password_of_a_url(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(make_shards(tmp_path / "data", samples=12, per_shard=5))
+    (folder / "index.json").unlink()
+    with serve_files(tmp_path) as served:
+        host = served.url.removeprefix("http://")
+        with suppress(StorageError):  # this server gives relative links
+            ss.ShardDataset(f"http://me:{SECRET}@x@{host}/{name}")
+    get_logger("shardstream.some").warning("%s: odd", f"http://me:{SECRET}@x@{host}/a?sig={SECRET}")
+    assert f"http://{host}/a?…" in caplog.text
+    assert SECRET not in caplog.text
 
 
 # --- folders of a static server
