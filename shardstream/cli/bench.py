@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardstream.loader import Trial
 
 _BAR_CHARACTERS = 30
+_ANY_NUMBER = 1 << 30
 _HEADINGS = ("workers", "samples/s", "MB/s", "first batch", "")
 
 
@@ -68,6 +69,7 @@ def bench(  # noqa: PLR0913  (a command's options)
     """Measure how fast a dataset is read on this machine, and recommend the number of workers.
 
     Reads shuffled batches with 0, 1, 2, 4, ... workers, a few seconds each, says what limits the fastest, and what to change.
+    Samples that differ in size are measured without stacking them; bad samples are skipped and counted.
     Bytes of local shards come from the page cache if they were read before.
 
     Examples:
@@ -79,12 +81,18 @@ def bench(  # noqa: PLR0913  (a command's options)
         fewest_workers,
         run_trials,
     )
+    from shardstream.pipeline import SkipBudget  # noqa: PLC0415
 
     if plot is not None:
         _check_can_plot()
     most = len(os.sched_getaffinity(0)) if workers is None else workers
     numbers = sorted({0, most, *(2**power for power in range(9) if 2**power < most)})
-    dataset = ShardDataset(list(urls), shuffle=not in_order, storage_options=parse_options(option))
+    dataset = ShardDataset(
+        list(urls),
+        shuffle=not in_order,
+        on_error=SkipBudget(samples=_ANY_NUMBER),  # they are counted
+        storage_options=parse_options(option),
+    )
     if decode:
         dataset = dataset.decode(*decode)
     trials = []
@@ -126,6 +134,8 @@ def _show(trials: Sequence[Trial], chosen: Trial) -> None:
         )
     for line in aligned(rows, right=frozenset({0, 1, 2, 3})):
         typer.echo(line)
+    if (bad := max(trial.bad_samples for trial in trials)) > 0:
+        typer.echo(f"\n{plural(bad, 'bad sample')} skipped: 'shardstream verify' names them")
     typer.echo(f"\nnum_workers={chosen.workers} is recommended for this dataset on this machine.")
     if (verdict := chosen.stats.verdict) is not None:
         typer.echo(str(replace(verdict, workers=None)))  # their number was measured
@@ -140,6 +150,7 @@ def _as_json(trials: Sequence[Trial], chosen: Trial) -> dict[str, Any]:
                 "samples_per_s": trial.samples_per_s,
                 "mb_per_s": trial.mb_per_s,
                 "first_batch_s": trial.first_batch_s,
+                "bad_samples": trial.bad_samples,
             }
             for trial in trials
         ],

@@ -17,6 +17,8 @@ from shardstream.errors import plural
 if TYPE_CHECKING:
     from shardstream.packing import Progress
 
+_LINE_EVERY_S = 30.0
+
 
 @contextmanager
 def report_interruption() -> Iterator[None]:
@@ -32,14 +34,14 @@ def report_interruption() -> Iterator[None]:
 
 
 @contextmanager
-def job_bar(title: str) -> Iterator[Callable[[Progress], None] | None]:
-    """Show counts, rates, failures and time left on a terminal's stderr; yields its update function, else None.
+def job_bar(title: str) -> Iterator[Callable[[Progress], None]]:
+    """Show counts, rates, failures and time left on stderr, or a line every 30 s if it is no terminal; yields the update function.
 
     Args:
         title: Verb of the job, e.g. "packing".
     """
     if not sys.stderr.isatty():
-        yield None
+        yield log_lines(title)
         return
     from rich.progress import TextColumn  # noqa: PLC0415  (50 ms that --help does not need)
 
@@ -58,6 +60,36 @@ def job_bar(title: str) -> Iterator[Callable[[Progress], None] | None]:
             update_bar(completed=done, total=progress.total, counts=counts)
 
         yield update
+
+
+def log_lines(
+    title: str, clock: Callable[[], float] = time.monotonic
+) -> Callable[[Progress], None]:
+    """Return a function that prints the progress of a job to stderr, at most every 30 s.
+
+    Args:
+        title: Verb of the job.
+        clock: Time in seconds.
+    """
+    start_s = last_s = clock()
+
+    def update(progress: Progress) -> None:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s >= _LINE_EVERY_S:
+            last_s = now_s
+            text = counts_text(progress, now_s - start_s)
+            typer.echo(f"{title}: {_share(progress)}{text}", err=True)
+
+    return update
+
+
+def _share(progress: Progress) -> str:
+    """Return the part of a job that is done, if it is known."""
+    done, total = progress.samples + progress.skipped, progress.total
+    if progress.total_bytes is not None:
+        done, total = progress.size_bytes, progress.total_bytes
+    return f"{100 * done / total:.0f} %  " if total else ""
 
 
 def counts_text(progress: Progress, seconds: float) -> str:

@@ -7,9 +7,10 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, SampleError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.stats import LoaderStats
@@ -28,6 +29,7 @@ class Trial:
         mb_per_s: Of tar members, by their mean size; None if that is unknown.
         first_batch_s: Seconds until the first batch, with the start of the workers.
         stats: Timings of the last epoch.
+        bad_samples: Samples that could not be read or decoded, and were skipped.
     """
 
     workers: int
@@ -35,12 +37,15 @@ class Trial:
     mb_per_s: float | None
     first_batch_s: float
     stats: LoaderStats
+    bad_samples: int = 0
 
 
 def run_trials(
     dataset: StreamDataset, *, workers: Sequence[int], batch_size: int, seconds: float
 ) -> Iterator[Trial]:
     """Read a dataset with each number of workers in turn, each from the start of another epoch.
+
+    Samples that cannot be collated are put into lists.
 
     Args:
         dataset: The dataset with its steps.
@@ -56,7 +61,12 @@ def run_trials(
         with warnings.catch_warnings():
             # torch's, about more workers than cores: the numbers show whether they help.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            yield _run(dataset, number, epochs, batch_size=batch_size, seconds=seconds)
+            run = partial(_run, dataset, number, epochs, batch_size=batch_size, seconds=seconds)
+            try:
+                trial = run()
+            except SampleError:  # samples of different sizes: a training has steps that resize them
+                trial = run(collate_fn=list)
+            yield trial
 
 
 def fewest_workers(trials: Sequence[Trial]) -> Trial:
@@ -73,8 +83,10 @@ def _run(
     *,
     batch_size: int,
     seconds: float,
+    **options: Any,
 ) -> Trial:
-    options: dict[str, Any] = {"persistent_workers": True} if workers else {}
+    if workers:
+        options["persistent_workers"] = True
     loader = ShardLoader(dataset, batch_size, num_workers=workers, drop_last=True, **options)
     begin = time.perf_counter()
     started = first_s = 0.0
@@ -91,7 +103,9 @@ def _run(
             if time.perf_counter() - started > seconds:
                 break
         if not first_s:
-            raise OptionError(f"the dataset has fewer samples than a batch of {batch_size}")
+            bad = loader.bad_samples
+            found = f", and {len(bad)} bad ones, such as: {bad[0].error}" if bad else ""
+            raise OptionError(f"the dataset has fewer samples than a batch of {batch_size}{found}")
         passed = time.perf_counter() - started
         if passed > seconds or batches == before:
             break
@@ -103,4 +117,5 @@ def _run(
         mb_per_s=None if mean_bytes is None else rate * mean_bytes / 1e6,
         first_batch_s=first_s,
         stats=loader.stats(),
+        bad_samples=len(loader.bad_samples),
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_datasets import numbered
+import shardstream as ss
+from tests.small_datasets import numbered, picture
 
 COMMAND = [sys.executable, "-m", "shardstream", "bench"]
 
@@ -35,6 +36,21 @@ def test_a_dataset_is_measured_with_each_number_of_workers(tmp_path: Path) -> No
     assert [trial["workers"] for trial in report["trials"]] == [0]
     assert report["trials"][0]["samples_per_s"] > 0
     assert report["recommended_workers"] == 0
+
+
+def test_pictures_of_different_sizes_are_measured_and_bad_ones_counted(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path, max_samples=10) as writer:
+        for number in range(20):
+            sample = {"__key__": f"{number:02d}", "png": picture(size=(8 + number, 8))}
+            writer.write(sample | ({"png": b"none"} if number == 3 else {}))
+    shown = run(
+        *(str(tmp_path), "--decode", "rgb8", "--workers", "1", "--batch-size", "4"),
+        *("--seconds", "0.1", "--json"),
+    )
+    assert shown.returncode == 0, shown.stderr
+    trials = json.loads(shown.stdout)["trials"]
+    assert [trial["samples_per_s"] > 0 for trial in trials] == [True, True]
+    assert {trial["bad_samples"] for trial in trials} == {1}
 
 
 def test_wrong_use_is_explained(tmp_path: Path) -> None:
