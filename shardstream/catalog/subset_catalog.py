@@ -295,7 +295,8 @@ def read_array(url: str, storage: Storage, expected: str) -> npt.NDArray[Any]:
     data = storage.read(url)
     try:
         found = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError, RecursionError) as error:
+        # A header may name more numbers than the memory holds, and the file has none of them.
         raise OptionError(f"{expected} (numpy.save): {error}", shard=url) from error
     if not isinstance(found, np.ndarray):
         raise OptionError(f"{expected}, one array, not a .npz file", shard=url)

@@ -312,6 +312,18 @@ def test_impossible_weights_are_refused(folder: str, options: Any, message: str)
         ss.ShardDataset(folder, **options)
 
 
+@pytest.mark.parametrize("option", ["weights", "subset"])
+def test_array_of_more_numbers_than_memory_is_a_wrong_file(
+    folder: str, tmp_path: Path, option: str
+) -> None:
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,)}"
+    file = tmp_path / "numbers.npy"
+    file.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    options: dict[str, Any] = {option: file}
+    with pytest.raises(OptionError, match=rf"{option}= takes a \.npy file"):
+        ss.ShardDataset(folder, **options)
+
+
 def test_a_file_that_is_no_array_is_refused(folder: str, tmp_path: Path) -> None:
     file = tmp_path / "weights.npy"
     file.write_bytes(pickle.dumps([1.0] * COUNT))
