@@ -54,6 +54,16 @@ _UNKNOWN_LENGTH = 0x7FFF0000  # written by programs that could not seek back: th
 _NO_END = ("lacks an end-of-stream bit", "Junk after the last page")
 
 
+_STARTS = (
+    b"fLaC\0\0\0\x22",
+    b"fLaC\x80\0\0\x22",
+    b"caff\0\1\0\0desc",
+    b"RF64\xff\xff\xff\xffWAVE",
+    b"riff\x2e\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\0\0",  # W64
+)
+"""First bytes of sound files, long enough not to occur in sound."""
+
+
 class Audio(NamedTuple):
     """Decoded sound; unpacks as the result of ``torchaudio.load``.
 
@@ -166,13 +176,10 @@ def _read(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
             check_audio_size(file.frames, file.channels)
             samples = file.read(dtype="float32", always_2d=True)
             missing = file.frames - len(samples)
-            if file.format == "MP3" and not _declares_length(data):  # the length was estimated
-                whole = _count_mp3_samples(data)
-                if whole > len(samples) + _MP3_DELAY:
-                    raise ValueError(
-                        f"libsndfile reads {len(samples)} of {whole} samples, as the bit rate changes and the header has no length{_WRITE_AGAIN}"
-                    )
-            elif missing:
+            if file.format == "MP3":
+                _check_mp3(data, len(samples))
+            _check_one_file(data)
+            if missing and (file.format != "MP3" or _declares_length(data)):  # else it is estimated
                 raise ValueError(f"{_CUT}{missing} of {missing + len(samples)} samples are missing")
             if not len(samples) and len(data) > _LARGE_HEADER_BYTES:
                 raise ValueError(f"libsndfile finds no samples in {len(data)} bytes")
@@ -197,10 +204,35 @@ def _check_one_stream(data: bytes) -> None:
         at += 27 + segments + sum(data[at + 27 : at + 27 + segments])
 
 
+def _check_one_file(data: bytes) -> None:
+    """Refuse files that are joined, of which libsndfile reads the first only, or the header of the second as sound."""
+    is_joined = any(data.startswith(start) and data.find(start, 8) > 0 for start in _STARTS)
+    if data[:4] == b".snd":  # its header has offset and length of the sound
+        end = int.from_bytes(data[4:8], "big") + int.from_bytes(data[8:12], "big")
+        is_joined = data[end : end + 4] == b".snd"
+    if is_joined:
+        raise ValueError(
+            "several files one after the other, of which only the first would be read; store each as a field, or join them with ffmpeg"
+        )
+
+
+def _check_mp3(data: bytes, samples: int) -> None:
+    """Refuse an MP3 that has more frames than libsndfile reads: joined files, or no length and a bit rate that changes."""
+    whole = _count_mp3_samples(data)
+    if whole > samples + _MP3_DELAY:
+        is_declared = _declares_length(data)
+        why = "" if is_declared else "the bit rate changes and "
+        why += "the header declares less" if is_declared else "the header has no length"
+        raise ValueError(f"libsndfile reads {samples} of {whole} samples, as {why}{_WRITE_AGAIN}")
+
+
 def _count_mp3_samples(data: bytes) -> int:
     """Return the samples of each channel in the frames of an MP3, from their headers (ISO/IEC 11172-3, 2.4.2.3)."""
     at, total = _mp3_start(data), 0
     while at + 4 <= len(data):
+        if data[at : at + 3] == b"ID3":  # of a file that was joined to the one before
+            at += _mp3_start(data[at : at + 10])
+            continue
         header = int.from_bytes(data[at : at + 4], "big")
         version, rate, place = header >> 19 & 3, header >> 10 & 3, header >> 12 & 15
         is_layer_3 = header >> 21 == 0x7FF and version != 1 and header >> 17 & 3 == 1

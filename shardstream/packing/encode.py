@@ -8,6 +8,7 @@ import json
 import operator
 import reprlib
 import sys
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,7 +49,10 @@ def encode_field(field: str, value: object) -> bytes:
         return value
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
-    encoder = _ENCODERS.get(field.rpartition(".")[2].lower())
+    extension = field.rpartition(".")[2].lower()
+    if extension != "json":  # where what is masked is null
+        _refuse_masked(field, value)
+    encoder = _ENCODERS.get(extension)
     if encoder is None:
         advice = (
             "encode it first"
@@ -180,12 +184,24 @@ def _encode_npz(field: str, value: object) -> bytes:
         raise _wrong_type_error(field, value, "a dict of arrays or bytes")
     arrays = {str(name): _to_array(field, array) for name, array in value.items()}
     buffer = io.BytesIO()
-    # numpy gives each part of the zip the date 1980-01-01, so equal arrays give equal bytes.
-    np.savez(buffer, allow_pickle=False, **arrays)
+    # As np.savez, which takes no array called "file". The date is 1980-01-01, so equal arrays give equal bytes.
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
+                np.lib.format.write_array(part, array, allow_pickle=False)
     return buffer.getvalue()
 
 
+def _refuse_masked(field: str, value: object) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise SampleError(
+            "a masked array would lose its mask; fill it, value.filled(0), or store value.data and value.mask as two fields",
+            field=field,
+        )
+
+
 def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
+    _refuse_masked(field, value)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         try:

@@ -262,6 +262,31 @@ def test_ogg_files_one_after_the_other_are_refused(codec: tuple[str, ...]) -> No
         AudioDecoder()(one + one)
 
 
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "AIFF", "AU", "CAF", "W64", "RF64"])
+def test_joined_files_are_refused(form: str) -> None:
+    one = sound_file(form)
+    assert AudioDecoder()(one).samples.shape == (2, RATE)
+    with pytest.raises(ValueError, match=r"several files one after the other|libsndfile: Error"):
+        AudioDecoder()(one + one)
+
+
+@pytest.mark.parametrize("tag", [(), ("-metadata", "title=a")])
+@pytest.mark.parametrize("second", ["0", "1"])
+def test_joined_mp3_is_refused_where_the_header_is_of_its_first_part(
+    second: str, tag: tuple[str, ...], tmp_path: Path
+) -> None:
+    parts = []
+    for number, xing in enumerate(("1", second)):
+        path = tmp_path / f"{number}.mp3"
+        by_ffmpeg("-write_xing", xing, *tag, "-y", str(path), "-f", "null")
+        parts.append(path.read_bytes())
+    assert AudioDecoder()(parts[0]).samples.shape == (1, 10 * RATE)
+    with pytest.raises(
+        ValueError, match="libsndfile reads 441000 of 88.* as the header declares less"
+    ):
+        AudioDecoder()(b"".join(parts))
+
+
 def test_cut_rf64_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "a.wav")
     by_ffmpeg("-rf64", "always", "-y", path, "-f", "null")

@@ -77,6 +77,10 @@ def test_text_and_numbers_are_encoded(field: str, value: object, expected: bytes
         ("json", {"a": {1}}, "set is not JSON serialisable"),
         ("json", {"a": b"x"}, "bytes is not JSON serialisable"),
         ("npy", np.array([None]), "pickles run code"),
+        ("npy", np.ma.array([1, 2], mask=[False, True]), "lose its mask"),
+        ("npz", {"a": np.ma.array([1, 2], mask=[False, True])}, "lose its mask"),
+        ("ten", [np.ma.array([1.0, 2.0], mask=[False, True])], "lose its mask"),
+        ("png", np.ma.array(RGB, mask=RGB > 9), "lose its mask"),
         ("npy", {"a": 1}, "takes an array, a tensor"),
         ("npy", [[1], [1, 2]], "differ in length"),
         ("npz", np.arange(3), "takes a dict of arrays"),
@@ -128,6 +132,15 @@ def test_npz_reads_back() -> None:
     )
     assert np.array_equal(loaded["a"], RGB)
     assert loaded["b"].tolist() == [1, 1]
+
+
+def test_npz_takes_any_name_with_the_bytes_of_numpy() -> None:
+    names = ("file", "allow_pickle", "compressed", "a/b")
+    data = encode_field("npz", dict.fromkeys(names, RGB))
+    assert BASIC["npz"](data).keys() == set(names)
+    expected = io.BytesIO()
+    np.savez(expected, a=RGB, b=np.arange(3))
+    assert encode_field("npz", {"a": RGB, "b": np.arange(3)}) == expected.getvalue()
 
 
 def test_pt_round_trips_without_the_rest_of_its_storage() -> None:
