@@ -27,7 +27,7 @@ class Fetched(NamedTuple):
 
 def fetched_by_lightning(loader: Any) -> Fetched:
     """Return the batches that a calling training loop of Lightning has fetched from a loader."""
-    if not any(name in sys.modules for name in _MODULES):
+    if sys.modules.keys().isdisjoint(_MODULES):
         return Fetched()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
