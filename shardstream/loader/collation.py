@@ -138,7 +138,7 @@ def _column(values: Values, name: str, items: Sequence[Any]) -> Any:
         return _stack_arrays(values, name, items)
     if issubclass(kind, np.generic):
         column = np.array(values)
-        return torch.as_tensor(column) if column.dtype.kind in "biufc" else values
+        return torch.as_tensor(column, device="cpu") if column.dtype.kind in "biufc" else values
     if kind is Audio:
         return _audio_column(values, name, items)
     return _number_column(values) if kind is float or kind is int or kind is bool else values
@@ -157,8 +157,8 @@ def _audio_column(values: list[Audio], name: str, items: Sequence[Any]) -> Audio
 
 def _number_column(values: list[Any]) -> torch.Tensor | list[Any]:
     if type(values[0]) is float:
-        return torch.tensor(values, dtype=torch.float64)
-    return torch.tensor(values) if max(map(abs, values)) < 1 << 63 else values
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
+    return torch.tensor(values, device="cpu") if max(map(abs, values)) < 1 << 63 else values
 
 
 def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch.Tensor:
@@ -208,5 +208,6 @@ def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
 
 def shared_numbers(*values: int) -> torch.Tensor:
     """Return integers in memory shared with forked and spawned workers, shape (n,), int64."""
-    numbers: torch.Tensor = torch.tensor(values, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+    numbers.share_memory_()  # type: ignore[no-untyped-call]
     return numbers

@@ -144,7 +144,7 @@ class ShardLoader(DataLoader[Any]):
         warn_of_lanes(self._batches, max(1, num_workers))
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
-        options["generator"] = options.get("generator") or torch.Generator()
+        options["generator"] = options.get("generator") or torch.Generator("cpu")
         super().__init__(
             self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
         )
@@ -338,7 +338,7 @@ class ShardLoader(DataLoader[Any]):
         """Seed workers and open their channels before they start or get the next epoch."""
         if self._seeds_workers:
             seed = self._batches.source_dataset.pipeline.source.seed
-            self.generator.manual_seed(derive_key(seed, epoch) >> 1)
+            self.generator.manual_seed(derive_key(seed, epoch, self.placement.rank) >> 1)
         if self._iterator is not None:
             self._iterator = live_workers(self._iterator)
         if self._iterator is None:  # workers will be started
@@ -356,7 +356,7 @@ class ShardLoader(DataLoader[Any]):
         pins, pin_memory = self._open_pinned_memory() is not None, self.pin_memory
         self.pin_memory = pin_memory and not pins
         try:
-            with forked_workers_keep_objects():
+            with forked_workers_keep_objects(), torch.device("cpu"):  # torch draws a seed there
                 return super()._get_iterator()
         finally:
             self.pin_memory = pin_memory  # trainers read it

@@ -19,7 +19,7 @@ class PinnedMemory:
 
     def new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in pinned memory."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def pin(self, value: Any) -> Any:
         """Return a tensor, or an object with ``pin_memory()``, in pinned memory; one that is pinned stays as it is."""

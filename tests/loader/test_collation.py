@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,10 +9,12 @@ import PIL.Image
 import pytest
 import torch
 
+import shardstream as ss
 from shardstream.errors import SampleError
 from shardstream.loader import collate, load_tensors, shared_numbers, to_tensor
 from shardstream.pipeline import Context, MapTuple, split_batch
 from shardstream.testing import ListRun
+from tests.small_datasets import numbered
 
 PICTURE = PIL.Image.new("RGB", (2, 2))
 
@@ -142,3 +145,22 @@ def test_shared_numbers_are_shared() -> None:
     numbers = shared_numbers(1, 1 << 62, -1)
     assert numbers.is_shared()  # type: ignore[no-untyped-call]
     assert numbers.tolist() == [1, 1 << 62, -1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_on_the_cpu_whatever_the_default_device_is(
+    num_workers: int, tmp_path: Path
+) -> None:
+    folder = numbered(tmp_path / "set", 12, 6)
+    with torch.device("meta"):
+        dataset = ss.ShardDataset(folder, shuffle=True).decode()
+        steps = dataset.map(lambda sample: sample | {"half": 0.5, "number": np.float32(1)})
+        batches = list(ss.ShardLoader(steps, 4, num_workers=num_workers))
+        kinds = {
+            value.device.type
+            for batch in batches
+            for value in batch.values()
+            if torch.is_tensor(value)
+        }
+    assert kinds == {"cpu"}
+    assert sorted(n for batch in batches for n in batch["cls"].tolist()) == list(range(12))

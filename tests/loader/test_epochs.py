@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shardstream as ss
@@ -205,3 +206,16 @@ def test_ranks_that_begin_different_epochs_are_refused() -> None:
     take(EpochAgreement(store, "key", 0), 3, 1)
     with pytest.raises(OptionError, match="rank 0 begins epoch 3, rank 1 epoch 4; call set_epoch"):
         take(EpochAgreement(store, "key", 1), 4, 1)
+
+
+def draw(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"drawn": torch.rand(()).item()}
+
+
+def test_ranks_draw_other_numbers_from_the_global_generators(folder: str) -> None:
+    drawn = []
+    for rank in range(2):
+        dataset = ss.ShardDataset(folder, placement=ss.Placement(rank, 2)).decode().map(draw)
+        loader = ss.ShardLoader(dataset, 8, num_workers=1)
+        drawn += [number for batch in loader for number in batch["drawn"].tolist()]
+    assert len(set(drawn)) == len(drawn)
