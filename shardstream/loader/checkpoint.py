@@ -278,10 +278,18 @@ def _check_sums(stream: BinaryIO, url: str) -> None:
     """Verify the checksums of the zip archive, which torch writes but does not check.
 
     Raises:
-        StateError: If one differs, or the file is not an archive.
+        StateError: If one differs, the file is not an archive, or its entries hold more bytes than the file, which torch never writes.
     """
+    length = stream.seek(0, io.SEEK_END)
     try:
         with zipfile.ZipFile(stream) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+            if (
+                size > length
+            ):  # compressed, or of parts that overlap: a small file could take all memory
+                raise _damaged_error(f"{size} bytes in a file of {length}", url)
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise _damaged_error("compressed entries", url)
             bad = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
         raise _damaged_error(f"{error}", url) from error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import copy
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,27 @@ def test_every_damaged_byte_of_the_values_is_detected(tmp_path: Path) -> None:
         url.write_bytes(data[:size])
         with pytest.raises(ss.StateError, match=r"damaged, truncated.*one\.pt"):
             ss.load_checkpoint(url)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["compressed", "overlapping"])
+def test_checkpoint_that_unpacks_to_more_than_it_holds_is_refused(
+    tmp_path: Path, is_packed: bool
+) -> None:
+    url = ss.save_checkpoint(tmp_path / "one.pt", weight=torch.zeros(1 << 16))
+    with zipfile.ZipFile(url) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    kind = zipfile.ZIP_DEFLATED if is_packed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(url, "w", kind) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+        if not is_packed:
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+            for number in range(9):
+                again = copy.copy(largest)
+                again.filename = f"{number}"
+                archive.filelist.append(again)
+    with pytest.raises(ss.StateError, match=r"damaged.*bytes in a file of.*one\.pt"):
+        ss.load_checkpoint(url)
 
 
 def test_damaged_latest_checkpoint_is_not_skipped(tmp_path: Path) -> None:
