@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from shardstream.catalog import Catalog
 from shardstream.errors import SampleError, get_logger
-from shardstream.format import read_sample
+from shardstream.fetch import open_fetcher
+from shardstream.format import as_rows
 from shardstream.order import RankPartition, derive_key
 from shardstream.pipeline import SampleTransform, SkipTracker
 
@@ -89,8 +91,10 @@ def _draw(partition: RankPartition, step: int, attempt: int) -> int:
     return int(plan.batches(np.array([batch], dtype=np.int64))[0, slot])
 
 
-def _read(catalog: Catalog, number: int) -> dict[str, Any]:
-    shards, starts, ends = catalog.extents(np.array([number], dtype=np.int64))
-    shard, start, end = int(shards[0]), int(starts[0]), int(ends[0])
-    data = bytes(catalog.fetch(shard, start, end))
-    return read_sample(data, start, start, end, catalog.url_of(shard))
+def _read(catalog: Catalog, number: int) -> Any:
+    numbers = np.array([number], dtype=np.int64)
+    with closing(open_fetcher(catalog, [numbers], prefetch_bytes=1)) as fetcher:
+        (sample,) = as_rows(fetcher.samples(numbers))
+    if isinstance(sample, Exception):
+        raise sample
+    return sample

@@ -15,6 +15,7 @@ import torch
 import shardstream as ss
 from shardstream.errors import ChangedError, IndexMismatchError, OptionError, SampleError
 from shardstream.format import read_parquet
+from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, take
@@ -430,3 +431,38 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
             writer.write({"__key__": "k000", "id": 1, "cls": 1})
     with pytest.raises(OptionError, match="several samples have the key 'k000'"):
         ss.join(twice, tmp_path / "t")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_samples_of_a_join_are_replaced(tmp_path: Path, num_workers: int) -> None:
+    bad = {3, 4, 5, 17}
+    keys = [f"{i:03d}" for i in range(32)]
+    make_shards(
+        tmp_path / "a",
+        samples=[{"__key__": k, "json": b"{" if i in bad else b"1"} for i, k in enumerate(keys)],
+    )
+    make_shards(tmp_path / "b", samples=[{"__key__": k, "cls": i} for i, k in enumerate(keys)])
+    first = ss.ShardDataset(str(tmp_path / "a"), on_error=ss.SkipBudget(refill=True))
+    loader = ss.ShardLoader(
+        ss.join(first, str(tmp_path / "b")).decode(), 4, num_workers=num_workers
+    )
+    labels = [batch["cls"].tolist() for batch in loader]
+    assert [len(batch) for batch in labels] == [4] * 8
+    assert loader.refilled == 4
+    assert set(loader.skipped) == {"DecodeError"}
+    assert {label for batch in labels for label in batch} == set(range(32)) - bad
+
+
+def test_step_of_bad_samples_of_a_join_is_replaced_on_several_ranks(tmp_path: Path) -> None:
+    keys = [f"{i:03d}" for i in range(32)]
+    for name, field in (("a", "json"), ("b", "cls")):
+        values = [b"{" if name == "a" and i < 4 else b"1" for i in range(32)]
+        samples = [{"__key__": k, field: value} for k, value in zip(keys, values, strict=True)]
+        make_shards(tmp_path / name, samples=samples)
+    for rank in range(2):
+        first = ss.ShardDataset(
+            str(tmp_path / "a"), on_error="skip", placement=ss.Placement(rank, 2)
+        )
+        loader = ss.ShardLoader(ss.join(first, str(tmp_path / "b")).decode(), 2)
+        assert len([*loader]) == len(loader) == 8
+        assert set(loader.skipped) == {"DecodeError"}
