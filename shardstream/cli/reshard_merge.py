@@ -47,6 +47,14 @@ _Add = Annotated[
         show_default=False,
     ),
 ]
+_Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Write all samples in the random order of this seed; --shuffle alone takes 0.",
+        show_default=False,
+    ),
+]
 _Missing = Annotated[
     str,
     typer.Option(
@@ -92,14 +100,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     shuffle: Annotated[
         bool, typer.Option("--shuffle", help="Write all samples in a random order.")
     ] = False,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Write all samples in the random order of this seed; --shuffle alone takes 0.",
-            show_default=False,
-        ),
-    ] = None,
+    seed: _Seed = None,
     fields: _Fields = None,
     add: _Add = None,
     missing: _Missing = "error",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,8 +35,13 @@ from shardstream.packing.destination import ShardNames, is_deletable, remove_sha
 from shardstream.packing.journal import Journal, read_journal
 from shardstream.packing.key_hashes import KeyHashes, decode_hashes
 from shardstream.packing.key_index import is_key_index
-from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
+from shardstream.packing.manifest_files import (
+    read_manifest_shards,
+    remove_old_pages,
+    write_manifest_files,
+)
 from shardstream.packing.part_job import (
+    PUBLISHED,
     PartJob,
     PartResult,
     PartWork,
@@ -113,9 +119,10 @@ def run_jobs(
         )
         splits.append(counts.split)
     warnings: list[str] = []
-    for _, job, _ in jobs if not is_part else ():
-        merged = _merge_one(job.names.folder, job.storage_options)
-        warnings += merged.warnings
+    if not is_part:
+        urls = [job.names.folder for _, job, _ in jobs]
+        for merged in _publish_all(urls, jobs[0].job.storage_options):
+            warnings += merged.warnings
     return PackReport(
         source=jobs[0].job.title,
         splits=tuple(splits),
@@ -144,9 +151,11 @@ def merge(
     begin_s = time.monotonic()
     url = ShardNames.parse(dest).folder
     splits = _find_splits(url, storage_options)
-    _check_all_done(url, splits, storage_options)
+    if not splits:
+        _refuse_published_splits(url, storage_options)
+    _check_all_begun(url, splits, storage_options)
     urls = splits or [url]
-    merged = [_merge_one(one, storage_options) for one in urls]
+    merged = _publish_all(urls, storage_options)
     return PackReport(
         source="finished parts",
         splits=tuple(
@@ -178,24 +187,33 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
     return splits
 
 
-def _check_all_done(
+def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Say so if all splits of a folder are published."""
+    if open_output_folder(url, storage_options, None).list_files():
+        return
+    storage = Storage(storage_options)
+    with suppress(NotFoundError):
+        for name in filter(None, storage.list_folder(url)[1]):
+            if storage.exists(join_url(join_url(url, name), MANIFEST_NAME)):
+                raise OptionError(
+                    f"nothing to merge: the splits are published already, the first in {name}",
+                    shard=url,
+                )
+
+
+def _check_all_begun(
     parent: str, urls: Sequence[str], storage_options: Mapping[str, Any] | None
 ) -> None:
-    """Check that all parts of all splits are done, before the first is published.
+    """Check that all splits of a job were begun.
 
     Raises:
-        UnfinishedError: If some are not, or a split was not begun.
+        UnfinishedError: If one was not.
     """
     storage = Storage(storage_options)
     for url in urls:
         folder = open_output_folder(url, storage_options, None)
-        files = folder.list_files()
-        journal = read_journal(folder, files)
-        options = {} if journal is None else journal.task.options
-        if journal is not None and "parts" in options:
-            with KeyHashes() as keys:
-                _read_records(folder, files, journal.run, _num_parts(options, url), keys)
-        for name in options.get("split_names", ()):
+        journal = read_journal(folder, folder.list_files())
+        for name in journal.task.options.get("split_names", ()) if journal is not None else ():
             other = join_url(parent, name)
             if other not in urls and not storage.exists(join_url(other, MANIFEST_NAME)):
                 raise UnfinishedError(
@@ -213,93 +231,179 @@ def _num_parts(options: Mapping[str, Any], url: str) -> int:
     return int(options["parts"])
 
 
-def _merge_one(url: str, storage_options: Mapping[str, Any] | None) -> PackReport:
-    """Publish the dataset of one folder (see `merge`)."""
-    begin_s = time.monotonic()
-    folder = open_output_folder(url, storage_options, None)
-    with locked(folder):
-        files = folder.list_files()
-        journal = read_journal(folder, files)
-        options = {} if journal is None else journal.task.options
-        if journal is None or "parts" not in options:
-            raise _no_job_error(url, files, journal)
-        num_parts = _num_parts(options, url)
-        journal.finished.clear()
-        with KeyHashes() as keys:
-            results = _read_records(folder, files, journal.run, num_parts, keys)
-            shards = tuple(shard for result in results for shard in result.shards)
-            _check_in_place(folder, files, shards)
-            refuse_repeated_keys(keys, shards, folder)
-        fields = sum((Counter(result.fields) for result in results), Counter[str]())
-        if not shards:
-            raise OptionError(
-                "no sample is left: all were filtered out, so there is no dataset to publish",
-                shard=url,
-            )
-        missing = sorted(set(options.get("fields") or ()) - fields.keys())
-        if missing and options["job"] == "reshard":
-            raise OptionError(
-                f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
-                shard=url,
-            )
-        warnings = (*_check_added(results, url), *_check_columns(options, results))
-        _publish(folder, files, journal, Manifest(
-            shards=shards, name=str(options["name"]), fields=dict(fields)
-        ))  # fmt: skip
-    classes = options["extras"].get(CLASSES_NAME)
-    if classes is not None:
-        names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
-        warn_of_siblings(names, [url], Storage(storage_options))
+class _Publication(NamedTuple):
+    """A dataset whose parts are all done, and checked."""
+
+    folder: OutputFolder
+    files: Mapping[str, FileInfo]
+    journal: Journal
+    manifest: Manifest
+    report: PackReport
+    is_published: bool = False
+
+    def write_manifest(self) -> None:
+        """Write the small files and the manifest, and delete stale shards.
+
+        Raises:
+            StorageError: If another run has taken the folder over; then the manifest does not stay.
+        """
+        folder, files, journal, manifest = self[:4]
+        if self.is_published:
+            return
+        options = journal.task.options
+        classes = options["extras"].get(CLASSES_NAME)
+        if classes is not None:
+            folder.write(CLASSES_NAME, str(classes).encode())
+        stale = journal.stale - {shard.url for shard in manifest.shards}
+        for name in sorted(filter(is_deletable, stale)):
+            remove_shard(folder, name, files)
+        if options["job"] != "index" and options.get("columns") is None:
+            for shard in manifest.shards:
+                if shard.columns_url in files:  # those of an earlier dataset
+                    folder.remove(shard.columns_url)
+        journal.check_owner()
+        manifest_files = encode_manifest_files(manifest)
+        write_manifest_files(folder, manifest_files)
+        if _is_taken_over(folder, journal.run):  # the other run has not seen the manifest
+            self._remove_manifest()
+            journal.check_owner()
+        remove_old_pages(folder, files, manifest_files)
+
+    def unpublish(self) -> None:
+        """Delete the manifest that was written; an index in place keeps it, since its tars were readable before."""
+        if not self.is_published and self.journal.task.options["job"] != "index":
+            self._remove_manifest()
+
+    def _remove_manifest(self) -> None:
+        with suppress(StorageError):
+            written = encode_manifest_files(self.manifest)[MANIFEST_NAME]
+            if self.folder.read(MANIFEST_NAME) == written:
+                self.folder.remove(MANIFEST_NAME)
+
+    def tidy(self) -> None:
+        """Delete the records and the journal, which goes last: until then it says that the dataset is published."""
+        folder, journal = self.folder, self.journal
+        options = {**journal.task.options, PUBLISHED: _sha256(folder.read(MANIFEST_NAME))}
+        if not self.is_published:
+            journal.task = replace(journal.task, options=options)
+            with suppress(StorageError):  # another `merge` of this job has written or deleted it
+                journal.begin(1)
+        template = str(options["template"])
+        names = ShardNames(folder=folder.url, template=template)
+        for name in self.files:
+            final = final_name(name) or ""
+            # Half-written files of killed processes: no part is left that could write one.
+            is_half = bool(template) and names.is_ours(shard_of(final))
+            is_record = any(is_part_record(one) or is_key_index(one) for one in (name, final))
+            if is_record or is_half:
+                folder.remove(name)
+        folder.remove(journal_name(0))
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _publish_all(
+    urls: Sequence[str], storage_options: Mapping[str, Any] | None
+) -> list[PackReport]:
+    """Publish the datasets of some folders, all or none: no manifest is written before all are checked (see `merge`).
+
+    If it is killed in between, all journals and records are there, and it can be done again.
+    """
+    folders = [open_output_folder(url, storage_options, None) for url in urls]
+    with ExitStack() as stack:
+        for folder in folders:
+            stack.enter_context(locked(folder))
+        found = [_checked(folder) for folder in folders]
+        written: list[_Publication] = []
+        try:
+            for one in found:
+                written.append(
+                    one
+                )  # its manifest may be there although an error says that it is not
+                one.write_manifest()
+        except BaseException:
+            for one in written:
+                one.unpublish()
+            raise
+        for one in found:
+            one.tidy()
+    for one in found:
+        classes = one.journal.task.options["extras"].get(CLASSES_NAME)
+        if classes is not None:
+            names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
+            warn_of_siblings(names, [one.folder.url], Storage(storage_options))
+    return [one.report for one in found]
+
+
+def _checked(folder: OutputFolder) -> _Publication:
+    """Read the records of a job, and check what they say of the dataset.
+
+    Raises:
+        OptionError: If there is no job, or the dataset would lack something that was asked for.
+        SourceError: If a key comes twice.
+        StorageError: If a shard is missing.
+        UnfinishedError: If parts are missing.
+    """
+    begin_s, url = time.monotonic(), folder.url
+    files = folder.list_files()
+    journal = read_journal(folder, files)
+    options = {} if journal is None else journal.task.options
+    if journal is None or "parts" not in options:
+        raise _no_job_error(url, files, journal)
+    journal.finished.clear()
+    if PUBLISHED in options and options[PUBLISHED] == _published_now(folder, files):
+        shards = read_manifest_shards(folder)
+        manifest = Manifest(shards=shards, name=str(options["name"]), fields={})
+        return _Publication(
+            folder, files, journal, manifest, _report_of(url, manifest, begin_s), True
+        )
+    with KeyHashes() as keys:
+        results = _read_records(folder, files, journal.run, _num_parts(options, url), keys)
+        shards = tuple(shard for result in results for shard in result.shards)
+        _check_in_place(folder, files, shards)
+        refuse_repeated_keys(keys, shards, folder)
+    fields = sum((Counter(result.fields) for result in results), Counter[str]())
+    if not shards:
+        raise OptionError(
+            "no sample is left: all were filtered out, so there is no dataset to publish",
+            shard=url,
+        )
+    missing = sorted(set(options.get("fields") or ()) - fields.keys())
+    if missing and options["job"] == "reshard":
+        raise OptionError(
+            f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
+            shard=url,
+        )
+    warnings = (*_check_added(results, url), *_check_columns(options, results))
+    manifest = Manifest(shards=shards, name=str(options["name"]), fields=dict(fields))
+    report = replace(
+        _report_of(url, manifest, begin_s),
+        skipped=tuple(skip for result in results for skip in result.skipped),
+        warnings=warnings,
+    )
+    return _Publication(folder, files, journal, manifest, report)
+
+
+def _published_now(folder: OutputFolder, files: Mapping[str, FileInfo]) -> str:
+    return _sha256(folder.read(MANIFEST_NAME)) if MANIFEST_NAME in files else ""
+
+
+def _report_of(url: str, manifest: Manifest, begin_s: float) -> PackReport:
     split = SplitReport(
         name="",
         url=url,
-        samples=sum(result.nsamples for result in results),
-        shards=len(shards),
-        total_bytes=sum(result.total_bytes for result in results),
+        samples=manifest.nsamples,
+        shards=len(manifest.shards),
+        total_bytes=manifest.total_bytes,
     )
     return PackReport(
         source="finished parts",
         splits=(split,),
         seconds=time.monotonic() - begin_s,
-        skipped=tuple(skip for result in results for skip in result.skipped),
-        fields=dict(fields),
-        warnings=warnings,
+        fields=dict(manifest.fields),
     )
-
-
-def _publish(
-    folder: OutputFolder, files: Mapping[str, FileInfo], journal: Journal, manifest: Manifest
-) -> None:
-    """Write the small files and the manifest; delete stale shards, the records and the journal, which goes last."""
-    classes = journal.task.options["extras"].get(CLASSES_NAME)
-    if classes is not None:
-        folder.write(CLASSES_NAME, str(classes).encode())
-    stale = journal.stale - {shard.url for shard in manifest.shards}
-    for name in sorted(filter(is_deletable, stale)):
-        remove_shard(folder, name, files)
-    if journal.task.options["job"] != "index" and journal.task.options.get("columns") is None:
-        for shard in manifest.shards:
-            if shard.columns_url in files:  # those of an earlier dataset
-                folder.remove(shard.columns_url)
-    journal.check_owner()
-    manifest_files = encode_manifest_files(manifest)
-    write_manifest_files(folder, manifest_files)
-    if _is_taken_over(folder, journal.run):  # the other run has not seen the manifest
-        with suppress(StorageError):
-            if folder.read(MANIFEST_NAME) == manifest_files[MANIFEST_NAME]:
-                folder.remove(MANIFEST_NAME)
-        journal.check_owner()
-    remove_old_pages(folder, files, manifest_files)
-    template = str(journal.task.options["template"])
-    names = ShardNames(folder=folder.url, template=template)
-    for name in files:
-        final = final_name(name) or ""
-        # Half-written files of killed processes: no part is left that could write one.
-        is_half = bool(template) and names.is_ours(shard_of(final))
-        is_record = any(is_part_record(one) or is_key_index(one) for one in (name, final))
-        if is_record or is_half:
-            folder.remove(name)
-    folder.remove(journal_name(0))
 
 
 def _is_taken_over(folder: OutputFolder, run: str) -> bool:

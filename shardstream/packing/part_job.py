@@ -43,6 +43,7 @@ from shardstream.tasks import Task as ShardTask
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+PUBLISHED = "published"  # option in the journal of a published job: the sha256 of its index.json
 _LOCK_TIMEOUT_S = 10.0  # a process that claims the folder or merges it holds the lock for less
 _LOCK_POLL_S = 0.05
 
@@ -360,7 +361,9 @@ def _has_job(folder: OutputFolder, files: Mapping[str, FileInfo], job: PartJob) 
         return False
     with suppress(OptionError):  # an invalid journal: `claim_destination` decides
         journal = read_journal(folder, files)
-        return journal is not None and journal.run == job.run
+        # A job that is published is over: what is left of it is deleted by `merge`.
+        is_over = journal is not None and PUBLISHED in journal.task.options
+        return journal is not None and journal.run == job.run and not is_over
     return False
 
 

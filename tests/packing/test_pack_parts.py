@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import UnfinishedError
+from shardstream.packing import Record, assign_splits
+from shardstream.storage import LocalFolder
+from tests.limits import set_limits
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -229,3 +234,100 @@ def test_part_of_another_job_is_refused(photos: str, tmp_path: Path) -> None:
         ss.pack(photos, tmp_path / "new", max_samples=20, seed=1, executor=ss.Parts(2, 2))
     with pytest.raises(ss.OptionError, match="unfinished pack with another source or options"):
         ss.pack(photos, tmp_path / "new", max_samples=20)
+
+
+class StoppedError(BaseException):
+    """Raised by a test while a dataset is published."""
+
+
+def test_no_split_is_published_if_a_check_of_another_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, Record, PLACES_KEPT=0)  # keys are compared at the end only
+    split = {"a": 0.5, "b": 0.5}
+    rows = [row for row, number in enumerate(assign_splits(20, split, seed=0)) if number == 1]
+    twice = (rows[0], rows[-1])
+    table = tmp_path / "t.csv"
+    table.write_text("k,v\n" + "".join(f"{'x' if i in twice else i},v\n" for i in range(20)))
+    options: dict[str, Any] = {"key": "k", "split": split, "max_samples": 4}
+    options |= {"executor": ss.LocalExecutor()}
+    for _ in range(2):
+        with pytest.raises(ss.SourceError, match="the key 'x' comes twice"):
+            ss.pack(table, tmp_path / "out", **options)
+        assert not list((tmp_path / "out").rglob("index.json"))
+
+
+def merge_stopped(
+    dest: Path, number: int, *, killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Merge, stopped before or after a call that changes a folder; return whether it came to that call.
+
+    Args:
+        dest: Folder of the job.
+        number: Number of the call, from 1: two for each change.
+        killed: Nothing is changed afterwards, as by a killed process.
+        monkeypatch: Undone at the end.
+    """
+    left = number
+
+    def stop() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 or (killed and left < 0):
+            raise StoppedError
+
+    with monkeypatch.context() as patch:
+        for name in ("write", "remove"):
+            original = getattr(LocalFolder, name)
+
+            def call(*args: Any, original: Callable[..., None] = original, **kwargs: Any) -> None:
+                stop()
+                original(*args, **kwargs)
+                stop()
+
+            patch.setattr(LocalFolder, name, call)
+        with suppress(StoppedError):
+            ss.merge(dest)
+    return left <= 0
+
+
+def published_in(dest: Path) -> set[str]:
+    return {path.parent.name for path in dest.rglob("index.json")}
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "failed"])
+@pytest.mark.parametrize("again", ["same command", "merge"])
+def test_publication_of_splits_that_was_stopped_goes_on(
+    again: str, *, killed: bool, photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"split": {"a": 0.7, "b": 0.3}, "max_samples": 20}
+    ss.pack(photos, tmp_path / "clean", executor=ss.LocalExecutor(), **options)
+    clean = contents(tmp_path / "clean")
+    number = 0
+    for number in itertools.count(1, 2):
+        dest = tmp_path / f"out{number}"
+        for part in (1, 2):
+            ss.pack(photos, dest, executor=ss.Parts(part, 2), **options)
+        if not merge_stopped(dest, number, killed=killed, monkeypatch=monkeypatch):
+            break
+        # Between two manifests a killed process leaves one of them; an error leaves none.
+        assert published_in(dest) in (set(), {"a", "b"}, *[{"a"}] * killed)
+        if again == "same command":
+            with suppress(ss.OptionError):  # published already: a part that is queued again
+                ss.pack(photos, dest, executor=ss.LocalExecutor(), **options)
+            assert published_in(dest) == {"a", "b"}
+        with suppress(ss.OptionError):  # published already
+            ss.merge(dest)
+        assert contents(dest) == clean
+    dest = tmp_path / f"out{number}"  # not stopped
+    assert contents(dest) == clean
+    with pytest.raises(ss.OptionError, match="published already"):
+        ss.merge(dest)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
