@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import signal
 from collections.abc import Iterator
 
 import pytest
 import s3fs
+from botocore.loaders import JSONFileLoader
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -21,6 +23,9 @@ settings.load_profile("patient")
 # Modules and collected tests are a million objects, and each client of botocore reads megabytes of JSON: the full collections that
 # this leads to took half of the CPU time of the tests of S3.
 gc.set_threshold(10_000)
+
+# The same JSON for each client is read and parsed once: half of the time that making one takes.
+JSONFileLoader.load_file = staticmethod(functools.cache(JSONFileLoader().load_file))
 
 # Background jobs of a shell ignore SIGINT, and programs that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
