@@ -7,6 +7,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ _SECRET_NAMES = (
 )  # fmt: skip
 _MIN_SECRET_CHARACTERS = 4  # shorter values would be found in any message
 _client_choice_lock = fork_safety.new_lock()  # held while a thread decides whether obstore reads
+
+_PROTOCOL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|hf|https?|s?ftp|memory):", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +170,8 @@ class Clients:
         if self._filesystem is not None:
             return self._filesystem, self._filesystem._strip_protocol(url)
         protocol = protocol_of(url)
+        if protocol == "file":
+            check_slashes(url)
         filesystem = self._opened.get((protocol, reading))
         if filesystem is None or "::" in url:
             filesystem, path = self._open(url, protocol, reading=reading)
@@ -438,6 +443,19 @@ def _is_http(filesystem: Any) -> bool:
     """Return whether a file system is fsspec's own for HTTP: its module needs aiohttp, and is slow to import."""
     http = sys.modules.get("fsspec.implementations.http")
     return http is not None and type(filesystem) is http.HTTPFileSystem
+
+
+def check_slashes(path: str) -> None:
+    """Refuse ``s3:/bucket``, which would be a folder of this machine named ``s3:``.
+
+    Raises:
+        OptionError: If a path begins like that.
+    """
+    if match := _PROTOCOL.match(path):
+        raise OptionError(
+            f"{path} is a path of this machine, not a URL: a URL begins with {match[0]}//; "
+            f"for a folder of that name, write ./{path}"
+        )
 
 
 def protocol_of(url: str) -> str:

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
 from shardstream.storage.cache import Cache, version_of
-from shardstream.storage.clients import Clients
+from shardstream.storage.clients import Clients, check_slashes
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
@@ -185,6 +185,7 @@ class Storage:
             path = url.rstrip("/") or "/"
             if path.startswith("/"):
                 return path
+            check_slashes(path)
             return f"{os.getcwd()}/{path.removeprefix('./')}" if path != "." else os.getcwd()
         if self._clients.kind_of(url) is not None:  # an object store need not be opened for this
             return None
@@ -492,6 +493,7 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if "://" in text or "::" in text:
         return text
+    check_slashes(text)
     return os.path.abspath(os.path.expanduser(text)) + "/" * (text.endswith("/") and text != "/")
 
 

@@ -778,3 +778,19 @@ def test_fifos_and_sockets_are_skipped_or_an_error(
     ):
         with pytest.raises(StorageError, match="a FIFO, a socket or a device"):
             read()
+
+
+@pytest.mark.parametrize(
+    "url", ["s3:/bucket/x", "s3:bucket/x", "S3:/b", "https:/host/x", "gs:/b/x"]
+)
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()])
+def test_url_that_lacks_a_slash_is_no_folder(
+    url: str, executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put(tmp_path / "in", {"a.txt": b"a"})
+    for source, dest in (("in", url), (url, "out")):
+        with pytest.raises(OptionError, match=r"not a URL: a URL begins with .*://"):
+            ss.pack(source, dest, executor=executor)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    assert ss.pack("in", f"./{url}").samples == 1
