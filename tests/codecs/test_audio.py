@@ -159,12 +159,10 @@ def test_sound_of_a_missing_package_is_one_error_that_names_the_extra(
 ) -> None:
     data = sound_file()
     monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(
-        ss.OptionError, match=r"resampling to 8000 Hz needs .*'shardstream\[audio\]'"
-    ):
+    with pytest.raises(ss.OptionError, match=r"resampling to 8000 Hz needs .*\[audio\]"):
         ss.decode_sample({"flac": data}, ss.AudioDecoder(rate=8000))
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(ss.OptionError, match=r"decoding sound needs .*'shardstream\[audio\]'"):
+    with pytest.raises(ss.OptionError, match=r"decoding sound needs .*\[audio\]"):
         ss.decode_sample({"flac": data}, "audio")
 
 
