@@ -23,7 +23,7 @@ from shardstream.storage import LocatedShards, Storage, join_url, parent_url
 _log = get_logger(__name__)
 
 _THREADS = 16
-_LIMIT_BYTES = 64 << 20  # about a million names
+CLASSES_LIMIT_BYTES = 64 << 20  # about a million names
 
 Classes = tuple[str, ...]
 
@@ -38,12 +38,12 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
     url = join_url(folder, CLASSES_NAME)
     try:
         size = storage.info(url).size_or_none
-        if size is not None and size > _LIMIT_BYTES:
+        if size is not None and size > CLASSES_LIMIT_BYTES:
             raise ManifestError(
-                f"{size} bytes of class names, the limit is {_LIMIT_BYTES}; write a shorter list",
+                f"{size} bytes of class names, the limit is {CLASSES_LIMIT_BYTES}; write a shorter list",
                 shard=url,
             )
-        return decode_classes(storage.read(url), url=url)
+        return decode_classes(storage.read_bounded(url, CLASSES_LIMIT_BYTES), url=url)
     except NotFoundError:
         return None
     except StorageError as error:

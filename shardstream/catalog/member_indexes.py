@@ -153,7 +153,7 @@ class MemberIndexes:
     ) -> Layout:
         url = shard.members_url
         try:
-            samples = decode_member_index(self._storage.read(url), url=url)
+            samples = decode_member_index(self._storage.read_bounded(url), url=url)
         except NotFoundError:
             if self._places is not None:
                 raise

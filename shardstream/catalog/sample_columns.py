@@ -100,7 +100,7 @@ def read_all_columns(catalog: ShardCatalog, names: Sequence[str] | None) -> pa.T
 
 def _read_file(shard: ShardInfo, storage: Storage) -> bytes:
     try:
-        return storage.read(shard.columns_url)
+        return storage.read_bounded(shard.columns_url)
     except NotFoundError as error:
         raise OptionError(
             "this shard has no columns, which where= and keys= need; run 'shardstream index --columns cls,json.width' "
@@ -163,7 +163,7 @@ def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any]) -> None:
 
 def _read_keys(url: str, storage: Storage) -> list[str]:
     try:
-        lines = storage.read(url).decode().split("\n")
+        lines = storage.read_bounded(url).decode().split("\n")
     except UnicodeDecodeError as error:
         raise OptionError(f"not a text file in UTF-8: {error}", shard=url) from error
     return [line.removesuffix("\r") for line in lines if line.removesuffix("\r")]

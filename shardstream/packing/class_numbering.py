@@ -65,7 +65,7 @@ def read_given_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, 
     url = os.fspath(classes)
     folder = parent_url(url) if url.rpartition("/")[2] == MANIFEST_NAME else url
     if folder.endswith(".json"):
-        found: Classes | None = decode_classes(storage.read(folder), url=folder)
+        found: Classes | None = decode_classes(storage.read_bounded(folder), url=folder)
     else:
         found = read_classes(folder, storage)
     if not found:

@@ -279,7 +279,7 @@ def _check_index(info: ShardInfo, scanned: Offsets, storage: Storage) -> Problem
     """Compare the samples found with the index."""
     url = info.index_url
     try:
-        return check_index(decode_index(storage.read(url), url=url), scanned, url=url)
+        return check_index(decode_index(storage.read_bounded(url), url=url), scanned, url=url)
     except ShardStreamError as error:
         return problem_from_error(error, shard=url)
 
@@ -307,7 +307,7 @@ def _check_totals(located: LocatedShards, storage: Storage, results: _Results) -
     """Compare the totals of the manifest, which may lack them, with those of the tars."""
     if located.manifest_url is None:
         return
-    document = json.loads(storage.read(located.manifest_url))
+    document = json.loads(storage.read_bounded(located.manifest_url))
     found = {"nsamples": results.keys.count, "total_bytes": results.nbytes}
     listed = {name: document.get(name) for name in found}
     if document.get("fields"):
@@ -376,7 +376,7 @@ def _read_keys(
         keys: Sequence[str] | None = None
         if number in indexed:
             index_url = located.shards[number].index_url
-            offsets = decode_index(storage.read(index_url), url=index_url)
+            offsets = decode_index(storage.read_bounded(index_url), url=index_url)
         else:
             with ShardScanner(storage, url, storage.info(url).size, None) as shard:
                 scan = shard.scan()

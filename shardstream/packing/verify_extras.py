@@ -68,7 +68,7 @@ class ExtraFiles:
 
     def _read(self, storage: Storage, url: str) -> bytes | None:
         try:
-            return storage.read(url)
+            return storage.read_bounded(url)
         except NotFoundError:
             return None
         except ShardStreamError as error:

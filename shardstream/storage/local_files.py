@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import mmap
 import os
 import resource
@@ -19,12 +18,12 @@ from contextlib import suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
-from shardstream.errors import ChangedError, StorageError
+from shardstream.errors import ChangedError, StorageError, get_logger
 from shardstream.format import Buffer, empty_tar
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 MAX_MAPS = 4096
 """Shards that a process keeps mapped to memory: each map holds a file descriptor."""

@@ -32,6 +32,8 @@ from shardstream.storage.url_patterns import simplify_glob
 
 _log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
+SIDECAR_LIMIT_BYTES = 1 << 30
+"""Limit of the files beside a shard: index, member index, columns."""
 _NO_PATH = (
     "~",
     "file:",
@@ -316,6 +318,22 @@ class Storage:
     ) -> bytes:
         """Read a whole file, or the bytes ``start`` to ``end``, as a copy (see `read_view`)."""
         return bytes(self.read_view(url, start, end, **hints))
+
+    def read_bounded(self, url: str, limit_bytes: int | None = None) -> bytes:
+        """Read a whole file of at most so many bytes (`SIDECAR_LIMIT_BYTES`), whatever a hostile server sends.
+
+        Raises:
+            StorageError: If it is longer, or as `read_view`.
+        """
+        limit_bytes = limit_bytes or SIDECAR_LIMIT_BYTES
+        data = self.read(url, max_bytes=limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise StorageError(
+                f"the file has over {limit_bytes:,} bytes, the limit of its kind",
+                remedy="check the file and its server",
+                shard=url,
+            )
+        return data
 
     def read_view(
         self, url: str, start: int = 0, end: int | None = None, **hints: Unpack[ReadHints]

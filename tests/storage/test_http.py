@@ -248,6 +248,29 @@ def test_endless_manifest_is_read_to_its_limit(
     assert flooding.sent < 64 << 20
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda url, folder: ss.ShardDataset(str(folder), keys=f"{url}/keys.txt"),
+        lambda url, folder: ss.pack(folder / "in", folder / "out", classes=f"{url}/c.json"),
+    ],
+    ids=["keys", "classes"],
+)
+def test_endless_file_beside_the_shards_is_read_to_its_limit(
+    read: Callable[[str, Path], object],
+    flooding: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, Storage, SIDECAR_LIMIT_BYTES=1 << 20)
+    make_shards(tmp_path / "data", samples=4, per_shard=4)
+    (tmp_path / "data" / "in" / "a").mkdir(parents=True)
+    (tmp_path / "data" / "in" / "a" / "0.png").write_bytes(b"x")
+    with pytest.raises(StorageError, match="over 1,048,576 bytes, the limit"):
+        read(f"http://127.0.0.1:{flooding.server_port}/endless", tmp_path / "data")
+    assert flooding.sent < 64 << 20
+
+
 def test_endless_range_response_is_read_to_the_requested_size(flooding: Any) -> None:
     with pytest.raises(StorageError, match="the server ignored the requested range"):
         Storage().read(f"http://127.0.0.1:{flooding.server_port}/endless", 0, 1000)
