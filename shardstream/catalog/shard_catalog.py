@@ -49,6 +49,7 @@ from shardstream.storage import (
     PagedShards,
     ReceiveBuffer,
     Storage,
+    check_map,
     checksum_of_shards,
     fingerprint_of_shards,
     hints_of,
@@ -209,11 +210,12 @@ class ShardCatalog(Catalog):
         Raises:
             StorageError: If it cannot be opened.
             ShardError: If it is empty, or does not match the manifest.
+            ChangedError: If it was cut since it was mapped.
         """
-        kept = self._mmap_pool.get(shard)
+        kept, url = self._mmap_pool.get(shard), self.shards[shard].url
         if kept is not None and self._verified_reader is None:
+            check_map(kept, url)
             return kept
-        url = self.shards[shard].url
         path = self._storage.local_path(url) or url
         if (
             kept is not None

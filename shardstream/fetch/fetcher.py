@@ -191,8 +191,12 @@ class MappedSamples:
         Raises:
             ChangedError: If a shard was overwritten since the dataset was opened.
         """
-        columns = self._found.copy(taken, None if self._blocks is None else self._blocks.hold)
-        self._catalog.check_unchanged(set(self._shards[taken].tolist()))
+        hold = None if self._blocks is None else self._blocks.hold
+        self._check(
+            taken
+        )  # a copy of pages past the end of a file that was cut kills the process (SIGBUS)
+        columns = self._found.copy(taken, hold)
+        self._check(taken)  # it may have been overwritten meanwhile
         return columns
 
     @property
@@ -214,9 +218,13 @@ class MappedSamples:
         Raises:
             ChangedError: If a shard was overwritten since the dataset was opened.
         """
+        self._check(taken)
         joined = self._found.join(taken, fields)
-        self._catalog.check_unchanged(set(self._shards[taken].tolist()))
+        self._check(taken)
         return joined
+
+    def _check(self, taken: slice) -> None:
+        self._catalog.check_unchanged(set(self._shards[taken].tolist()))
 
 
 class LocalFetcher:

@@ -73,7 +73,14 @@ from shardstream.storage.listing import (
     sample_members,
     warn_of_rare_fields,
 )
-from shardstream.storage.local_files import FileVersion, FileVersions, MmapPool, map_file, num_maps
+from shardstream.storage.local_files import (
+    FileVersion,
+    FileVersions,
+    MmapPool,
+    check_map,
+    map_file,
+    num_maps,
+)
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
 from shardstream.storage.output_folder import (
     LocalFolder,
@@ -146,6 +153,7 @@ __all__ = [
     "absolute_urls",
     "check_finished",
     "check_folder_finished",
+    "check_map",
     "check_names",
     "checksum_of_shards",
     "classify_error",

@@ -160,6 +160,19 @@ def map_file(path: str, url: str) -> mmap.mmap:
         os.close(handle)
 
 
+def check_map(tar: Buffer, url: str) -> None:
+    """Check that a mapped file is still as long as its map: a copy of pages past its end kills the process (SIGBUS).
+
+    Raises:
+        ChangedError: If it was cut.
+    """
+    if isinstance(tar, mmap.mmap) and (size := tar.size()) < len(tar):
+        raise ChangedError(
+            f"the file was overwritten after the dataset was opened ({len(tar)} bytes then, {size} now); open the dataset again",
+            shard=url,
+        )
+
+
 class MmapPool:
     """The mapped shards of a dataset, by number, kept across epochs.
 

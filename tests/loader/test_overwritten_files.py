@@ -146,6 +146,32 @@ def test_shard_briefly_listed_too_short_does_not_end_the_epoch(
         read(batches, found)
 
 
+def truncate(_: Path, old: Path) -> None:
+    os.truncate(old, 4096)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_mapped_shard_that_is_cut_is_an_error_and_does_not_kill_the_process(
+    shuffle: bool, folder: Path, pair: list[Path]
+) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=shuffle).decode()
+    batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
+    read(batches, found, 12)
+    overwrite(truncate, pair, folder)
+    with pytest.raises(ChangedError, match=r"overwritten.*4096.* now.*\.tar"):
+        read(batches, found)
+
+
+def test_mapped_shard_that_is_cut_is_an_error_in_a_map_dataset(
+    folder: Path, pair: list[Path]
+) -> None:
+    dataset = ss.ShardMapDataset(folder).decode()
+    assert dataset[3]["cls"] == 1003
+    overwrite(truncate, pair, folder)
+    with pytest.raises(ChangedError, match=r"overwritten.*4096 now.*\.tar"):
+        dataset[19]
+
+
 def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:
     dataset = ss.ShardMapDataset(folder, verify="sha256").decode()
     assert dataset[3]["cls"] == 1003
