@@ -7,7 +7,6 @@ import re
 import warnings
 
 from shardstream.cli.terminal_text import printable, shortened
-from shardstream.format import IMAGE_FORMATS, PILLOW_FORMATS
 
 _TEXT = frozenset(
     ["txt", "text", "transcript", "caption", "cls", "cls2", "id", "index", "inx", "json", "jsonl"]
@@ -29,6 +28,8 @@ def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS
         data: Content of the field.
         limit: Characters of text to show; None for all, with line breaks.
     """
+    from shardstream.format import IMAGE_FORMATS  # noqa: PLC0415  (numpy; a command starts without it)
+
     kind = field.rsplit(".", 1)[-1].lower()
     if not data:
         return "(empty)"
@@ -60,6 +61,8 @@ def _text(data: bytes, limit: int | None) -> str | None:
 
 def _image(data: bytes) -> str | None:
     from PIL import Image  # noqa: PLC0415  (imported only for images)
+
+    from shardstream.format import PILLOW_FORMATS  # noqa: PLC0415  (numpy)
 
     try:
         with warnings.catch_warnings():

@@ -38,7 +38,11 @@ def matching_files(pattern: str, storage: Storage) -> list[FileInfo]:
     pattern = simplify_glob(pattern)
     storage.resolve(pattern)  # refuses commands and unknown protocols
     start = pattern.rfind("://") + 3 if "://" in pattern else 0
-    found = list(_matches(pattern[:start], pattern[start:].split("/"), storage))
+    try:
+        found = list(_matches(pattern[:start], pattern[start:].split("/"), storage))
+    except NotFoundError as error:
+        message = f"the folder of this pattern is missing: {error.what}"
+        raise NotFoundError(message, shard=pattern) from error
     return sorted(found, key=lambda file: file.url)
 
 
