@@ -24,6 +24,7 @@ from shardstream.packing.encode import (
     INT_FIELDS,
     TEXT_FIELDS,
     encode_field,
+    encode_npz,
     encode_sample,
     has_encoder,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "class_name",
     "cut_by_size",
     "encode_field",
+    "encode_npz",
     "encode_sample",
     "file_key",
     "find_repeated_keys",

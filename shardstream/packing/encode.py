@@ -179,13 +179,18 @@ def _encode_npy(field: str, value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _encode_npz(field: str, value: object) -> bytes:
+def encode_npz(field: str, value: object, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """Encode a dict of arrays as `encode_field` does, or with a compression of zipfile.
+
+    Raises:
+        SampleError: If it is none.
+    """
     if not isinstance(value, Mapping):
         raise _wrong_type_error(field, value, "a dict of arrays or bytes")
     arrays = {str(name): _to_array(field, array) for name, array in value.items()}
     buffer = io.BytesIO()
     # As np.savez, which takes no array called "file". The date is 1980-01-01, so equal arrays give equal bytes.
-    with zipfile.ZipFile(buffer, "w") as archive:
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as part:
                 np.lib.format.write_array(part, array, allow_pickle=False)
@@ -269,7 +274,7 @@ _ENCODERS: dict[str, Callable[[str, object], bytes]] = {
     **dict.fromkeys(("pt", "pth"), _encode_torch),
     **dict.fromkeys(IMAGE_FORMATS, encode_image),
     "npy": _encode_npy,
-    "npz": _encode_npz,
+    "npz": encode_npz,
     "jsonl": _encode_jsonl,
     **dict.fromkeys(("ten", "tb"), _encode_tenbin),
     **dict.fromkeys(("mp", "msg", "msgpack"), _encode_by(encode_msgpack)),

@@ -18,6 +18,7 @@ from shardstream.ray.arrow_columns import KEY
 
 Sizes = npt.NDArray[np.int64]
 
+_ARRAY_FIELDS = ("npy", "npz", "safetensors")
 _PLAIN_KEY = "k"  # a valid key, to check the names of fields
 _RUNNING_KEY_BYTES = 8
 _TAR_BLOCK_BYTES = 512
@@ -227,25 +228,40 @@ def _values(chunk: pa.Array, name: str) -> Iterator[Any]:
     ):
         yield from chunk.to_numpy(zero_copy_only=False)
         return
-    is_vector = _is_list_of_numbers(kind) and name.rpartition(".")[2].lower() == "npy"
+    is_array = name.rpartition(".")[2].lower() in _ARRAY_FIELDS
     for scalar in chunk:
-        yield _vector(scalar) if is_vector else scalar.as_py()
+        yield _typed(scalar) if is_array else scalar.as_py()
 
 
-def _vector(scalar: Any) -> Any:
-    """Return a list of numbers as an array of their dtype."""
-    values = scalar.values
-    if values is None or values.null_count:
-        return scalar.as_py()
-    return values.to_numpy(zero_copy_only=False)
+def _typed(scalar: Any) -> Any:
+    """Return a value with its lists of numbers, also in lists and structs, as arrays of their dtype."""
+    if scalar.is_valid and pa.types.is_struct(scalar.type):
+        return {name: _typed(scalar[name]) for name in scalar}
+    is_whole = scalar.is_valid and _is_list(scalar.type)
+    array = _to_array(scalar.values) if is_whole else None
+    return scalar.as_py() if array is None else array
 
 
-def _is_list_of_numbers(kind: pa.DataType) -> bool:
-    is_list = (
+def _to_array(values: pa.Array) -> npt.NDArray[Any] | None:
+    """Return numbers, or lists of them of one length, as an array; None for others."""
+    if values.null_count:
+        return None
+    kind = values.type
+    if not _is_list(kind):
+        is_plain = (
+            pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+        )
+        return values.to_numpy(zero_copy_only=False) if is_plain else None
+    lengths = pc.unique(pc.list_value_length(values)).to_pylist() or [0]
+    array = _to_array(values.flatten())
+    if array is None or len(lengths) > 1:
+        return None
+    return array.reshape(len(values), lengths[0], *array.shape[1:])
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )
-    return bool(is_list) and bool(
-        pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
     )
 
 

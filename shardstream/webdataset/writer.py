@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import tarfile
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ import torch
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack
 from shardstream.errors import OptionError, SampleError, get_logger
 from shardstream.format import BLOCK_BYTES, END_OF_ARCHIVE, is_meta_name, split_member_name
-from shardstream.packing import encode_field
+from shardstream.packing import encode_field, encode_npz
 from shardstream.webdataset.gopen import UrlWriter, gopen
 from shardstream.webdataset.handlers import UnsafeError
 
@@ -32,22 +33,25 @@ class EncodingError(SampleError, ValueError):
 
 
 def imageencoder(image: Any, format: str = "PNG") -> bytes:
-    """Encode a PIL image, or an array of uint8 or of floats from 0 to 1, shape (H, W), (H, W, 1) or (H, W, 3).
+    """Encode a PIL image, or an array: uint8 or floats from 0 to 1, shape (H, W), (H, W, 1) or (H, W, 3); uint16 or bool, (H, W) or (H, W, 1).
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is none of these, or the format cannot hold it.
     """
     if isinstance(image, np.ndarray):
-        image = PIL.Image.fromarray(_to_bytes(image))
+        image = PIL.Image.fromarray(_to_pixels(image))
     elif not isinstance(image, PIL.Image.Image):
         raise EncodingError(f"an image must be a PIL image or an array, not {type(image).__name__}")
     name = _FORMATS.get(format.upper(), format.upper())
     stream = io.BytesIO()
-    image.save(stream, format=name, **_BEST.get(name, {}))
+    try:
+        image.save(stream, format=name, **_BEST.get(name, {}))
+    except OSError as error:
+        raise EncodingError(f"{error}; use a field png") from error
     return stream.getvalue()
 
 
-def _to_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _to_pixels(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype in (np.float32, np.float64):
         if array.size and not (array.min() > -0.001 and array.max() < 1.001):
             raise EncodingError(
@@ -56,10 +60,12 @@ def _to_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         array = (np.clip(array, 0.0, 1.0) * 255.0).astype(np.uint8)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
-    is_image = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 3)
-    if array.dtype != np.uint8 or not is_image:
+    is_colour = array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8
+    is_plane = array.ndim == 2 and array.dtype in (np.uint8, np.uint16, np.bool_)
+    if not (is_colour or is_plane):
         raise EncodingError(
-            f"an image must be uint8, or floats from 0 to 1, of shape (H, W) or (H, W, 3), not {array.dtype} of {array.shape}"
+            "an image must be uint8, or floats from 0 to 1, of shape (H, W) or (H, W, 3), or uint16 or bool of shape (H, W), "
+            f"not {array.dtype} of {array.shape}"
         )
     return array
 
@@ -70,8 +76,8 @@ def numpy_dumps(data: np.ndarray[Any, Any]) -> bytes:
 
 
 def numpy_npz_dumps(data: Mapping[str, np.ndarray[Any, Any]]) -> bytes:
-    """Encode a dict of arrays as ``npz``."""
-    return encode_field("npz", data)
+    """Encode a dict of arrays as ``npz``, compressed."""
+    return encode_npz("npz", data, zipfile.ZIP_DEFLATED)
 
 
 def torch_dumps(data: Any) -> bytes:

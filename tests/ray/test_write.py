@@ -144,6 +144,28 @@ def test_values_are_encoded_by_the_names_of_their_columns(tmp_path: Path) -> Non
     assert names == {"one.npy", "t.npy", "raw"}
 
 
+def test_nested_lists_of_numbers_keep_their_dtype(tmp_path: Path) -> None:
+    pairs = pa.list_(pa.list_(pa.float32()))
+    grid = pa.list_(pa.list_(pa.list_(pa.uint8(), 2)))
+    arrays = pa.struct({"a": pa.list_(pa.int16()), "b": pairs})
+    table = pa.table(
+        {
+            "f.npy": pa.array([[[0.5, 1], [2, 3]], [], [[], []]], pairs),
+            "u.npy": pa.array([[[[1, 2], [3, 4]]], [[[5, 6]], [[7, 8]]], None], grid),
+            "b.npy": pa.array([[True], [], [False, True]], pa.list_(pa.bool_())),
+            "s.npz": pa.array([{"a": [1], "b": [[2]]}] * 3, arrays),
+        }
+    )
+    ss.ray.write(ray.data.from_arrow(table), tmp_path / "set")
+    first, second, third = ss.ShardDataset(str(tmp_path / "set")).decode()
+    assert (first["f.npy"].dtype, first["f.npy"].tolist()) == (np.float32, [[0.5, 1], [2, 3]])
+    assert (second["f.npy"].dtype, third["f.npy"].shape) == (np.float32, (2, 0))
+    assert (first["u.npy"].dtype, first["u.npy"].tolist()) == (np.uint8, [[[1, 2], [3, 4]]])
+    assert second["u.npy"].tolist() == [[[5, 6]], [[7, 8]]]
+    assert (second["b.npy"].dtype, third["b.npy"].tolist()) == (np.bool_, [False, True])
+    assert (first["s.npz"]["a"].dtype, first["s.npz"]["b"].dtype) == (np.int16, np.float32)
+
+
 def test_long_and_foreign_names_keep_the_sizes_exact(tmp_path: Path) -> None:
     keys = [f"{'ä' * 30}{n}" if n % 2 else f"{'x' * 120}{n}" for n in range(40)]
     rows = [{"key": key, "bin": bytes(n * 50)} for n, key in enumerate(keys)]

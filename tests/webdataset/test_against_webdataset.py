@@ -125,6 +125,11 @@ def test_pipeline_gives_the_items_of_webdataset(name: str, shards: str) -> None:
     assert ours == theirs
 
 
+def test_listed_leaves_out_the_rest_if_asked(shards: str) -> None:
+    lists = [*wds.WebDataset(shards, shardshuffle=False).listed(4, partial=False)]
+    assert [len(one) for one in lists] == [4] * (SHARDS * SAMPLES // 4)
+
+
 @pytest.mark.parametrize("initial", [0, 1, 5, 100])
 @pytest.mark.parametrize("bufsize", [1, 2, 7, 100])
 def test_shuffle_draws_as_webdataset_does(bufsize: int, initial: int) -> None:
@@ -211,6 +216,26 @@ def test_epoch_of_a_loader_has_the_given_length(samples: int, shards: str) -> No
         found = numbers(loader)
         assert len(found) == samples
         assert len(set(found)) == min(samples, SHARDS * SAMPLES)
+
+
+def test_arrays_are_written_as_webdataset_writes_them(tmp_path: Path) -> None:
+    depth = np.arange(0, 65_536, 16, dtype=np.uint16).reshape(64, 64)
+    sample = {
+        "__key__": "a",
+        "npz": {"zeros": np.zeros((256, 256)), "mask": depth > 9},
+        "depth.png": depth,
+        "depth.tiff": depth,
+        "depth.ppm": depth,
+        "mask.png": depth > 9,
+    }
+    written: list[dict[str, Any]] = []
+    for w in (wds, webdataset):
+        with w.TarWriter(path := str(tmp_path / f"{w.__name__}.tar")) as sink:
+            sink.write(sample)
+        written += wds.WebDataset(path, shardshuffle=False)
+    ours, theirs = ({name: one[name] for name in sample if name != "__key__"} for one in written)
+    assert ours == theirs
+    assert len(ours["npz"]) < 5000
 
 
 def test_tar_is_read_by_webdataset_and_tarfile(tmp_path: Path) -> None:

@@ -223,6 +223,8 @@ def test_images_that_would_lose_numbers_are_errors(tmp_path: Path) -> None:
         ({"__key__": "a", "x": 3}, "no handler found for x"),
         ({"__key__": "a", "png": np.full((2, 2), 3.0)}, "out of range"),
         ({"__key__": "a", "png": np.full((2, 2), np.nan)}, "out of range"),
+        ({"__key__": "a", "jpg": np.zeros((2, 2), np.uint16)}, "as JPEG; use a field png"),
+        ({"__key__": "a", "png": np.zeros((2, 2, 3), np.uint16)}, r"not uint16 of \(2, 2, 3\)"),
     ],
 )
 def test_sample_that_cannot_be_written_is_refused_whole(
