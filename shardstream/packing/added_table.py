@@ -25,7 +25,7 @@ from shardstream.packing.encode import encode_field
 from shardstream.packing.key_hashes import Places
 from shardstream.packing.source import FileRef, fingerprint_of
 from shardstream.packing.table_source import convert_cell, key_of
-from shardstream.packing.tables import Row, iter_rows, open_parquet
+from shardstream.packing.tables import Row, iter_rows, number_dtypes, open_parquet
 from shardstream.storage import FileInfo, Storage
 
 _KEY_COLUMNS = (KEY, "key")
@@ -217,9 +217,10 @@ class ParquetFields(_TableFields):
         for first, last in pairwise([*runs, len(order)]):
             mine, group = order[first:last], int(groups[order[first]])
             rows = places[mine] - self._firsts[group]
-            cells = self._load(group).take(rows).to_pylist()
+            taken = self._load(group).take(rows)
+            dtypes, cells = number_dtypes(taken.schema), taken.to_pylist()
             for place, at, one in zip(mine.tolist(), places[mine].tolist(), cells, strict=True):
-                row = Row(cells=one, where=self.where(at), is_text=False)
+                row = Row(cells=one, where=self.where(at), is_text=False, dtypes=dtypes)
                 found[place] = self._encode(row, self._key)
         return found
 

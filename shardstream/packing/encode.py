@@ -197,6 +197,18 @@ def encode_npz(field: str, value: object, compression: int = zipfile.ZIP_STORED)
     return buffer.getvalue()
 
 
+def number_array(value: object, dtype: np.dtype[Any] | None) -> object:
+    """Return a number, or nested lists of numbers, as an array.
+
+    If a number is missing, or lists differ in length, they stay as they are, which `encode_field` refuses.
+    """
+    try:
+        is_plain = not np.asarray(value).dtype.hasobject
+    except ValueError:
+        return value
+    return np.asarray(value, dtype) if is_plain else value
+
+
 def _refuse_masked(field: str, value: object) -> None:
     if isinstance(value, np.ma.MaskedArray):
         raise SampleError(

@@ -15,7 +15,7 @@ import numpy as np
 from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
 from shardstream.format import CLASSES_NAME, canonical_field, encode_classes, split_member_name
-from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
+from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS, number_array
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
 from shardstream.packing.tables import Row, count_rows, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
@@ -27,7 +27,7 @@ _LABEL_FIELD = "cls"
 _BEGINNINGS = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"fLaC", "flac"))
 _EXACT_FLOAT = 1 << 53  # floats from here on lack the last digits of whole numbers
 _MAX_DIGITS = 100
-_NUMBERS = ("npy", "npz", "pt", "pth")
+_ARRAY_FIELD = "npy"
 
 
 class TableSource:
@@ -299,8 +299,10 @@ def _unwrapped(value: object) -> object:
 def _file_or_numbers(field: str, row: Row, column: str, value: object) -> object:
     if isinstance(value, str) and value.strip():
         return FileRef(value)
-    if field.rpartition(".")[2] in _NUMBERS and isinstance(value, list | int | float):
-        return np.asarray(value)
+    if field.rpartition(".")[2] == _ARRAY_FIELD and isinstance(
+        value, list | int | float | np.number
+    ):
+        return number_array(value, row.dtypes.get(column))
     found = "no text" if value == "" else type(value).__name__
     raise row.error(
         f"column {column!r} holds {found}, but {field!r} takes the path of a file, or bytes"

@@ -6,9 +6,11 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from shardstream.codecs import iter_tsv
 from shardstream.errors import OptionError, SourceError, how_to_install, plural
@@ -29,11 +31,13 @@ class Row:
         cells: Column -> value.
         where: Table and number of the row, the first being 1 (a header does not count).
         is_text: Whether every cell is text, also a number.
+        dtypes: Column -> dtype of its numbers, if the table tells it.
     """
 
     cells: Mapping[str, Any]
     where: str
     is_text: bool
+    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
 
     def get(self, column: str) -> Any:
         """Return a cell.
@@ -156,7 +160,7 @@ def _iter_json(text: io.TextIOWrapper, url: str) -> Iterator[dict[str, Any]]:
 
 def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> Iterator[Row]:
     with storage.open(url) as stream, open_parquet(stream, url, storage) as table:
-        names = table.schema_arrow.names
+        names, dtypes = table.schema_arrow.names, number_dtypes(table.schema_arrow)
         missing = next((name for name in columns or () if name not in names), None)
         if missing is not None:
             raise SourceError(
@@ -173,7 +177,24 @@ def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> 
                 return
             for cells in batch.to_pylist():
                 number += 1
-                yield Row(cells=cells, where=f"{url}, row {number}", is_text=False)
+                where = f"{url}, row {number}"
+                yield Row(cells=cells, where=where, is_text=False, dtypes=dtypes)
+
+
+def number_dtypes(schema: Any) -> dict[str, np.dtype[Any]]:
+    """Return column -> dtype of the columns of an Arrow schema that hold numbers, or lists of them."""
+    found = {column.name: number_dtype(column.type) for column in schema}
+    return {name: dtype for name, dtype in found.items() if dtype is not None}
+
+
+def number_dtype(kind: Any) -> np.dtype[Any] | None:
+    """Return the dtype of the numbers of an Arrow type, also in nested lists; None if it holds none."""
+    from pyarrow import types  # noqa: PLC0415  (an extra; whoever has a type has it)
+
+    while hasattr(kind, "value_type"):
+        kind = kind.value_type
+    is_number = types.is_integer(kind) or types.is_floating(kind)
+    return np.dtype(kind.to_pandas_dtype()) if is_number else None
 
 
 def open_parquet(stream: Any, url: str, storage: Storage, metadata: Any = None) -> Any:

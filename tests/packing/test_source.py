@@ -363,6 +363,48 @@ def test_parquet_is_read(tmp_path: Path) -> None:
         list(opened(str(tmp_path / "t.parquet"), fields={"txt": "nope"}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.list_(pa.float32()), [0.5, 1]),
+        (pa.list_(pa.float16()), [0.5, 1]),
+        (pa.list_(pa.int8()), [1, 0]),
+        (pa.large_list(pa.uint8()), []),
+        (pa.list_(pa.uint64()), [1, 2**63 + 1]),  # which NumPy alone makes floats
+        (pa.list_(pa.list_(pa.float32(), 2)), [[1, 2], [3, 4]]),
+        (pa.float32(), 0.5),
+    ],
+    ids=str,
+)
+def test_numbers_of_a_parquet_column_keep_their_dtype(
+    kind: pa.DataType, value: Any, tmp_path: Path
+) -> None:
+    table, numbers = str(tmp_path / "t.parquet"), kind
+    while isinstance(numbers, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+        numbers = numbers.value_type
+    parquet.write_table(pa.table({"key": ["a"], "x": pa.array([value], kind)}), table)
+    fields = {"npy": "x", "json": "x"}
+    ss.pack(table, tmp_path / "packed", fields=fields)
+    with ss.ShardWriter(tmp_path / "keys") as writer:
+        writer.write({"__key__": "a", "cls": 1})
+    ss.reshard(tmp_path / "keys", tmp_path / "added", add={table: fields})
+    for name in ("packed", "added"):
+        (sample,) = ss.ShardDataset(str(tmp_path / name)).decode()
+        assert sample["npy"].dtype == np.dtype(numbers.to_pandas_dtype())
+        assert sample["npy"].tolist() == sample["json"] == value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [([[1, 2], [3]], "rows of this list differ in length"), ([[1, None]], "array of objects")],
+)
+def test_lists_that_are_no_array_are_errors(value: Any, message: str, tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array([value], pa.list_(pa.list_(pa.float32())))})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match=rf"{message}.*t\.parquet, row 1"):
+        ss.pack(tmp_path / "t.parquet", tmp_path / "out", fields={"npy": "x"})
+
+
 def test_without_a_mapping_all_columns_go_to_json(tmp_path: Path) -> None:
     url = put(tmp_path, {"t.csv": b"a,b\n1,x\n"}) + "/t.csv"
     assert records(url)[0].fields == {"json": {"a": "1", "b": "x"}}
