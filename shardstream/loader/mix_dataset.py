@@ -60,7 +60,7 @@ def mix(  # noqa: PLR0913  (the public door)
         samples: With weights: number of samples of an epoch, instead of ``stop``.
         seed: Of the mix; each dataset keeps its own.
         lanes: As in `ShardDataset`, like the next four. Each lane is mixed separately, in patterns of 32 samples with the given
-            shares: with many lanes a small epoch ends some samples early.
+            shares: with many lanes a small epoch ends some samples early: below 90 % it warns, an epoch without samples is an error.
         microbatch: As in `ShardDataset`. An epoch of a mix with weights has whole batches only.
         window: As in `ShardDataset`.
         remainder: As in `ShardDataset`.

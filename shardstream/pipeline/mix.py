@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.catalog import ConcatCatalog
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions, SampleTransform
@@ -22,6 +23,8 @@ Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
 
 EPOCHS_PER_PASS = 1 << 32
 """Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
+
+_LEAST_SHARE = 0.9  # of the samples of an epoch; a shorter one warns
 
 _MIX = 5  # purpose of the random key
 
@@ -116,7 +119,11 @@ class MixIndexedSource(IndexedSource):
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
-        """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
+        """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``.
+
+        Raises:
+            OptionError: If the lanes and whole batches leave no sample of the epoch.
+        """
         options, total, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
         order = EpochOrder(
             nsamples=total,
@@ -129,7 +136,10 @@ class MixIndexedSource(IndexedSource):
         )
         if self.recipe.weights is None:
             return order
-        return replace(order, nsamples=_length(self._lanes(order, epoch), self.recipe, batch))
+        mix_lanes = self._lanes(order, epoch)
+        order = replace(order, nsamples=_length(mix_lanes, self.recipe, batch))
+        _check_length(order, self.recipe, mix_lanes)
+        return order
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
@@ -241,12 +251,20 @@ class _MixLanes:
         part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
         self.sizes = np.stack([-((numbers - size) // order.lanes) for size in part_sizes], axis=1)
         self.wanted = np.array(weights) > 0
+        self._shares = np.array(weights) / sum(weights)
         small = (self.sizes == 0).any(axis=0) & self.wanted
         if small.any():
             name = list(mix.recipe.parts)[int(np.flatnonzero(small)[0])]
             raise OptionError(
                 f"dataset {name!r} has fewer samples than the mix has lanes, {order.lanes}; use fewer lanes"
             )
+
+    def whole_length(self, recipe: MixRecipe) -> int:
+        """Return the samples that an epoch would have in one lane, with batches of one sample."""
+        if recipe.samples is not None:
+            return recipe.samples
+        lengths = self.sizes.sum(axis=0)[self.wanted] / self._shares[self.wanted]
+        return int(lengths.min() if recipe.stop == "first_exhausted" else lengths.max())
 
     def counts(self, lengths: Ints) -> Ints:
         """Return the number of samples of each part in the first places of every lane, shape (L, parts)."""
@@ -314,6 +332,29 @@ class MixEpochPlan(EpochPlan):
 def _lane_lengths(batches: int, lanes: int) -> Ints:
     """Return the number of batches of each lane."""
     return -((np.arange(lanes, dtype=np.int64) - batches) // lanes)
+
+
+def _check_length(order: EpochOrder, recipe: MixRecipe, lanes: _MixLanes) -> None:
+    """Check that lanes and whole batches leave most samples of an epoch, or warn.
+
+    Raises:
+        OptionError: If they leave none.
+    """
+    expected = lanes.whole_length(recipe)
+    is_one_lane = (
+        order.lanes == order.batch == 1
+    )  # its places are drawn at random: nothing to advise
+    if order.nsamples and (is_one_lane or order.nsamples >= _LEAST_SHARE * expected):
+        return
+    # Without the exact count, which differs between epochs: each would warn again.
+    share = f"only {order.nsamples / expected:.0%}" if order.nsamples else "none"
+    problem = (
+        f"an epoch of this mix has {share} of the {expected} samples that its datasets and weights give, because each of "
+        f"{plural(order.lanes, 'lane')} has whole batches of {order.batch} only; pass fewer lanes or a smaller microbatch to mix(...), or use smaller batches"
+    )
+    if not order.nsamples:
+        raise OptionError(problem)
+    warnings.warn(problem, UserWarning, stacklevel=3)
 
 
 def _length(lanes: _MixLanes, recipe: MixRecipe, batch: int) -> int:

@@ -120,6 +120,7 @@ def test_mix_follows_its_weights_and_stop_rule(
         assert len(names) == 64
 
 
+@pytest.mark.filterwarnings("ignore:an epoch of this mix")  # 8 lanes of 125 samples
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 def test_mix_has_the_same_global_batches_on_every_topology(
     folders: dict[str, str], weights: dict[str, float] | None
@@ -139,6 +140,17 @@ def test_mix_has_the_same_global_batches_on_every_topology(
         return [flat(at_once) for at_once in zip(*ranks, strict=True)]
 
     assert steps(1, 0) == steps(2, 0) == steps(4, 2)
+
+
+def test_mix_whose_lanes_leave_few_or_no_samples_says_so(folders: dict[str, str]) -> None:
+    parts = datasets(folders)
+    with pytest.warns(UserWarning, match=r"only 64% of the 125 samples .* 8 lanes .* batches of 4"):
+        loader = ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=8), batch_size=4)
+        assert len(seen(loader)) == 20
+    with pytest.raises(OptionError, match="none of the 125 samples"):
+        ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=16), batch_size=32)
+    with pytest.raises(OptionError, match="none of the 50 samples"):
+        ss.ShardLoader(ss.mix(parts, WEIGHTS, samples=50), batch_size=64)
 
 
 @pytest.mark.parametrize("make", [datasets, streams], ids=["planned", "streams"])
