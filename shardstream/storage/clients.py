@@ -53,17 +53,17 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 _HTTP = ("http", "https")
 _HTTP_ANSWER_S = 300.0  # the default of aiohttp for a whole response
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
-# Errors after which s3fs can read: another region (s3fs finds it), a redirect, a chunked response, a self-signed certificate
-# (webpki refuses one that may sign others as the server's own; OpenSSL accepts it).
+# Errors after which s3fs can read: another region (s3fs finds it), a chunked response, a self-signed certificate
+# (webpki refuses one that may sign others as the server's own; OpenSSL accepts it). No client follows a redirect.
 _S3FS_CAN_HELP = (
     "PermanentRedirect",
     "redirect without LOCATION",
-    "status code: 30",
     "AuthorizationHeaderMalformed",
     "Content-Length Header missing",
     "InvalidCertificate",
 )
 _FORKED = "this process was forked from one that had used obstore, and obstore's threads do not survive a fork"
+_FOLLOWS_REDIRECTS = "it follows redirects, and would send the session token to another server"
 _NOT_PLAIN = "it needs an endpoint_url with http://, and none of the storage options that only other clients know"
 _EMULATOR = "an emulator of Google Cloud Storage may lack the XML API, which obstore uses"
 _SPAWN = "or start workers with multiprocessing_context='spawn'"
@@ -319,8 +319,8 @@ class Clients:
             if fork_safety.has_lost_obstore_threads():
                 _log.info("reading %s:// with %s: %s", kind, _PACKAGES[kind], _FORKED)
                 found = _FORKED
-            elif settings is None:
-                found = _unknown_option(kind)
+            elif settings is None or self._leaks_token(settings):
+                found = _refusal(kind, settings)
             elif (
                 isinstance(settings, CloudSettings)
                 and settings.is_gcs_emulator
@@ -378,6 +378,13 @@ class Clients:
             )
         return settings
 
+    def _leaks_token(self, settings: S3Settings | CloudSettings) -> bool:
+        """Return whether obstore may send a session token elsewhere: it follows every redirect. Those of AWS lead to AWS."""
+        if not isinstance(settings, S3Settings) or settings.anonymous or settings.endpoint is None:
+            return False
+        with translate_errors("s3://", lambda: self.secrets):
+            return settings.credentials is not None and settings.credentials()["token"] is not None
+
     def _open(self, url: str, protocol: str, *, reading: bool) -> tuple[Any, str]:
         options, kind = self._options, self.kind_of(url)
         if kind is not None and not _is_installed(_PACKAGES[kind]) and _is_installed("obstore"):
@@ -389,6 +396,11 @@ class Clients:
                 options = complete_s3fs_options(
                     options, cloud_variables(), self.timeouts.read_timeout_s if reading else None
                 )
+                from shardstream.storage.s3fs_session import (  # noqa: PLC0415  (s3fs is an extra)
+                    SessionWithoutRedirects,
+                )
+
+                options["config_kwargs"].setdefault("http_session_cls", SessionWithoutRedirects)
             elif protocol in _HTTP:
                 options = self._http_options()
             filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
@@ -427,14 +439,16 @@ class Clients:
         if fork_safety.has_lost_obstore_threads():
             raise OptionError(f"{_FORKED}; {self._remedy(kind, _FORKED)}")
         settings = self._settings(kind)
-        if settings is None:
-            reason = _unknown_option(kind)
+        if settings is None or self._leaks_token(settings):
+            reason = _refusal(kind, settings)
             raise OptionError(f"{reason}; {self._remedy(kind, reason)}")
         fork_safety.note_obstore_started()
         return open_filesystem(kind, settings, retries=not reading)
 
 
-def _unknown_option(kind: str) -> str:
+def _refusal(kind: str, settings: S3Settings | CloudSettings | None) -> str:
+    if settings is not None:
+        return _FOLLOWS_REDIRECTS
     profile = ", or of the AWS profile" if kind == "s3" else ""
     return _UNKNOWN_OPTION.format(package=_PACKAGES[kind], profile=profile)
 

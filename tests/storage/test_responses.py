@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 import shardstream as ss
-from shardstream.errors import ChangedError, StorageError
+from shardstream.errors import ChangedError, OptionError, StorageError
 from shardstream.storage import Storage
 from shardstream.testing import make_shards
 from tests.raw_server import RawServer, Request, file_response, raw_server, response
@@ -48,6 +48,34 @@ def shifted(request: Request) -> bytes:
 def unnamed(request: Request) -> bytes:
     start, end = request.range or (0, None)
     return response(206, DATA[start:end], ETag='"a"')
+
+
+@pytest.mark.parametrize("client", [None, "http", "obstore", "s3fs"])
+@pytest.mark.parametrize("status", [301, 307])
+def test_session_token_is_not_sent_to_the_server_of_a_redirect(
+    client: str | None, status: int
+) -> None:
+    options = {"key": "some", "secret": "thing", "token": "session", "retry_timeout_s": 0.3}
+    options |= {"s3_client": client} if client else {}
+    with raw_server(lambda request: file_response(request, DATA)) as other:
+        elsewhere = other.url.replace("127.0.0.1", "localhost")
+        with raw_server(lambda _: response(status, Location=f"{elsewhere}/bucket/a.bin")) as server:
+            storage = Storage(options | {"endpoint_url": server.url})
+            with pytest.raises((StorageError, OptionError), match="redirects"):
+                storage.read("s3://bucket/a.bin", 0, 100)
+    assert not other.requests
+
+
+def test_redirect_that_names_the_region_is_requested_from_the_same_server() -> None:
+    def answer(request: Request) -> bytes:
+        if "/eu-x/" in request.headers["authorization"]:
+            return file_response(request, DATA)
+        elsewhere = "http://127.0.0.1:9/bucket/a.bin"
+        return response(307, Location=elsewhere, x_amz_bucket_region="eu-x")
+
+    with raw_server(answer) as server:
+        storage, url = open_file("s3fs", server)
+        assert storage.read(url, 0, 100) == DATA[:100]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
