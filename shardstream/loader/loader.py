@@ -275,7 +275,7 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If the number is unknown, because steps change counts.
         """
         self._follow_dataset()
-        partition = self._batches.partition(self._positions.current)
+        partition = self._batches.partition(self._positions.current, self._partition)
         if partition is None:
             raise OptionError("the number of batches left is not known: steps change counts")
         return partition.num_steps

