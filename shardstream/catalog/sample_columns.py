@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from shardstream.catalog.base import Numbers
+from shardstream.catalog.class_names import read_classes
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import NotFoundError, OptionError, how_to_install
 from shardstream.format import (
@@ -20,7 +22,7 @@ from shardstream.format import (
     import_parquet,
     is_reserved_column,
 )
-from shardstream.storage import Storage, Urls, locate_shards
+from shardstream.storage import Storage, Urls, locate_shards, parent_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -197,7 +199,10 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
     table = _without_nan(read_all_columns(catalog, names))
     table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
     choose = _query if isinstance(where, str) else _filter
-    found = choose(table, where, names)
+    try:
+        found = choose(table, where, names)
+    except OptionError as error:
+        raise _with_class_numbers(error, str(where), catalog) from error
     if len(np.intersect1d(found, np.arange(table.num_rows))) < len(found):
         raise OptionError(
             f"where={str(where)!r} chooses samples more than once, or others than there are; "
@@ -211,6 +216,16 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
             "use a condition on columns alone, or subset="
         )
     return cast("Numbers", np.sort(found.astype(np.int64)))
+
+
+def _with_class_numbers(error: OptionError, where: str, catalog: ShardCatalog) -> OptionError:
+    """Return an error that gives the numbers of the classes that a condition names; the error itself, if it names none."""
+    classes = read_classes(parent_url(catalog.url_of(0)), catalog.storage) or ()
+    quoted = set(re.findall(r"""['"]([^'"]+)['"]""", where))
+    numbers = [f"{name!r} is {number}" for number, name in enumerate(classes) if name in quoted]
+    if not numbers:
+        return error
+    return OptionError(f"{error}. Classes are stored as numbers: {', '.join(numbers[:_NAMED])}")
 
 
 def _check_column_names(names: Sequence[str], catalog: ShardCatalog, *, is_sql: bool) -> None:

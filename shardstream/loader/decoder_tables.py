@@ -34,6 +34,10 @@ _MEDIA: dict[str, AudioDecoder | VideoDecoder] = {
     "video": VideoDecoder(),
     "torch_video": VideoDecoder(to_tensor=to_tensor),
 }
+KNOWN_FIELDS = frozenset(
+    {*BASIC, *_TENSORS, *IMAGE_FORMATS, *VIDEO_EXTENSIONS, *audio_decoders(AudioDecoder()), "bin"}
+)
+"""Last parts of fields that some decoder takes, and the one for other bytes."""
 
 
 class DecoderTables(NamedTuple):

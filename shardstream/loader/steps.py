@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
 from shardstream.loader.collation import collate
-from shardstream.loader.decoder_tables import check_decoder, decoder_tables
+from shardstream.loader.decoder_tables import KNOWN_FIELDS, check_decoder, decoder_tables
 from shardstream.loader.seeded_function import SeededFunction
 from shardstream.pipeline import (
     Batched,
@@ -128,6 +128,7 @@ class ItemSteps:
             threads=threads,
             given={name: value for name, value in given.items() if value} or None,
             device=tables.device,
+            known=KNOWN_FIELDS,
         )
         return self.then(stage)
 
@@ -156,14 +157,13 @@ class ItemSteps:
             OptionError: If ``rng`` is "torch" with threads, which share the global generators, or an argument is invalid.
         """
         check_at_least(0, threads=threads)
-        if rng not in (True, False, "torch"):
-            raise OptionError(f"rng must be True, False or 'torch', not {rng!r}")
+        seeded = _seeding(rng)
         if rng == "torch" and threads:
             raise OptionError(
                 "map(rng='torch') works without threads, because they share the global generators; use more workers"
             )
         stage = Map(
-            function=SeededFunction(function) if rng == "torch" else function,
+            function=seeded(function),
             rng=bool(rng),
             purpose=self._num_stages,
             threads=threads,
@@ -176,9 +176,16 @@ class ItemSteps:
         """Apply functions to single fields: ``map_dict(json=len)``."""
         return self.then(MapDict(functions=functions))
 
-    def map_tuple(self, *functions: Callable[[Any], Any] | None) -> Self:
-        """Apply the first function to the first element of each tuple, and so on; None leaves an element as it is."""
-        return self.then(MapTuple(functions=functions))
+    def map_tuple(
+        self, *functions: Callable[..., Any] | None, rng: bool | Literal["torch"] = False
+    ) -> Self:
+        """Apply the first function to the first element of each tuple, and so on; None leaves an element as it is.
+
+        ``rng`` is as in `map`: the functions of a tuple draw in order, each its own numbers.
+        """
+        seeded = _seeding(rng)
+        chosen = tuple(None if one is None else seeded(one) for one in functions)
+        return self.then(MapTuple(functions=chosen, rng=bool(rng), purpose=self._num_stages))
 
     def rename(self, keep: bool = True, **names: str) -> Self:
         """Give fields new names: ``rename(image="jpg;png", label="cls")``; ``keep=False`` drops the others."""
@@ -297,6 +304,17 @@ class StreamSteps(ItemSteps):
         for function in functions:
             changed = changed.then(Compose(function=function, name=name, version=version))
         return changed
+
+
+def _seeding(rng: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what changes the function of a step with ``rng``.
+
+    Raises:
+        OptionError: If ``rng`` is unknown.
+    """
+    if rng not in (True, False, "torch"):
+        raise OptionError(f"rng must be True, False or 'torch', not {rng!r}")
+    return SeededFunction if rng == "torch" else lambda function: function
 
 
 def _as_list(names: str | Sequence[str]) -> Sequence[str]:

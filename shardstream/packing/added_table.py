@@ -325,7 +325,7 @@ class TextTableFields(_TableFields):
         for file in files:
             count = self._rows[-1]
             for row in iter_rows(file.url, storage, columns=None):
-                self._append(row)
+                self._append(row.checked())
                 count += 1
             self._rows.append(count)
         if not len(self):

@@ -17,6 +17,7 @@ from shardstream.catalog import (
 from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
 from shardstream.packing.source import Source
+from shardstream.packing.table_source import TableSource
 from shardstream.storage import Storage, join_url, parent_url
 
 _log = get_logger(__name__)
@@ -118,6 +119,8 @@ def _apply_numbers(
                 f"the numbers in {source.name} stay as they are"
             )
         return source.with_class_numbers(*read_given_classes(classes, storage))
+    if isinstance(source, TableSource):
+        source = source.with_own_class_numbers()
     if not isinstance(source, ClassSource) or source.classes is None:
         return source
     found = sibling_classes(folders, storage)

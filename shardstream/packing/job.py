@@ -101,7 +101,7 @@ def pack(  # noqa: PLR0913  (public door)
             under ``root``. A local table may name anything that you can read.
         classes: Class names in the order of their numbers, or the URL of a ``classes.json`` or of the folder of a packed
             dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for
-            ``out/val``), else those of the sorted names. For a table: the column of the field ``cls`` holds these names.
+            ``out/val``), else those of the sorted names. For a table: the names are in the column of the field ``cls``.
         max_side: Make larger images smaller: the longest side in pixels.
         quality: Quality of JPEG and WebP that are encoded again, 1 to 100.
         image_format: Turn all images but masks into "jpg", "png" or "webp".

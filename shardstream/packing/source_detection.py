@@ -136,7 +136,7 @@ def _find_metadata(url: str, storage: Storage) -> str | None:
         table = join_url(url, name)
         if storage.exists(table):
             row = next(iter_rows(table, storage, columns=None), None)
-            if row is not None and FILE_COLUMN in row.cells:
+            if row is not None and FILE_COLUMN in row.checked().cells:
                 return table
     return None
 

@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes
+from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders
 from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
 from shardstream.format import CLASSES_NAME, canonical_field, encode_classes, split_member_name
-from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS, number_array
+from shardstream.packing.encode import (
+    INT_FIELDS,
+    JSON_FIELDS,
+    TEXT_FIELDS,
+    has_encoder,
+    number_array,
+)
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
 from shardstream.packing.tables import Row, count_rows, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
@@ -28,6 +35,7 @@ _BEGINNINGS = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"f
 _EXACT_FLOAT = 1 << 53  # floats from here on lack the last digits of whole numbers
 _MAX_DIGITS = 100
 _ARRAY_FIELD = "npy"
+_MEDIA = frozenset({*VIDEO_EXTENSIONS, *audio_decoders(AudioDecoder())})
 
 
 class TableSource:
@@ -68,7 +76,7 @@ class TableSource:
         self._allowed = tuple(allow)
         self._file_column: str | None = None
         self.classes: Classes | None = None
-        """Names of the classes, if the column of ``cls`` holds names."""
+        """Names of the classes, if the column of ``cls`` holds names; set by `with_own_class_numbers` or `with_class_numbers`."""
         self._labels: Mapping[str, int] = {}
         for field in self._fields:
             if field != field.lower() or not field or "/" in field:
@@ -115,6 +123,29 @@ class TableSource:
         changed._labels = {name: number for number, name in enumerate(classes)}
         return changed
 
+    def with_own_class_numbers(self) -> TableSource:
+        """Return the same rows; if the column of ``cls`` holds names alone, numbered in their order, after reading it once.
+
+        Beside whole numbers they stay as they are: each such row has an error.
+
+        Raises:
+            SourceError: If the table is malformed.
+        """
+        column = self._fields.get(_LABEL_FIELD)
+        if column is None:
+            return self
+        names: set[str] = set()
+        for url in self._urls:
+            for row in iter_rows(url, self._storage, columns=[column]):
+                cell = row.cells.get(column)
+                if _exact(cell) is not None:
+                    return self
+                if isinstance(cell, str) and cell:
+                    names.add(cell)
+        if not names:
+            return self
+        return self.with_class_numbers(tuple(sorted(names)), self._urls[0])
+
     @property
     def fingerprint(self) -> str:
         """Hash of sizes and versions of the tables; the files that they name are not checked."""
@@ -143,8 +174,10 @@ class TableSource:
             is_trusted = self._storage.local_path(url) is not None  # as the command line is
             for row in iter_rows(url, self._storage, columns=self._columns()):
                 try:
-                    names = self._names(row, index)
+                    names = self._names(row.checked(), index)
                     fields = self._converted(row, root, is_first=index == 0)
+                    if index == 0:
+                        self._warn_of_unknown_fields(row)
                     if not is_trusted:
                         self._check_places(row, fields, root)
                 except SourceError as error:
@@ -175,6 +208,22 @@ class TableSource:
             else:
                 fields[field] = convert_cell(field, row, column, root)
         return fields
+
+    def _warn_of_unknown_fields(self, row: Row) -> None:
+        for field, column in self._fields.items():
+            last = field.rpartition(".")[2]
+            if has_encoder(field) or last in _MEDIA or last == "bin":
+                continue
+            cell = row.cells.get(column)
+            _log.warning(
+                "%s: no decoder knows the field %r; name it by the format of its files, e.g. --map %s=%s",
+                row.where,
+                field,
+                canonical_field(cell.rpartition(".")[2])
+                if isinstance(cell, str) and is_image_name(cell)
+                else f"{field}.jpg",
+                column,
+            )
 
     def _check_places(self, row: Row, fields: Mapping[str, Any], root: str) -> None:
         """Refuse files that this machine could read, but the owner of a remote table need not be allowed to.
@@ -322,6 +371,17 @@ def _text(field: str, row: Row, column: str, value: object) -> object:
 
 
 def _whole(field: str, row: Row, column: str, value: object) -> int:
+    whole = _exact(value)
+    if whole is not None:
+        return whole
+    raise row.error(
+        f"column {column!r} holds {reprlib.repr(value)}, but {field!r} takes a whole number; "
+        f"number the names with classes= (--classes), or keep the text with txt={column}"
+    )
+
+
+def _exact(value: object) -> int | None:
+    """Return a value as a whole number; None if it is none."""
     try:
         number = Decimal(value) if isinstance(value, str) else value
         # Neither digits that a float has lost, nor a number of a million digits made of "1e999999".
@@ -332,10 +392,7 @@ def _whole(field: str, row: Row, column: str, value: object) -> int:
                 return int(whole)
     except (ArithmeticError, TypeError, ValueError):
         pass
-    raise row.error(
-        f"column {column!r} holds {reprlib.repr(value)}, but {field!r} takes a whole number; "
-        f"number the names with classes= (--classes), or keep the text with txt={column}"
-    )
+    return None
 
 
 def _parsed(value: object) -> object:

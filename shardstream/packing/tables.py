@@ -32,12 +32,24 @@ class Row:
         where: Table and number of the row, the first being 1 (a header does not count).
         is_text: Whether every cell is text, also a number.
         dtypes: Column -> dtype of its numbers, if the table tells it.
+        fault: Why the row has no cells, if it is malformed; rows after it can be read.
     """
 
     cells: Mapping[str, Any]
     where: str
     is_text: bool
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
+    fault: str | None = None
+
+    def checked(self) -> Row:
+        """Return the row.
+
+        Raises:
+            SourceError: If it is malformed.
+        """
+        if self.fault is not None:
+            raise self.error(self.fault)
+        return self
 
     def get(self, column: str) -> Any:
         """Return a cell.
@@ -72,7 +84,7 @@ def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> I
 
     Raises:
         OptionError: If it is Parquet and pyarrow is not installed.
-        SourceError: If a row is malformed, or the table lacks a column.
+        SourceError: If the table is malformed, or lacks a column; a malformed row tells it by `Row.checked`.
         StorageError: If it cannot be reached.
     """
     name = url.lower()
@@ -82,15 +94,17 @@ def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> I
     with storage.open(url) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         rows = (
-            _iter_json(text, url)
+            _iter_json(text)
             if name.endswith((".jsonl", ".ndjson"))
             else _iter_separated(text, url, is_tsv=name.endswith(".tsv"))
         )
         number = 0
         try:
-            for number, cells in enumerate(rows, start=1):
-                is_text = not name.endswith((".jsonl", ".ndjson"))
-                yield Row(cells=cells, where=f"{url}, row {number}", is_text=is_text)
+            is_text = not name.endswith((".jsonl", ".ndjson"))
+            for number, found in enumerate(rows, start=1):
+                cells, fault = ({}, found) if isinstance(found, str) else (found, None)
+                where = f"{url}, row {number}"
+                yield Row(cells=cells, where=where, is_text=is_text, fault=fault)
         except UnicodeDecodeError as error:
             raise SourceError(
                 f"the text after row {number} is not UTF-8 ({error.reason}); convert the table to UTF-8",
@@ -106,7 +120,10 @@ def count_rows(url: str, storage: Storage) -> int | None:
         return int(table.metadata.num_rows)
 
 
-def _iter_separated(text: Iterable[str], url: str, *, is_tsv: bool) -> Iterator[dict[str, str]]:
+def _iter_separated(
+    text: Iterable[str], url: str, *, is_tsv: bool
+) -> Iterator[dict[str, str] | str]:
+    """Yield the cells of each row, or what is wrong with it."""
     rows = enumerate(iter_tsv(text), start=1) if is_tsv else _iter_commas(text, url)
     _, header = next(rows, (0, []))
     if not header:
@@ -114,22 +131,18 @@ def _iter_separated(text: Iterable[str], url: str, *, is_tsv: bool) -> Iterator[
     repeated_name = next((name for name in header if header.count(name) > 1), None)
     if repeated_name is not None:
         raise SourceError(f"two columns are named {repeated_name!r}; rename one", shard=url)
-    number = 0
     for line, cells in rows:
         if not cells:  # a blank line
             continue
-        number += 1
         if len(cells) != len(header):
             advice = (
                 "a row is one line: write cells with line breaks as CSV or Parquet"
                 if is_tsv
                 else "quote cells that hold the separator"
             )
-            raise SourceError(
-                f"the row has {plural(len(cells), 'cell')}, the header {len(header)} (line {line}); {advice}",
-                shard=f"{url}, row {number}",
-            )
-        yield dict(zip(header, cells, strict=True))
+            yield f"the row has {plural(len(cells), 'cell')}, the header {len(header)} (line {line}); {advice}"
+        else:
+            yield dict(zip(header, cells, strict=True))
 
 
 def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]]]:
@@ -141,21 +154,18 @@ def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]
         raise SourceError(f"line {reader.line_num}: {error}", shard=url) from error
 
 
-def _iter_json(text: io.TextIOWrapper, url: str) -> Iterator[dict[str, Any]]:
-    number = 0
+def _iter_json(text: io.TextIOWrapper) -> Iterator[dict[str, Any] | str]:
+    """Yield the cells of each row, or what is wrong with it."""
     for line in text:
         if not line.strip():
             continue
-        number += 1
         try:
             cells = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise SourceError(f"not JSON: {error}", shard=f"{url}, row {number}") from error
-        if not isinstance(cells, dict):
-            raise SourceError(
-                f"a row is a JSON object, not {type(cells).__name__}", shard=f"{url}, row {number}"
-            )
-        yield cells
+            yield f"not JSON: {error}"
+            continue
+        is_row = isinstance(cells, dict)
+        yield cells if is_row else f"a row is a JSON object, not {type(cells).__name__}"
 
 
 def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> Iterator[Row]:

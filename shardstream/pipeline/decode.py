@@ -29,6 +29,7 @@ from shardstream.errors import (
     DecodeError,
     OptionError,
     StorageError,
+    get_logger,
     redact,
     without_addresses,
 )
@@ -38,6 +39,8 @@ from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
 from shardstream.storage import FieldFile
+
+_log = get_logger(__name__)
 
 Decoder = Callable[[bytes], Any]
 """Bytes of a field -> its value."""
@@ -57,6 +60,8 @@ _NUMBERS, _MAX_NUMBER_BYTES = "biuf", 8  # the types of numbers that torch has, 
 _SMALL_BYTES = 1 << 14  # arrays that cost less to copy than to make
 _REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
+_warned_of: set[str] = set()
+"""Fields that this process has named in a warning."""
 _LOCATED = (EncodedImage, Video)  # decoded later; errors then name the sample
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
 
@@ -245,6 +250,7 @@ class Decode(ItemStage):
         threads: As in `ItemStage`.
         given: The user's options for both tables, which states compare: default tables may change between versions.
         device: Device that decodes the images of a batch in the main process; None if there are none.
+        known: Last parts of fields that some decoder takes; fields with another one are named in a warning. Empty: no warning.
         left_out: Fields that the samples had before ``fields=`` left them out, which count when masks are selected by name.
     """
 
@@ -256,6 +262,7 @@ class Decode(ItemStage):
     threads: int = 0
     given: Mapping[str, Any] | None = None
     device: str | None = field(default=None, compare=False)
+    known: frozenset[str] = field(default=frozenset(), compare=False)
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
@@ -354,7 +361,25 @@ class Decode(ItemStage):
         for name, field_name in plain.items():
             table = self.mask_table if field_name in masks and self.mask_table else self.table
             chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
+            if chosen[name] is None:
+                self._warn_if_unknown(name, field_name)
         if len(self._chosen) >= _CHOICES_KEPT:  # field names that never repeat
             self._chosen.clear()
         self._chosen[names] = chosen
         return chosen
+
+    def _warn_if_unknown(self, name: str, field_name: str) -> None:
+        """Warn once of a field that stays bytes, and would with any option."""
+        is_left = name.startswith("__") or (self.only is not None and name not in self.only)
+        is_known = not self.known or field_name.rpartition(".")[2] in self.known
+        if is_left or is_known or self.handlers or name in _warned_of:
+            return
+        if len(_warned_of) < _CHOICES_KEPT:
+            _warned_of.add(name)
+            _log.warning(
+                "no decoder is chosen by the name of field %r, so it stays bytes; name one, e.g. decode(fields={%r: 'rgb'}), "
+                "or keep the bytes: fields={%r: bytes}",
+                name,
+                field_name,
+                field_name,
+            )

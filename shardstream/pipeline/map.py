@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, SourceRun
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def name_of(function: object) -> str:
@@ -89,15 +92,23 @@ class MapDict(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapTuple(ItemStage):
-    """Apply the first function to the first element, and so on; further elements stay as they are."""
+    """Apply the first function to the first element, and so on; further elements stay as they are.
 
-    functions: tuple[Callable[[Any], Any] | None, ...]
+    With ``rng`` the functions get one generator, in order; ``purpose`` is as in `Map`.
+    """
 
-    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+    functions: tuple[Callable[..., Any] | None, ...]
+    rng: bool = False
+    purpose: int = 0
+
+    def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
-        return self._apply
+        if not self.rng:
+            return lambda item, _: self._apply(item)
+        purpose = derive_key(self.purpose)
+        return lambda item, number: self._apply(item, context.generator(number, purpose))
 
-    def _apply(self, item: Any, number: int) -> tuple[Any, ...]:  # noqa: ARG002
+    def _apply(self, item: Any, *generator: np.random.Generator) -> tuple[Any, ...]:
         if not isinstance(item, tuple) or len(item) < len(self.functions):
             raise OptionError(
                 f"map_tuple with {plural(len(self.functions), 'function')} got {type(item).__name__}; put to_tuple before it"
@@ -107,7 +118,7 @@ class MapTuple(ItemStage):
             if function is None:
                 continue
             try:
-                changed[place] = function(item[place])
+                changed[place] = function(item[place], *generator)
             except Exception as error:
                 add_place(error, f"map_tuple({name_of(function)}), element {place}", item)
                 raise

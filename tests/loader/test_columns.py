@@ -95,6 +95,13 @@ def test_condition_chooses_the_samples(folder: str, where: Any, expected: list[i
     assert by_number[len(keys) - 1]["__key__"] == keys[-1]
 
 
+def test_class_name_in_a_condition_is_an_error_with_its_number(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("name\nstars\nplanets\n")
+    ss.pack(tmp_path / "t.csv", tmp_path / "out", fields={"cls": "name"}, columns="cls")
+    with pytest.raises(OptionError, match=r"Classes are stored as numbers: 'planets' is 0"):
+        ss.ShardDataset(str(tmp_path / "out"), where="cls = 'planets'")
+
+
 def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None:
     keys = ["k050", "k003", "k099"]
     assert keys_of(folder, keys=keys) == keys

@@ -98,3 +98,27 @@ def test_second_number_of_a_pair_of_gaussians_is_restored(tmp_path: Path) -> Non
     found = [np.random.randn()]
     list(dataset)
     assert [*found, *np.random.randn(2)] == expected
+
+
+def draw_label(label: int) -> float:
+    return label + torch.rand(()).item()
+
+
+def draw_numbers(label: int, generator: np.random.Generator) -> float:
+    return label + generator.random()
+
+
+@pytest.mark.parametrize(("function", "rng"), [(draw_label, "torch"), (draw_numbers, True)])
+def test_parts_of_tuples_draw_by_seed_epoch_and_sample(
+    function: Any, rng: Any, tmp_path: Path
+) -> None:
+    folder = numbered(tmp_path, 12)
+    found: list[set[tuple[float, float]]] = []
+    for rank, world_size in [(0, 1), (0, 2), (1, 2)]:
+        data = ss.ShardDataset(folder, shuffle=True, placement=ss.Placement(rank, world_size))
+        pairs = data.decode().to_tuple("cls", "cls").map_tuple(function, function, rng=rng)
+        found.append(set(pairs))
+    assert found[0] == found[1] | found[2]
+    assert len({value for pair in found[0] for value in pair}) == 24
+    with pytest.raises(OptionError, match="rng must be True"):
+        ss.ShardDataset(folder).map_tuple(function, rng="numpy")  # type: ignore[arg-type]

@@ -144,8 +144,6 @@ def test_class_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) ->
     rows = [("train/ant/train-ant0.png", "ant"), ("train/bee/train-bee1.png", "bee")]
     table.write_text("\n".join(json.dumps({"file": file, "kind": kind}) for file, kind in rows))
     fields = {"png": "file", "cls": "kind"}
-    with pytest.raises(SourceError, match=r"'ant', but 'cls' takes a whole number.*--classes"):
-        ss.pack(table, tmp_path / "out", fields=fields)
     with pytest.raises(SourceError, match=r"'kind' holds 'bee', which is not among the 2.*row 2"):
         ss.pack(table, tmp_path / "out", fields=fields, classes=["cat", "ant"])
     with pytest.raises(OptionError, match="--map cls=COLUMN"):
@@ -153,6 +151,21 @@ def test_class_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) ->
     ss.pack(table, tmp_path / "out", fields=fields, classes=["bee", "ant"])
     assert labels(tmp_path / "out") == {"a": 1, "b": 0}
     assert ss.ShardMapDataset(str(tmp_path / "out")).classes == ("bee", "ant")
+
+
+def test_class_names_in_a_column_are_numbered_as_folders_are(splits: Path, tmp_path: Path) -> None:
+    table = splits / "t.csv"
+    table.write_text("file,kind\ntrain/cat/train-cat0.png,cat\nval/ant/val-ant1.png,ant\n")
+    fields = {"png": "file", "cls": "kind"}
+    ss.pack(table, tmp_path / "alone", fields=fields)
+    assert labels(tmp_path / "alone") == {"a": 0, "c": 1}
+    assert ss.ShardDataset(str(tmp_path / "alone")).classes == ("ant", "cat")
+    ss.pack(splits / "train", tmp_path / "out" / "train")
+    ss.pack(table, tmp_path / "out" / "val", fields=fields)
+    assert labels(tmp_path / "out" / "val") == {"a": 0, "c": 2}
+    table.write_text(table.read_text() + "val/ant/val-ant0.png,7\n")
+    with pytest.raises(SourceError, match=r"'cat', but 'cls' takes a whole number.*--classes"):
+        ss.pack(table, tmp_path / "mixed", fields=fields)
 
 
 def test_other_sources_keep_their_class_numbers(splits: Path, tmp_path: Path) -> None:

@@ -465,13 +465,10 @@ def test_invalid_row_becomes_a_record_with_an_error(
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("t.csv", b"a,b\n1\n", r"the row has 1 cell, the header 2 \(line 2\).*row 1"),
         ("t.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
         ("t.csv", b"", "the table is empty"),
         ("t.csv", b'a\n"x\n', "line 2"),
         ("t.csv", b"a\nok\n\xff\n", "not UTF-8"),
-        ("t.jsonl", b'{"a": 1}\n{"a"\n', "not JSON.*row 2"),
-        ("t.jsonl", b"[1]\n", "a row is a JSON object, not list"),
         ("t.parquet", b"no parquet", r"t\.parquet"),
     ],
 )
@@ -479,6 +476,44 @@ def test_malformed_table_is_an_error(name: str, data: bytes, message: str, tmp_p
     url = put(tmp_path, {name: data}) + f"/{name}"
     with pytest.raises((SourceError, StorageError), match=message):
         list(opened(url))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("t.csv", b"a,b\n1,x\n1\n3,z\n", r"the row has 1 cell, the header 2 \(line 3\).*row 2"),
+        ("t.csv", b"a,b\n1,x\n1,2,3\n3,z\n", "the row has 3 cells, the header 2.*row 2"),
+        ("t.jsonl", b'{"a": 1}\n{"a"\n{"a": 3}\n', "not JSON.*row 2"),
+        ("t.jsonl", b'{"a": 1}\n[1]\n{"a": 3}\n', "a row is a JSON object, not list.*row 2"),
+    ],
+)
+def test_malformed_row_is_skipped_alone(
+    name: str, data: bytes, message: str, tmp_path: Path
+) -> None:
+    url = put(tmp_path, {name: data}) + f"/{name}"
+    with pytest.raises(SourceError, match=message):
+        ss.pack(url, tmp_path / "out", fields={"txt": "a"})
+    report = ss.pack(url, tmp_path / "out", fields={"txt": "a"}, overwrite=True, on_error="skip")
+    assert len(report.skipped) == 1
+    assert [sample["txt"] for sample in ss.ShardDataset(str(tmp_path / "out"))] == [b"1", b"3"]
+
+
+def test_field_that_no_decoder_knows_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = put(tmp_path, {"t.csv": b"image\na.png\n", "a.png": b"x"}) + "/t.csv"
+    ss.pack(url, tmp_path / "out", fields={"image": "image"})
+    assert "knows the field 'image'; name it by the format of its files, e.g. --map png=image" in (
+        caplog.text
+    )
+    caplog.clear()
+    dataset = ss.ShardDataset(str(tmp_path / "out"))
+    list(dataset.decode("rgb", fields={"image": bytes}))
+    list(dataset.decode("rgb", only="cls"))
+    assert not caplog.messages
+    for _ in range(2):  # it is said once
+        list(dataset.decode("rgb"))
+    assert caplog.text.count("no decoder is chosen by the name of field 'image'") == 1
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
@@ -648,8 +683,8 @@ def test_quotes_in_a_tsv_swallow_no_rows(tmp_path: Path) -> None:
         "1": '"Hello," he said.', "2": '"Open', "3": '5" pipe', "4": 'shut"', "5": 'a "b"', "6": "a\tb",
     }  # fmt: skip
     (tmp_path / "t.tsv").write_text('id\ttext\n1\t"two\nlines"\n')
-    with pytest.raises(SourceError, match=r"1 cell, the header 2 \(line 3\); a row is one line"):
-        records(url, key="id", fields={"txt": "text"})
+    error = list(opened(url, key="id", fields={"txt": "text"}))[1].error
+    assert "1 cell, the header 2 (line 3); a row is one line" in str(error)
 
 
 @pytest.mark.parametrize("key", ["id", "{id}", "{a}-{id}"])
