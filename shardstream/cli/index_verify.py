@@ -99,6 +99,13 @@ def index(  # noqa: PLR0913  (the options of a command)
 def verify(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode",
+            help="Also decode every image, and list those that cannot be; --processes uses all cores.",
+        ),
+    ] = False,
     threads: Threads = 4,
     processes: TaskProcesses = None,
     part: Part = None,
@@ -111,14 +118,16 @@ def verify(  # noqa: PLR0913  (the options of a command)
     Compares each tar's length, checksum and samples with index.json and its index, and finds duplicate keys and unexpected
     files. Exit code 0: sound (warnings are possible), 1: errors. With --part, repeated keys are found within the part only.
 
-    Example:
+    Examples:
       shardstream verify s3://bucket/train/
+      shardstream verify packed/train/ --decode --processes 8
     """
     import shardstream as ss  # noqa: PLC0415
 
     with job_bar("verifying") as progress:
         report = ss.verify(
             urls,
+            decode=decode,
             storage_options=parse_options(option),
             threads=threads,
             progress=progress,

@@ -181,9 +181,8 @@ def reencode(
                 image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask
             )
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        cause = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SourceError(
-            f"not a readable image ({cause}); fix it, or skip such files with on_error='skip' (--skip-errors)",
+            f"not a readable image ({_cause(error)}); fix it, or skip such files with on_error='skip' (--skip-errors)",
             shard=where,
         ) from error
     except Image.DecompressionBombWarning as error:
@@ -191,6 +190,24 @@ def reencode(
     except _LossyEncodeError as error:
         raise SourceError(str(error), shard=where) from error
     return field[: len(field) - len(old)] + new, encoded
+
+
+def decode_error(data: bytes) -> str | None:
+    """Decode all pixels of an image file, as readers do; return what is wrong with them, None if nothing is."""
+    try:
+        with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
+            image.load()
+    except Exception as error:  # noqa: BLE001  (damaged files raise more than OSError, such as struct.error)
+        return _cause(error)
+    return None
+
+
+def _cause(error: Exception) -> str:
+    return (
+        "unknown format"
+        if isinstance(error, UnidentifiedImageError)
+        else str(error) or type(error).__name__
+    )
 
 
 class _LossyEncodeError(Exception):

@@ -24,6 +24,7 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
+from shardstream.packing.image_encode import is_image_field
 from shardstream.packing.report import Progress, ProgressFunction
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import RangeStream, Storage, is_compressed, map_file
@@ -33,6 +34,7 @@ _REMOTE_READ_BYTES = 8 << 20
 # A tenth faster than 8 MiB: the bytes are still in the processor's cache when they are hashed.
 _LOCAL_READ_BYTES = 1 << 20
 _HEADERS_READ_BYTES = 256 << 10  # at a time, where larger bodies are skipped
+OnImage = Callable[[int, str, str, bytes], None]
 _Task = TypeVar("_Task", bound=Task)
 
 
@@ -158,13 +160,18 @@ class ShardScanner:
         return lambda offset, size: mapped[offset : offset + size]
 
     def scan(
-        self, *, keep_members: bool = False, columns: ColumnBuilder | None = None
+        self,
+        *,
+        keep_members: bool = False,
+        columns: ColumnBuilder | None = None,
+        on_image: OnImage | None = None,
     ) -> ShardScan:
         """Find the samples, and check that no data that readers would miss follows them.
 
         Args:
             keep_members: Fill `members`, with 100 to 200 bytes for each.
             columns: Takes the values of its columns.
+            on_image: Called with offset, key, field and file of each image.
 
         Raises:
             ShardError: If the tar is damaged, cut or empty, or another one is appended to it.
@@ -176,6 +183,8 @@ class ShardScanner:
             members = self._keep(members)
         if columns is not None:
             members = self._take_values(members, columns)
+        if on_image is not None:
+            members = self._take_images(members, on_image)
         return scan_members(members, shard=self.url)
 
     def finish(self) -> tuple[str | None, int]:
@@ -200,6 +209,16 @@ class ShardScanner:
             if parts is not None and not is_meta_name(name) and columns.columns_of(parts[1]):
                 data = self._read(start, min(size, VALUE_LIMIT_BYTES + 1))
                 columns.add(parts[0], {parts[1]: data})
+            yield member
+
+    def _take_images(self, members: Iterator[Member], on_image: OnImage) -> Iterator[Member]:
+        for member in members:
+            name, offset, start, size = member
+            parts = split_member_name(name)
+            if parts is not None and not is_meta_name(name) and is_image_field(parts[1]):
+                data = self._read(start, size)
+                if len(data) == size:  # else the tar is cut, which the scan tells
+                    on_image(offset, *parts, data)
             yield member
 
     def _on_chunk(self, chunk: bytes) -> None:

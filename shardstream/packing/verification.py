@@ -28,6 +28,7 @@ from shardstream.format import (
     is_pages_name,
 )
 from shardstream.packing.column_builder import columns_identity
+from shardstream.packing.image_encode import decode_error
 from shardstream.packing.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
 from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
@@ -95,12 +96,14 @@ class VerifyShard:
         info: The shard, as the manifest or its index describes it.
         has_index: Whether it has an index.
         storage: The storage of the files.
+        decode: Whether to decode images.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
 
     info: ShardInfo
     has_index: bool
     storage: Storage
+    decode: bool = False
     meter: ProgressMeter | None = None
 
     @property
@@ -144,7 +147,11 @@ class VerifyShard:
             size = self.storage.info(url).size
             with ShardScanner(self.storage, url, size, self.meter) as shard:
                 try:
-                    scan = shard.scan(keep_members=extras.has_members, columns=extras.builder)
+                    scan = shard.scan(
+                        keep_members=extras.has_members,
+                        columns=extras.builder,
+                        on_image=partial(_decode, url, problems) if self.decode else None,
+                    )
                     extras.members = shard.members
                     problems += _check_diagnostics(shard, scan)
                 except StorageError:
@@ -159,9 +166,10 @@ class VerifyShard:
         return scan, sha256, nbytes
 
 
-def verify(
+def verify(  # noqa: PLR0913  (public door)
     urls: Urls,
     *,
+    decode: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     threads: int = 4,
@@ -177,6 +185,8 @@ def verify(
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
+        decode: Also decode every image, and list the key of each that cannot be decoded: a file that was cut before it was packed has a valid
+            checksum. It costs the time of an epoch; ``executor=LocalExecutor(processes=8)`` uses several cores best.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 4 MiB of memory (remote: 32 MiB) and 150 bytes for each of its samples. Each sample of the dataset
@@ -204,7 +214,11 @@ def verify(
     counted = meter if executor is None else None
     tasks = [
         VerifyShard(
-            info=info, has_index=info.url in located.indexed, storage=storage, meter=counted
+            info=info,
+            has_index=info.url in located.indexed,
+            storage=storage,
+            decode=decode,
+            meter=counted,
         )
         for info in located.shards
     ]
@@ -261,6 +275,23 @@ class _Results:
         if result["hashes"] is not None:
             hashes = decode_hashes(cast("str", result["hashes"]))
             self.keys.add(hashes, place_of(number, len(hashes)))
+
+
+def _decode(
+    url: str, problems: list[Problem], offset: int, key: str, field: str, data: bytes
+) -> None:
+    """Append a problem if an image cannot be decoded."""
+    cause = decode_error(data)
+    if cause is not None:
+        problems.append(
+            Problem(
+                shard=url,
+                what=f"the image in the field {field!r} cannot be decoded ({cause})",
+                remedy="pack the sample again from a whole file, or without it",
+                offset=offset,
+                key=key,
+            )
+        )
 
 
 def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
+from PIL import Image
 from pyarrow import parquet as pq
 
 from shardstream import ShardDataset
@@ -33,6 +34,7 @@ from shardstream.packing import (
     verify,
 )
 from shardstream.storage import Storage
+from shardstream.tasks import LocalExecutor
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
 
@@ -104,6 +106,38 @@ def test_missing_index_is_a_warning(dataset: Path) -> None:
     report = verify(str(dataset))
     assert "train-000001.tar.idx, is missing" in only(report)
     assert report.errors == ()
+
+
+@pytest.mark.parametrize("processes", [None, 1])
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_images_that_cannot_be_decoded_are_listed_by_key(
+    suffix: str, processes: int | None, tmp_path: Path
+) -> None:
+    stream = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(stream, "JPEG")
+    whole = stream.getvalue()
+    files = {
+        "a.jpg": whole,
+        "a.json": b"{}",
+        "b.jpg": whole[: len(whole) // 2],
+        "c.seg.PNG": b"no image",
+        "d.jpg": whole,
+        "d.txt": b"",
+    }
+    data = tar_bytes([*files.items()])
+    url = str(tmp_path / f"a{suffix}")
+    Path(url).write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    executor = None if processes is None else LocalExecutor(processes=processes)
+    assert not verify(url, executor=executor).errors
+    report = verify(url, decode=True, executor=executor)
+    assert [(one.key, one.offset) for one in report.errors] == [
+        (key, data.find(name)) for key, name in [("b", b"b.jpg"), ("c", b"c.seg")]
+    ]
+    cut, unknown = report.errors
+    assert "the image in the field 'jpg' cannot be decoded (image file is truncated" in cut.what
+    assert "the field 'seg.png' cannot be decoded (unknown format)" in unknown.what
+    assert report.samples == 4
 
 
 def test_stray_files_are_warnings(dataset: Path) -> None:
