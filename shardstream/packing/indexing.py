@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
-from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError, redact
+from shardstream.errors import (
+    ChangedError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+    redact,
+)
 from shardstream.format import (
     COLUMNS_SUFFIX,
     INDEX_SUFFIX,
@@ -30,7 +37,7 @@ from shardstream.packing.column_builder import (
 )
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
-from shardstream.packing.part_job import PartJob, PartResult, run_parts
+from shardstream.packing.part_job import PartJob, PartResult, locked, run_parts
 from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
     ProgressMeter,
@@ -52,6 +59,7 @@ from shardstream.storage import (
     expand_urls,
     is_compressed,
     is_glob,
+    is_journal,
     is_tar,
     join_url,
     output_folder_in,
@@ -91,6 +99,7 @@ class IndexShard:
         columns: Columns of its samples to write to ``NAME.tar.cols.parquet``; None writes no such file.
         sha256: Hash the tar.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
+        check_owner: Called before the index is published; raises if another job has taken the folder over.
     """
 
     tar: FileInfo
@@ -100,6 +109,7 @@ class IndexShard:
     columns: tuple[Column, ...] | None = None
     sha256: bool = True
     meter: ProgressMeter | None = None
+    check_owner: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:
@@ -122,6 +132,9 @@ class IndexShard:
         if self.members and scan.keys:
             text = encode_member_index(shard.members, shard=tar.url)
             files[name[: -len(TAR_SUFFIXES[0])] + INDEX_SUFFIX] = text
+        _check_unchanged(tar, storage.info(tar.url))
+        if self.check_owner is not None:
+            self.check_owner()
         commit_all(self.output, files)
         warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
         if not scan.keys:
@@ -182,8 +195,9 @@ def index(  # noqa: PLR0913  (the public door)
             a value for a column.
         ShardError: If a tar is damaged, cut or not a tar.
         SampleError: If a key or field is repeated, a name does not fit the index of members, or a value its column.
+        ChangedError: If a tar was replaced meanwhile; then ``index.json`` is not written.
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
-        StorageError: If a place cannot be listed, read or written.
+        StorageError: If a place cannot be listed, read or written, or a pack or `ShardWriter` replaces the dataset meanwhile.
     """
     if (
         executor is not None or to is not None
@@ -205,29 +219,26 @@ def index(  # noqa: PLR0913  (the public door)
             IndexWork(tar=tar, storage=storage, members=members, columns=wanted) for tar in tars
         ]
         return _index_part(job, works, executor, progress, others)
-    # Also if tars are named one by one: a manifest would publish them.
-    check_finished(folder, present)
-    if to is not None:
-        for source in dict.fromkeys(parent_url(tar.url) for tar in tars):
-            check_folder_finished(source, storage)
+    _check_all_finished(folder, present, () if to is None else tars, storage)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
     output = output_folder_in(storage, folder)
-    tasks = [
-        IndexShard(
-            tar=tar,
-            storage=storage,
-            members=members,
-            output=output,
-            columns=wanted,
-            sha256=sha256,
-            meter=meter if executor is None else None,
-        )
-        for tar in tars
-    ]
-    results = _scan_all(tasks, executor, meter, threads)
-    missing = _check_columns(wanted or (), results.values())
-    manifest = _manifest_of(results, name=title, is_elsewhere=to is not None)
-    _publish_manifest(output, manifest, present)
+    one = IndexShard(
+        tar=tars[0],
+        storage=storage,
+        members=members,
+        output=output,
+        columns=wanted,
+        sha256=sha256,
+        meter=meter if executor is None else None,
+    )
+    tasks = [replace(one, tar=tar) for tar in tars]
+    # Another folder object than that of the tasks: one that is locked cannot be pickled.
+    with locked(output_folder_in(storage, folder)):
+        results = _scan_all(tasks, executor, meter, threads)
+        missing = _check_columns(wanted or (), results.values())
+        manifest = _manifest_of(results, name=title, is_elsewhere=to is not None)
+        _check_all_unchanged(tars, storage)
+        _publish_manifest(output, manifest, present)
     listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
     warnings = (*listed, *missing, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
@@ -249,6 +260,65 @@ def _scan_all(
     return {task: found[number] for number, task in enumerate(tasks)}
 
 
+def _check_all_finished(
+    folder: str, present: Sequence[str], others: Sequence[FileInfo], storage: Storage
+) -> None:
+    """Check that nobody writes to the folder, nor to those of other tars; also if tars are named: a manifest would publish them.
+
+    Raises:
+        UnfinishedError: If a pack or `ShardWriter` does, or was stopped there.
+    """
+    check_finished(folder, present)
+    for source in dict.fromkeys(parent_url(tar.url) for tar in others):
+        check_folder_finished(source, storage)
+
+
+def _check_unchanged(before: FileInfo, now: FileInfo) -> None:
+    """Check that a tar is the one that was listed when indexing began.
+
+    Raises:
+        ChangedError: If its length or version is another.
+    """
+    versions = before.version or "", now.version or ""
+    kinds = {version.partition(" ")[0] for version in versions}  # listings may have others
+    is_same_version = len(kinds) > 1 or versions[0] == versions[1]
+    if before.size_or_none == now.size_or_none and is_same_version:
+        return
+    raise ChangedError(
+        f"the tar was replaced while it was indexed ({before.size_or_none} bytes, {before.version} then; {now.size_or_none} bytes, "
+        f"{now.version} now), so no {MANIFEST_NAME} was written; wait until its writer ends, then run this again",
+        shard=before.url,
+    )
+
+
+def _check_all_unchanged(tars: Sequence[FileInfo], storage: Storage) -> None:
+    """Check all tars again, by one listing of each folder (see `_check_unchanged`).
+
+    Raises:
+        NotFoundError: If a tar is gone.
+    """
+    listed: dict[str, dict[str, FileInfo]] = {}
+    for tar in tars:
+        if not tar.url.startswith(("http://", "https://")):  # they were compared one by one
+            _check_unchanged(tar, _look_up(tar.url, storage, listed))
+
+
+def _check_no_other_writer(output: OutputFolder, present: Sequence[str]) -> None:
+    """Check that no pack or writer has begun since the files that are present were listed: stores have no locks.
+
+    Raises:
+        StorageError: If one has.
+    """
+    now = output.list_files()
+    check_finished(output.url, now)
+    if not set(filter(is_journal, now)) <= set(present):
+        raise StorageError(
+            f"a pack or ShardWriter began to replace the dataset while it was indexed, so no {MANIFEST_NAME} was written; "
+            "wait until it ends, then run this again if needed",
+            shard=output.url,
+        )
+
+
 def _check_columns(columns: Sequence[Column], results: Iterable[Mapping[str, JSON]]) -> list[str]:
     """Return warnings of columns that some samples lack (see `check_summaries`)."""
     listed = [*results]
@@ -263,6 +333,7 @@ def _summary(result: Mapping[str, JSON]) -> ColumnSummary:
 
 def _publish_manifest(output: OutputFolder, manifest: Manifest, present: Sequence[str]) -> None:
     """Write the manifest, and delete the pages of an earlier one among the files that are present."""
+    _check_no_other_writer(output, present)
     files = encode_manifest_files(manifest)
     output.sync()  # the indexes, which other processes may have written
     write_manifest_files(output, files)
@@ -285,7 +356,7 @@ class IndexWork:
     members: bool
     columns: tuple[Column, ...] | None
 
-    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:  # noqa: ARG002
+    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
         """Write the index (see `PartWork.write`)."""
         task = IndexShard(
             tar=self.tar,
@@ -293,6 +364,7 @@ class IndexWork:
             members=self.members,
             output=folder,
             columns=self.columns,
+            check_owner=check_owner,
         )
         result = task.run()
         manifest = _manifest_of({task: result}, name="", is_elsewhere=False)
@@ -447,10 +519,7 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     if is_tar(url) and not is_pattern:
         if url.startswith(("http://", "https://")):  # few web servers list a folder
             return [storage.info(url)]
-        folder = parent_url(url)
-        if folder not in listed:
-            listed[folder] = {_name(file.url): file for file in storage.list_folder(folder)[0]}
-        return [listed[folder].get(_name(url)) or storage.info(url)]
+        return [_look_up(url, storage, listed)]
     files, folders = (storage.glob(url), []) if is_pattern else storage.list_folder(url)
     tars = [file for file in files if is_tar(file.url)]
     warn_of_links(url, tars)
@@ -462,6 +531,14 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
         "name the tars, or the folder that they are right in",
         shard=url,
     )
+
+
+def _look_up(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]]) -> FileInfo:
+    """Find a file in the listing of its folder (see `_tars_of`)."""
+    folder = parent_url(url)
+    if folder not in listed:
+        listed[folder] = {_name(file.url): file for file in storage.list_folder(folder)[0]}
+    return listed[folder].get(_name(url)) or storage.info(url)
 
 
 def _name_before(url: str, storage: Storage) -> str:

@@ -218,7 +218,16 @@ class PartTask:
         result = self.work.write(folder, journal.check_owner)
         journal.check_owner()
         document = {"run": self.run_id, "part": self.number, "of": self.of, **result.encode()}
-        folder.write(part_record_name(self.number), json.dumps(document).encode())
+        record, data = part_record_name(self.number), json.dumps(document).encode()
+        folder.write(record, data)
+        try:
+            journal.check_owner()
+        except (
+            StorageError
+        ):  # another writer took the folder in between: the record is none of its files
+            if folder.read(record) == data:
+                folder.remove(record)
+            raise
         return document | {"kept": False}
 
     def _finished_before(self, folder: OutputFolder) -> dict[str, JSON] | None:

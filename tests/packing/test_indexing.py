@@ -3,14 +3,16 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+import shardstream as ss
 from shardstream.catalog import ShardCatalog
-from shardstream.errors import OptionError, SampleError, ShardError, StorageError
+from shardstream.errors import ChangedError, OptionError, SampleError, ShardError, StorageError
 from shardstream.format import decode_index
 from shardstream.packing import Progress, index
 from shardstream.storage import Storage, locate_shards
@@ -187,3 +189,85 @@ def test_index_on_s3(bucket: str, tmp_path: Path) -> None:
     assert remote.manifest == index(str(tmp_path)).manifest
     catalog = ShardCatalog(locate_shards(f"{bucket}/train/", storage), storage)
     assert catalog.read_sample(7)["cls"] == b"7"
+
+
+# --- another writer meanwhile
+
+
+def replace_first_tar(folder: Path) -> None:
+    """Put a tar of the same length in the place of the first, as a copying tool does."""
+    path = min(folder.glob("*.tar"))
+    data, status = path.read_bytes(), path.stat()
+    (folder / "new").write_bytes(data)
+    os.utime(folder / "new", (0, status.st_mtime + 10))
+    (folder / "new").replace(path)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_tar_that_is_replaced_while_it_is_indexed_is_refused(
+    tmp_path: Path, elsewhere: bool
+) -> None:
+    for moment in (0, -1):  # while it is read, and after its index was written
+        folder = tmp_path / f"{moment}"
+        folder.mkdir()
+        make_dataset(folder)
+        to = tmp_path / f"{moment} index" if elsewhere else None
+        count = len(list_progress(tmp_path / f"{moment} count"))
+        reports: list[Progress] = []
+
+        def replace(
+            report: Progress,
+            folder: Path = folder,
+            at: int = moment % count,
+            reports: list[Progress] = reports,
+        ) -> None:
+            if len(reports) == at:
+                replace_first_tar(folder)
+            reports.append(report)
+
+        with pytest.raises(ChangedError, match="was replaced while it was indexed"):
+            index(str(folder), threads=1, to=to, progress=replace)
+        assert not ((to or folder) / "index.json").exists()
+
+
+def list_progress(folder: Path) -> list[Progress]:
+    folder.mkdir()
+    make_dataset(folder)
+    reports: list[Progress] = []
+    index(str(folder), threads=1, progress=reports.append)
+    return reports
+
+
+def test_pack_waits_until_the_index_is_written(tmp_path: Path) -> None:
+    make_dataset(tmp_path)
+    refusals: list[str] = []
+
+    def pack(_: Progress) -> None:
+        with pytest.raises(StorageError, match="has this folder open") as error:
+            ss.pack([{"txt": "other"}], tmp_path, overwrite=True)
+        refusals.append(str(error.value))
+
+    index(str(tmp_path), progress=pack)
+    assert refusals
+    assert ss.verify(str(tmp_path)).problems == ()
+
+
+def test_index_of_a_store_is_refused_once_another_writer_has_begun() -> None:
+    filesystem = MemoryFileSystem()
+    folder = "memory://index-beside-a-writer"
+    writers: list[ss.ShardWriter] = []
+    ss.pack([{"txt": "first"}], folder)
+
+    def begin(_: Progress) -> None:
+        if not writers:
+            writers.append(ss.ShardWriter(folder, overwrite=True))
+
+    try:
+        with pytest.raises(StorageError, match="began to replace the dataset"):
+            index(folder, progress=begin)
+        assert len(ss.ShardDataset(folder)) == 1
+        with writers[0] as writer:
+            writer.write({"txt": "second"})
+        assert ss.verify(folder).problems == ()
+    finally:
+        filesystem.rm(folder, recursive=True)

@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import threading
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from tests.small_tars import make_dataset
@@ -75,6 +78,33 @@ def test_part_stops_when_another_writer_takes_the_folder_over(source: str, tmp_p
     ]
     with pytest.raises(ss.OptionError, match="published here"):
         reshard_part(source, tmp_path / "new", 2, 2)
+
+
+def test_part_that_loses_the_folder_leaves_no_record_in_the_dataset_of_the_other(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, later = f"memory://{uuid.uuid4().hex}", list[ss.ShardWriter]()
+
+    pipe_file = MemoryFileSystem.pipe_file
+
+    def overtake(
+        filesystem: MemoryFileSystem, path: str, value: bytes, *args: Any, **options: Any
+    ) -> None:
+        """Let another writer take the folder over right before a record is written."""
+        if "-part-" in path and not later:
+            later.append(ss.ShardWriter(url, overwrite=True))
+        pipe_file(filesystem, path, value, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", overtake)
+    with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
+        ss.reshard(source, url, executor=ss.Parts(1, 2))
+    with later[0] as writer:
+        writer.write({"txt": "other"})
+    assert sorted(name.rpartition("/")[2] for name in MemoryFileSystem().ls(url, detail=False)) == [
+        "000000.tar",
+        "000000.tar.idx",
+        "index.json",
+    ]
 
 
 def test_overwrite_of_one_part_is_refused(source: str, tmp_path: Path) -> None:
