@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset
 
 from shardstream.catalog import (
@@ -20,15 +21,19 @@ from shardstream.catalog import (
     Where,
     choose_samples,
 )
+from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
+from shardstream.loader.collation import shared_numbers
 from shardstream.loader.dataset import open_class_names, refuse_device_decode
 from shardstream.loader.notebook_view import SampleView, catalog_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
+    Decode,
     ItemStage,
+    Map,
     Pipeline,
     PipelineTransform,
     ReadOptions,
@@ -40,6 +45,10 @@ from shardstream.pipeline import (
     first_stages,
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
+
+_MAX_COUNTERS = (
+    1 << 22
+)  # 8 MiB; more samples share them, and then draw by the order of reading, too
 
 _opening = new_lock()
 
@@ -70,7 +79,9 @@ class MapDataset(ItemSteps, Dataset[Any]):
             stages=stages,
         )
         self._opened: _Opened | None = None
-        self.epoch = 0
+        # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
+        self._epoch = shared_numbers(0, 0)  # and the number of `set_epoch` calls
+        self._reads: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -114,9 +125,25 @@ class MapDataset(ItemSteps, Dataset[Any]):
         raw = [_raise_if_error(sample) for sample in opened.fetcher.samples(unique)]
         items, _ = opened.transform(
             [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in inverse],
-            numbers.tolist(),
+            self._count_reads(numbers.tolist()),
         )
         return list(items)
+
+    def _count_reads(self, numbers: list[int]) -> list[int]:
+        """Return numbers for the random generators: a sample that is read again gets another, as in a mix."""
+        if self._reads is None:
+            return numbers
+        # Without set_epoch a sample that another rank read in the epoch before is new here.
+        ranks = Placement(0, 1) if self._epoch[1] else Placement.detect()
+        reads, turns = self._reads.numpy(), []
+        with _opening:  # threads share the counters
+            for number in numbers:
+                turns.append(int(reads[number % len(reads)]))
+                reads[number % len(reads)] += 1
+        return [
+            number + (turn * ranks.world_size + ranks.rank) * len(self._catalog)
+            for number, turn in zip(numbers, turns, strict=True)
+        ]
 
     def _open(self) -> _Opened:
         """Open the fetcher and steps of this process and epoch; threads share them."""
@@ -143,12 +170,30 @@ class MapDataset(ItemSteps, Dataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of ``map(rng=True)``, from 0."""
+        return int(self._epoch[0])
+
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of ``map(rng=True)``; call it before the loader starts its workers."""
-        self.epoch = check_epoch(epoch)
+        """Set the epoch of ``map(rng=True)``, also in persistent workers, before a loader is iterated.
+
+        The random numbers of a sample depend on seed, epoch, sample and the times that it was read since this call: they are the
+        same on every number of ranks and workers, and after a restart. Without this call each epoch has new ones, too.
+        """
+        self._epoch[0] = check_epoch(epoch)
+        self._epoch[1] += 1
+        if self._reads is not None:
+            self._reads.zero_()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for shared in (self._epoch, self._reads):
+            if shared is not None:  # a pickle and a deep copy have memory of their own
+                shared.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def _num_stages(self) -> int:
@@ -164,12 +209,16 @@ class MapDataset(ItemSteps, Dataset[Any]):
             )
         changed = self._copy()
         changed._pipeline = self._pipeline.then(stage)
+        if changed._reads is None and _may_draw(stage):
+            changed._reads = _new_counters(len(self._catalog))
         refuse_device_decode(changed._pipeline, "a map-style dataset")
         return changed
 
     def _copy(self) -> Self:
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__getstate__())
+        changed._epoch = shared_numbers(self.epoch, int(self._epoch[1]))
+        changed._reads = None if self._reads is None else _new_counters(len(self._catalog))
         return changed
 
 
@@ -232,6 +281,18 @@ class ShardMapDataset(MapDataset):
             StorageError: If the folder cannot be read.
         """
         return self._class_names.names
+
+
+def _may_draw(stage: Stage) -> bool:
+    """Return whether a step may use random numbers; own stages may."""
+    return stage.rng if isinstance(stage, Map) else not isinstance(stage, Decode)
+
+
+def _new_counters(samples: int) -> torch.Tensor:
+    """Return counters in shared memory, shape (min(samples, 2**21),), int32."""
+    counters = torch.zeros(min(samples, _MAX_COUNTERS), dtype=torch.int32, device="cpu")
+    counters.share_memory_()  # type: ignore[no-untyped-call]
+    return counters
 
 
 def _raise_if_error(sample: Sample | Exception) -> Sample:

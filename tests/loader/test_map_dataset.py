@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -113,12 +114,52 @@ def test_workers_read_from_s3_after_the_main_process(
     assert [int(number) for batch in loader for number in batch] == list(range(40))
 
 
-def test_random_augmentation_depends_only_on_epoch_and_number(folder: str) -> None:
-    dataset = ss.ShardMapDataset(folder, seed=3).map(lambda _, rng: float(rng.random()), rng=True)
-    first: Sequence[float] = [dataset[i] for i in (4, 5, 6)]
-    assert first == [dataset[i] for i in (4, 5, 6)] == dataset.__getitems__([4, 5, 6])
-    dataset.set_epoch(1)
-    assert dataset[4] != first[0]
+def draw(sample: Any, rng: Any) -> tuple[int, float]:
+    return label(sample), float(rng.random())
+
+
+def drawn(loader: Any) -> dict[int, float]:
+    return {int(number): value for batch in loader for number, value in batch}
+
+
+def test_random_augmentation_depends_on_epoch_number_and_times_read(folder: str) -> None:
+    dataset = ss.ShardMapDataset(folder, seed=3).decode().map(draw, rng=True)
+    first: Sequence[tuple[int, float]] = [dataset[i] for i in (4, 5, 6)]
+    again = dataset.__getitems__([4, 5, 6, 4])
+    assert len({value for _, value in [*first, *again]}) == 7
+    for epoch in (1, 0):
+        dataset.set_epoch(epoch)
+        assert (dataset.__getitems__([5, 6, 4]) == [*first[1:], first[0]]) == (epoch == 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "context", "sets_epoch"),
+    [
+        *((0, None, sets) for sets in (False, True)),
+        *((2, context, sets) for context in ("fork", "persistent") for sets in (False, True)),
+        pytest.param(1, "spawn", True, marks=pytest.mark.slow),
+    ],
+)
+def test_each_epoch_of_a_plain_loader_has_its_own_random_numbers(
+    folder: str, workers: int, context: str | None, sets_epoch: bool
+) -> None:
+    dataset = copy.deepcopy(ss.ShardMapDataset(folder)[:12].decode().map(draw, rng=True))
+    alone = ss.ShardMapDataset(folder)[:12].decode().map(draw, rng=True)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=3,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=context in ("persistent", "spawn"),
+        collate_fn=list,
+        multiprocessing_context="fork" if context == "persistent" else context,
+    )
+    for epoch in range(3):
+        if sets_epoch:
+            dataset.set_epoch(epoch)
+            alone.set_epoch(epoch)
+        assert drawn(loader) == dict(alone)  # on every number of workers
+    assert len({value for _ in range(3) for _, value in alone}) == 36
 
 
 def test_steps_that_change_counts_are_refused(dataset: ss.ShardMapDataset) -> None:

