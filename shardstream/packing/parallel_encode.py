@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -99,10 +100,10 @@ class RecordEncoder:
     ) -> tuple[str, bytes]:
         if isinstance(value, FileRef):
             read = ahead.get(value.url)
+            read = self._read(value.url) if read is None else read
             if isinstance(read, NotFoundError):
-                raise read
-            where = value.url
-            value = self._read_local(where) if read is None else read
+                raise _missing(read, value.url, where, self.storage.local_path(value.url))
+            where, value = value.url, read
         data = encode_field(field, value)
         if not is_image_field(field):
             return field, data
@@ -123,14 +124,30 @@ class RecordEncoder:
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="shardstream-read") as pool:
             return dict(zip(urls, pool.map(self._read, urls), strict=True))
 
-    def _read_local(self, url: str) -> bytes:
-        return self.storage.read(url)
-
     def _read(self, url: str) -> bytes | NotFoundError:
         try:
             return self.storage.read(url)
         except NotFoundError as error:
             return error
+
+
+def _missing(
+    error: NotFoundError, url: str, where: str, path: str | None
+) -> NotFoundError | SourceError:
+    """Return an error with the likely reason why a file is missing; ``path`` is its local one."""
+    if path is not None and os.path.islink(path):
+        target = os.readlink(path)
+        return SourceError(
+            f"a link to {target!r}, which does not exist; correct the link", shard=url
+        )
+    if "\\" in url:
+        return SourceError("not found; write paths with / instead of \\", shard=url)
+    if url != where:
+        return SourceError(
+            "not found; paths in a table are relative to its own folder: name another with root= (--root)",
+            shard=url,
+        )
+    return error
 
 
 def encode_in_order(

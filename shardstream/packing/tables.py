@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from shardstream.codecs import iter_tsv
-from shardstream.errors import OptionError, SourceError, how_to_install, plural
+from shardstream.errors import OptionError, SourceError, get_logger, how_to_install, plural
 from shardstream.storage import Storage
+
+_log = get_logger(__name__)
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILE_COLUMN = "file_name"
 """Column of the files in a table of these names, which Hugging Face's ``imagefolder`` reads."""
+_HEADER_CHARS = 1 << 16  # below the limit of csv for one cell
 _PARQUET_ROWS = 256  # at a time: rows may hold whole images
 
 
@@ -146,12 +150,25 @@ def _iter_separated(
 
 
 def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]]]:
-    reader = csv.reader(text, strict=True)
+    lines = iter(text)
+    header = next(lines, "")
+    separator = _separator(header)
+    if separator != ",":
+        _log.warning("%s: the header has no commas; columns are separated by %r", url, separator)
+    reader = csv.reader(itertools.chain([header], lines), strict=True, delimiter=separator)
     try:
         for cells in reader:
             yield reader.line_num, cells
     except csv.Error as error:
         raise SourceError(f"line {reader.line_num}: {error}", shard=url) from error
+
+
+def _separator(header: str) -> str:
+    """Return the separator of a header: a comma, unless it has none and another one makes columns."""
+    columns = (
+        (one, next(csv.reader([header[:_HEADER_CHARS]], delimiter=one), [])) for one in ",;|\t"
+    )
+    return next((one for one, names in columns if len(names) > 1), ",")
 
 
 def _iter_json(text: io.TextIOWrapper) -> Iterator[dict[str, Any] | str]:

@@ -498,6 +498,29 @@ def test_malformed_row_is_skipped_alone(
     assert [sample["txt"] for sample in ss.ShardDataset(str(tmp_path / "out"))] == [b"1", b"3"]
 
 
+@pytest.mark.parametrize("separator", [";", "|", "\t"])
+def test_separator_of_a_csv_without_commas_is_found_and_named(
+    separator: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [separator.join(["text", "label"]), separator.join(["a, b", "3"])]
+    url = put(tmp_path, {"t.csv": "\n".join(lines).encode()}) + "/t.csv"
+    (record,) = opened(url, fields={"txt": "text", "cls": "label"})
+    assert record.fields == {"txt": "a, b", "cls": 3}
+    assert f"t.csv: the header has no commas; columns are separated by {separator!r}" in caplog.text
+
+
+def test_missing_file_of_a_table_has_the_likely_reason(tmp_path: Path) -> None:
+    (tmp_path / "link.png").symlink_to("gone.png")
+    for name, message in [
+        ("link.png", r"a link to 'gone\.png', which does not exist.*row 1"),
+        ("photos\\a.png", r"write paths with / instead of .*row 1"),
+        ("a.png", r"relative to its own folder: .*--root.*row 1"),
+    ]:
+        url = put(tmp_path, {"t.jsonl": json.dumps({"file": name}).encode()}) + "/t.jsonl"
+        with pytest.raises(SourceError, match=message):
+            ss.pack(url, tmp_path / "out", fields={"png": "file"}, overwrite=True)
+
+
 def test_field_that_no_decoder_knows_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
