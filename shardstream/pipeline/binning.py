@@ -19,6 +19,7 @@ from shardstream.pipeline.stage import Run, SourceRun, State
 class _Waiting:
     item: Any
     place: int  # in the stream of this worker
+    number: int  # sample number
     state_before: State  # position of the run before this one, before this item
 
 
@@ -32,6 +33,12 @@ class BinningRun(SourceRun, ABC):
         self._read = 0  # items read so far
         self._ended = False
         self._resume: State | None = None
+        self._number = -1
+
+    @property
+    def number(self) -> int:
+        """Sample number of the last item of the batch; that of the run before would be the same for all batches at the end."""
+        return self._number
 
     @abstractmethod
     def choose_bin(self, item: Any) -> Hashable | None:
@@ -93,12 +100,15 @@ class BinningRun(SourceRun, ABC):
             self._skips.skip_or_raise(error, item)
             return None
         if name is not None:
-            self._bins.setdefault(name, []).append(_Waiting(item, place, state_before))
+            self._bins.setdefault(name, []).append(
+                _Waiting(item, place, self.source.number, state_before)
+            )
         return name
 
     def _batch_bin(self, name: Hashable) -> Any:
         waiting = self._bins.pop(name)
         self.drop_bin(name)
+        self._number = waiting[-1].number
         return self.batch([one.item for one in waiting])
 
     def _oldest(self) -> _Waiting | None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardstream.errors import OptionError, SampleError
 from shardstream.format import Sample
+from shardstream.order import derive_key
 from shardstream.pipeline.binning import BinningRun
 from shardstream.pipeline.map import find_field
 from shardstream.pipeline.stage import Context, Run, SourceRun, State
@@ -69,6 +70,11 @@ class _ConcatRun(SourceRun):
         self._state_before = source.state_dict()
         self._used = 0
         self._tokens: np.ndarray[Any, Any] | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of the row: several rows may end in one sequence, and have random numbers of their own."""
+        return derive_key(self.source.number, self._used)
 
     def __next__(self) -> Sample:
         pieces: list[tuple[np.ndarray[Any, Any], int]] = []

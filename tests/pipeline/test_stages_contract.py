@@ -144,6 +144,25 @@ def test_stage_resumes_exactly_at_every_position(stage: Stage, items: Iterable[A
     assert_resumes_exactly(lambda: stage.open(ListRun(items), context))
 
 
+def draw(item: object, generator: np.random.Generator) -> float:
+    return float(generator.random())
+
+
+@pytest.mark.parametrize(("stage", "items"), CASES.values(), ids=CASES.keys())
+def test_each_item_has_its_own_random_numbers_after_a_stage(
+    stage: Stage, items: Iterable[Any]
+) -> None:
+    context = Context(seed=3, epoch=2, global_worker=1)
+
+    def opened() -> Run:
+        run = stage.open(ListRun(items), context)
+        return Map(function=draw, rng=True).open(run, context)
+
+    drawn = list(opened())
+    assert len(set(drawn)) == len(drawn)
+    assert_resumes_exactly(opened)
+
+
 @pytest.mark.parametrize(("stage", "items"), CASES.values(), ids=CASES.keys())
 def test_close_closes_the_run_before_and_is_idempotent(stage: Stage, items: Iterable[Any]) -> None:
     source = ListRun(items)
