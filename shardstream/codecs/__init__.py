@@ -10,7 +10,7 @@ plain_values        MessagePack, CBOR, CSV; the depth of nested values
 tenbin              arrays in WebDataset's tensor format
 """
 
-from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders
+from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders, sound_peaks
 from shardstream.codecs.optional import import_extra
 from shardstream.codecs.plain_values import (
     DEPTH_LIMIT,
@@ -47,4 +47,5 @@ __all__ = [
     "encode_msgpack",
     "import_extra",
     "iter_tsv",
+    "sound_peaks",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -42,6 +43,7 @@ _SHORT_RF64 = re.compile(
 _UNKNOWN_FRAMES = 1 << 62  # of FLAC without a length
 _WRITE_AGAIN = "; write it again, e.g. with ffmpeg -i IN -c copy OUT"
 _LARGE_HEADER_BYTES = 1 << 14
+_BLOCK = 1 << 16  # samples that are read at a time, at least
 _MP3_KBITS = (
     (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
     (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
@@ -161,8 +163,40 @@ def check_audio_size(frames: int, channels: int) -> None:
         )
 
 
+def sound_peaks(data: bytes, count: int) -> np.ndarray[Any, Any]:
+    """Return the minimum and maximum of up to ``count`` parts of a sound, of the mean of its channels; one part is in memory at a time.
+
+    Returns:
+        Shape (2, n).
+
+    Raises:
+        OptionError, ValueError: As `AudioDecoder`.
+    """
+    with _opened(data) as file:
+        length = max(1, -(-file.frames // count))
+        found, frames = [], 0
+        for block in file.blocks(
+            length * max(1, _BLOCK // length), dtype="float32", always_2d=True
+        ):
+            frames += len(block)
+            mono = block.mean(axis=1)
+            starts = np.arange(0, len(mono), length)
+            found.append([np.minimum.reduceat(mono, starts), np.maximum.reduceat(mono, starts)])
+        _check_read(file, data, frames)
+        return np.concatenate(found, axis=1) if found else np.zeros((2, 1), np.float32)
+
+
 def _read(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
     """Return the samples of a file, shape (C, T), float32, and its rate."""
+    with _opened(data) as file:
+        samples = file.read(dtype="float32", always_2d=True)
+        _check_read(file, data, len(samples))
+        return samples.T, file.samplerate
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """Open a sound file, after checks of its headers and its decoded size."""
     soundfile = import_extra("soundfile", extra="audio", purpose="decoding sound")
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
@@ -174,18 +208,21 @@ def _read(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
                     f"a FLAC file without its length, as programs write it to a pipe{_WRITE_AGAIN}"
                 )
             check_audio_size(file.frames, file.channels)
-            samples = file.read(dtype="float32", always_2d=True)
-            missing = file.frames - len(samples)
-            if file.format == "MP3":
-                _check_mp3(data, len(samples))
-            _check_one_file(data)
-            if missing and (file.format != "MP3" or _declares_length(data)):  # else it is estimated
-                raise ValueError(f"{_CUT}{missing} of {missing + len(samples)} samples are missing")
-            if not len(samples) and len(data) > _LARGE_HEADER_BYTES:
-                raise ValueError(f"libsndfile finds no samples in {len(data)} bytes")
-            return samples.T, file.samplerate
+            yield file
     except soundfile.LibsndfileError as error:  # its text has the address of the BytesIO
         raise ValueError(f"libsndfile: {error.error_string}") from error
+
+
+def _check_read(file: Any, data: bytes, frames: int) -> None:
+    """Refuse a file of which libsndfile read another number of samples than it has."""
+    missing = file.frames - frames
+    if file.format == "MP3":
+        _check_mp3(data, frames)
+    _check_one_file(data)
+    if missing and (file.format != "MP3" or _declares_length(data)):  # else it is estimated
+        raise ValueError(f"{_CUT}{missing} of {missing + frames} samples are missing")
+    if not frames and len(data) > _LARGE_HEADER_BYTES:
+        raise ValueError(f"libsndfile finds no samples in {len(data)} bytes")
 
 
 def _check_one_stream(data: bytes) -> None:

@@ -24,6 +24,7 @@ from shardstream.display.notebook import (
 from shardstream.display.pictures import (
     Picture,
     image_size,
+    npz_statistics,
     render,
     render_value,
     statistics,
@@ -42,6 +43,7 @@ __all__ = [
     "image_size",
     "is_mask_array",
     "kinds_of",
+    "npz_statistics",
     "played_type",
     "render",
     "render_value",

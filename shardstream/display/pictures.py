@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +16,11 @@ import PIL.Image
 import PIL.ImageDraw
 import simplejpeg
 
-from shardstream.codecs import AudioDecoder, Video
+from shardstream.codecs import Video, sound_peaks
 from shardstream.display.field_kinds import Kind, extension, is_mask_array
 from shardstream.errors import OptionError
 from shardstream.format import PILLOW_FORMATS
-from shardstream.pipeline import BASIC, ImageDecoder, decode_jpeg
+from shardstream.pipeline import BASIC, ImageDecoder, decode_jpeg, iter_npz
 
 Array = np.ndarray[Any, Any]
 
@@ -27,9 +30,11 @@ _WAVE_COLOUR = (64, 132, 214)
 _LINE_COLOUR = (214, 120, 40)
 _SMALL_PICTURE = 256
 _SMALL_SIDE = 64  # pixel by pixel up to this side
-_DECODES = threading.Semaphore(
-    4
-)  # decoded pictures in memory: a photo of 100 megapixels takes 300 MB
+_DECODES = threading.Semaphore(4)  # fields that are decoded at a time
+_LARGE = threading.Lock()  # of these, one of over `_LARGE_BYTES`
+_LARGE_BYTES = 64 << 20
+NPZ_LIMIT_BYTES = 256 << 20
+_PIECE = 1 << 20  # numbers of an array that are converted at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +64,7 @@ def render(kind: Kind, field: str, data: bytes, side: int, *, overlay: bool = Fa
         OptionError: If the kind has no picture, or a package is missing.
         Exception: Any error of a decoder: the bytes are damaged, or too large.
     """
-    with _DECODES:
+    with _decoding(_decoded_bytes(kind, field, data)):
         if kind == "picture":
             return _photo(data, side)
         if kind == "mask":
@@ -67,12 +72,9 @@ def render(kind: Kind, field: str, data: bytes, side: int, *, overlay: bool = Fa
         if kind == "video":
             return _encoded(_fitted(PIL.Image.fromarray(_still(data)), side))
         if kind == "sound":
-            samples = AudioDecoder(mono=True)(data).samples
-            return _png(draw_waveform(peaks(samples[0], side), side))
+            return _png(draw_waveform(sound_peaks(data, side), side))
         if kind == "array":
-            value = BASIC[extension(field)](data)
-            array = next(iter(value.values())) if isinstance(value, Mapping) else value
-            array = array[0] if isinstance(array, list) else array  # of a .ten
+            array = _first_array(field, data)
             if is_mask_array(field) and np.ndim(array) == 2:
                 return _mask(array, side, overlay=overlay)
             return _png(picture_of_array(np.asarray(array), side))
@@ -101,17 +103,6 @@ def image_size(data: bytes) -> dict[str, Any]:
         }
 
 
-def peaks(samples: Array, count: int) -> Array:
-    """Return the minimum and maximum of ``count`` parts of a sound, shape (2, n).
-
-    >>> peaks(np.array([0.0, 1.0, -1.0, 0.5]), 2).tolist()
-    [[0.0, -1.0], [1.0, 0.5]]
-    """
-    count = max(1, min(count, len(samples)))
-    starts = np.arange(count) * len(samples) // count
-    return np.stack([np.minimum.reduceat(samples, starts), np.maximum.reduceat(samples, starts)])
-
-
 def draw_waveform(found: Array, side: int) -> PIL.Image.Image:
     """Draw peaks as a picture with a transparent background."""
     height = max(16, side // 2)
@@ -129,18 +120,17 @@ def draw_waveform(found: Array, side: int) -> PIL.Image.Image:
 
 def picture_of_array(array: Array, side: int) -> PIL.Image.Image:
     """Draw an array: a line, a grey or a colour picture; of more dimensions the middle of the first ones."""
-    if array.dtype.kind == "c":
-        array = np.abs(array)
-    if array.dtype.kind not in "buif" or not array.size:
+    if array.dtype.kind not in "buifc" or not array.size:
         raise OptionError(f"an array of {array.dtype} and shape {array.shape} has no picture")
     while array.ndim > 3 or (array.ndim == 3 and not _is_colour(array)):
         array = array[array.shape[0] // 2]
     if array.ndim <= 1:
-        return _line(array.reshape(-1).astype(np.float64), side)
+        line = array.reshape(-1)
+        return _line(_real(line[np.arange(side) * len(line) // side]).astype(np.float64), side)
     if array.ndim == 3 and array.shape[-1] not in (1, 3, 4):
         array = np.moveaxis(array, 0, -1)
     steps = [max(1, length // (2 * side)) for length in array.shape[:2]]
-    pixels = _to_bytes(array[:: steps[0], :: steps[1]])
+    pixels = _to_bytes(_real(array[:: steps[0], :: steps[1]]))
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
     image = PIL.Image.fromarray(np.ascontiguousarray(pixels))
@@ -161,24 +151,81 @@ def statistics(array: Array) -> dict[str, Any]:
     }
     if array.dtype.kind not in "buif" or not array.size:
         return found
-    numbers = array.astype(np.float64, copy=False).ravel()
-    finite = numbers[np.isfinite(numbers)]
-    found["not_finite"] = int(numbers.size - finite.size)
-    if finite.size:
+    count, zeros, total, low, high = 0, 0, 0.0, math.inf, -math.inf
+    for piece in _finite_pieces(array):
+        count, zeros = count + piece.size, zeros + int((piece == 0).sum())
+        low, high = float(piece.min(initial=low)), float(piece.max(initial=high))
+        total += float(piece.sum())
+    found["not_finite"] = array.size - count
+    if count:
+        bars, squares = np.zeros(24, np.int64), 0.0
+        for piece in _finite_pieces(array):
+            bars += np.histogram(piece, bins=24, range=(low, high))[0]
+            squares += float(np.square(piece - total / count).sum())
         found |= {
-            "min": float(finite.min()),
-            "max": float(finite.max()),
-            "mean": float(finite.mean()),
-            "std": float(finite.std()),
-            "zeros": int((finite == 0).sum()),
+            "min": low,
+            "max": high,
+            "mean": total / count,
+            "std": math.sqrt(squares / count),
+            "zeros": zeros,
+            "histogram": bars.tolist(),
         }
-        counts, _ = np.histogram(finite, bins=24)
-        found["histogram"] = counts.tolist()
-    if array.dtype.kind in "bui":
-        distinct = np.unique(array.ravel()[: 1 << 20])
-        if len(distinct) <= 20 and array.size <= 1 << 20:
+    if array.dtype.kind in "bui" and array.size <= _PIECE:
+        distinct = np.unique(array)
+        if len(distinct) <= 20:
             found["values"] = distinct.tolist()
     return found
+
+
+def npz_statistics(data: bytes) -> dict[str, dict[str, Any]]:
+    """Return the `statistics` of each array of a ``.npz`` file, of which one is in memory at a time.
+
+    Raises:
+        Exception: Any error of the decoder: the bytes are damaged, or the arrays over `NPZ_LIMIT_BYTES`.
+    """
+    with _decoding(_decoded_bytes("array", "npz", data)):
+        arrays = iter_npz(data, limit_bytes=NPZ_LIMIT_BYTES)
+        return {name: statistics(array) for name, array in arrays}
+
+
+def _finite_pieces(array: Array) -> Iterator[Array]:
+    """Yield the finite numbers of an array as float64, some at a time."""
+    flat = array.ravel(order="K")
+    for start in range(0, flat.size, _PIECE):
+        numbers = flat[start : start + _PIECE].astype(np.float64)
+        yield numbers[np.isfinite(numbers)]
+
+
+@contextmanager
+def _decoding(size: int) -> Iterator[None]:
+    """Wait until a field may take so many bytes of memory."""
+    with _LARGE if size > _LARGE_BYTES else nullcontext(), _DECODES:
+        yield
+
+
+def _decoded_bytes(kind: Kind, field: str, data: bytes) -> int:
+    """Return about how many bytes a field takes once decoded, by its header; those of a damaged one are its own."""
+    try:
+        if kind in ("picture", "mask"):
+            size = image_size(data)
+            return 4 * int(size["width"]) * int(size["height"])
+        if kind == "array" and extension(field) == "npz":
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                return sum(entry.file_size for entry in archive.infolist())
+    except Exception:  # noqa: BLE001  (the decoder raises it again, for the page to show)
+        return len(data)
+    return len(data)
+
+
+def _first_array(field: str, data: bytes) -> Any:
+    if extension(field) == "npz":
+        return next(iter_npz(data, limit_bytes=NPZ_LIMIT_BYTES))[1]
+    value = BASIC[extension(field)](data)
+    return value[0] if isinstance(value, list) else value  # of a .ten
+
+
+def _real(array: Array) -> Array:
+    return np.abs(array) if array.dtype.kind == "c" else array
 
 
 def _photo(data: bytes, side: int) -> Picture:
@@ -195,6 +242,10 @@ def _photo(data: bytes, side: int) -> Picture:
             opened.draft("RGB", (side, side))
         opened.load()
         image: PIL.Image.Image = opened
+        if image.mode not in ("L", "RGB") and 4 * image.width * image.height > _LARGE_BYTES:
+            image.thumbnail(
+                (2 * side, 2 * side), PIL.Image.Resampling.NEAREST
+            )  # before a conversion
         if image.mode.startswith(("I", "F")):
             return _png(picture_of_array(np.asarray(image), side))
         if image.mode in ("P", "PA"):
@@ -248,9 +299,8 @@ def _line(numbers: Array, side: int) -> PIL.Image.Image:
     image = PIL.Image.new("RGBA", (side, height))
     finite = np.where(np.isfinite(numbers), numbers, 0.0)
     low, high = float(finite.min()), float(finite.max())
-    at = np.arange(side) * len(finite) // side
     scale = (height - 3) / (high - low) if high > low else 0.0
-    points = [(x, height - 2 - (float(finite[n]) - low) * scale) for x, n in enumerate(at.tolist())]
+    points = [(x, height - 2 - (value - low) * scale) for x, value in enumerate(finite.tolist())]
     PIL.ImageDraw.Draw(image).line(points, fill=_LINE_COLOUR, width=2)
     return image
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -27,6 +27,8 @@ PAGED_KIND = "shardstream-paged-index-v1"
 PAGE_SHARDS = 1024
 MAX_LISTED_SHARDS = 4096
 """A manifest of more shards is written in pages."""
+PAGE_LIMIT_BYTES = 16 << 20
+"""More than 1,024 shards with the longest names take."""
 _PAGES_NAME = re.compile(r"index-pages-[0-9a-f]{16}\.jsonl")
 _HEX = re.compile(r"[0-9a-f]+")
 _REMEDY = "run 'shardstream index' to write it again"
@@ -241,8 +243,15 @@ def decode_page(
     return page
 
 
-def decode_pages(data: bytes, manifest: PagedManifest, *, url: str) -> tuple[ShardInfo, ...]:
-    """Read all pages; the shards have relative URLs.
+def decode_pages(
+    read: Callable[[int, int], bytes], manifest: PagedManifest, *, url: str
+) -> tuple[ShardInfo, ...]:
+    """Read all pages, one after the other; the shards have relative URLs.
+
+    Args:
+        read: Returns the bytes from one offset of the file of pages to another.
+        manifest: The decoded ``index.json``.
+        url: Its URL, for messages.
 
     Raises:
         ManifestError: If they do not match the manifest.
@@ -250,12 +259,13 @@ def decode_pages(data: bytes, manifest: PagedManifest, *, url: str) -> tuple[Sha
     shards: list[ShardInfo] = []
     counts = np.diff(manifest.firsts).tolist()
     for number, (start, end) in enumerate(pairwise(manifest.ends.tolist())):
-        if hashlib.sha256(data[start:end]).hexdigest() != manifest.digests[number]:
+        data = read(start, end)
+        if hashlib.sha256(data).hexdigest() != manifest.digests[number]:
             raise ManifestError("its pages do not match index.json", remedy=_REMEDY, shard=url)
         left = manifest.num_shards - len(shards)
         nshards = min(manifest.page_shards, left)
         page = decode_page(
-            data[start:end],
+            data,
             nshards=nshards,
             nsamples=counts[number],
             url=url,
@@ -299,6 +309,11 @@ def _decode_paged(document: Mapping[str, Any]) -> PagedManifest:
     count = -(-num_shards // page_shards)
     lengths = {len(manifest.ends) - 1, len(manifest.firsts) - 1}
     _require(lengths | {len(manifest.first_names), len(manifest.digests)} == {count}, "pages")
+    longest = int(np.diff(manifest.ends).max())
+    _require(
+        longest <= PAGE_LIMIT_BYTES,
+        f"a page of {longest:,} bytes, the limit is {PAGE_LIMIT_BYTES:,}",
+    )
     _require(is_pages_name(manifest.pages_name), "url")
     _require(_are_plain(manifest.first_names), "first")
     _require(all(map(_is_hex, manifest.digests)), "sha256")

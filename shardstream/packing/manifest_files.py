@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from shardstream.errors import ManifestError, NotFoundError
 from shardstream.format import (
@@ -44,6 +45,6 @@ def read_manifest_shards(folder: OutputFolder) -> tuple[ShardInfo, ...]:
         manifest = decode_manifest(folder.read(MANIFEST_NAME), url=url)
         if isinstance(manifest, Manifest):
             return tuple(manifest.shards)
-        return decode_pages(folder.read(manifest.pages_name), manifest, url=url)
+        return decode_pages(partial(folder.read, manifest.pages_name), manifest, url=url)
     except (ManifestError, NotFoundError):
         return ()

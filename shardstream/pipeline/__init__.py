@@ -36,6 +36,7 @@ from shardstream.pipeline.decode import (
     decode_gzip,
     decode_npy,
     decode_npz,
+    iter_npz,
 )
 from shardstream.pipeline.encoded_image import (
     DEVICE_SPECS,
@@ -193,6 +194,7 @@ __all__ = [
     "group_by_window",
     "has_only_pixels",
     "installed_decoders",
+    "iter_npz",
     "keep_fields",
     "like_tuple",
     "open_sequential_source",

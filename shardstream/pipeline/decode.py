@@ -6,7 +6,7 @@ import gzip
 import io
 import math
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -147,15 +147,18 @@ def decode_npy_column(files: list[bytes]) -> list[np.ndarray[Any, Any]] | np.nda
 
 def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
     """Decode a ``.npz`` file to its arrays by name; pickles, contents over 1 GiB and over 65,536 arrays are refused."""
+    return dict(iter_npz(data, limit_bytes=INFLATED_LIMIT_BYTES))
+
+
+def iter_npz(data: bytes, *, limit_bytes: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield the arrays of a ``.npz`` file with their names, one in memory at a time; contents over the limit are refused before."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         if len(entries) > FIELDS_LIMIT:
             raise ValueError(f"{len(entries)} arrays, the limit is {FIELDS_LIMIT}")
-        _check_inflated(sum(entry.file_size for entry in entries))
-        return {
-            entry.filename.removesuffix(".npy"): decode_npy(_read_entry(archive, entry))
-            for entry in entries
-        }
+        _check_inflated(sum(entry.file_size for entry in entries), limit_bytes)
+        for entry in entries:
+            yield entry.filename.removesuffix(".npy"), decode_npy(_read_entry(archive, entry))
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
@@ -174,13 +177,13 @@ def decode_gzip(data: bytes) -> bytes:
         while piece := stream.read(_PIECE_BYTES):
             pieces.append(piece)
             size += len(piece)
-            _check_inflated(size)
+            _check_inflated(size, INFLATED_LIMIT_BYTES)
     return b"".join(pieces)
 
 
-def _check_inflated(size: int) -> None:
-    if size > INFLATED_LIMIT_BYTES:
-        raise ValueError(f"it unpacks to {size} bytes or more, the limit is {INFLATED_LIMIT_BYTES}")
+def _check_inflated(size: int, limit_bytes: int) -> None:
+    if size > limit_bytes:
+        raise ValueError(f"it unpacks to {size} bytes or more, the limit is {limit_bytes}")
 
 
 def decode_json(data: bytes) -> Any:

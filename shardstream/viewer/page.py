@@ -18,6 +18,7 @@ from shardstream.display import (
     image_size,
     is_mask_array,
     kinds_of,
+    npz_statistics,
     played_type,
     statistics,
 )
@@ -232,6 +233,8 @@ def _value_details(name: str, kind: Kind, data: bytes) -> dict[str, Any]:
         return {"text": data[:64].hex(" ") + more, "is_bytes": True}
     if kind == "text":
         return describe_value(data.decode("utf-8"))
+    if extension(name) == "npz":
+        return {"arrays": npz_statistics(data)}
     value = decoder(data) if decoder is not None else data
     found = describe_value(value)
     if kind == "json":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from shardstream.process_memory import tune_worker_process
 from shardstream.viewer.app import Viewer, build_app
 from shardstream.viewer.guard import TOKEN, Address, Guard, allowed_names
 from shardstream.viewer.session import ViewOptions
@@ -30,6 +31,7 @@ def serve(options: ViewOptions, address: Address, say: Callable[[str], None]) ->
         ShardStreamError: If the dataset cannot be opened.
         OSError: If the port is taken.
     """
+    tune_worker_process()  # else each thread keeps the memory of the largest picture that it drew
     viewer = Viewer(options)
     warming = threading.Thread(
         target=viewer.session.warm_up, name="shardstream-view-warm", daemon=True

@@ -292,6 +292,7 @@ def damaged(folder: str, change: Any) -> str:
         lambda d: d["pages"]["sha256"].pop(),
         lambda d: d["pages"]["nsamples"].reverse(),
         lambda d: d["pages"]["ends"].append(1),
+        lambda d: d["pages"]["ends"].__setitem__(-1, 20 << 30),
         lambda d: d["pages"]["ends"].__setitem__(0, -1),
         lambda d: d["pages"]["ends"].__setitem__(0, 1e3),
         lambda d: d["pages"]["first"].__setitem__(0, "../000000.tar"),
