@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
+from weakref import WeakSet
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -79,6 +80,9 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self._length: int | None = None
         # Epoch and number of `set_epoch` calls, in shared memory so that persistent workers see them.
         self._epoch = shared_numbers(0, 0)
+        # Datasets chained from this one follow its epoch. Their parent is held, so that they are found while they are used.
+        self._parent: StreamDataset | None = None
+        self._children: WeakSet[StreamDataset] = WeakSet()
 
     @property
     def placement(self) -> Placement:
@@ -117,13 +121,15 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         return int(self._epoch[1])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, also in persistent workers and in a `ShardLoader`.
+        """Set the epoch of the next iteration, also in persistent workers, in a `ShardLoader`, and in datasets chained from this one.
 
         Raises:
             OptionError: If it is not an integer from 0 to 2**31 - 1.
         """
         self._epoch[0] = check_epoch(epoch)
         self._epoch[1] += 1
+        for child in list(self._children):
+            child.set_epoch(epoch)
 
     def __iter__(self) -> WorkerIterator:
         refuse_device_decode(self.pipeline, "a dataset without ShardLoader")
@@ -167,7 +173,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         return catalog_html(type(self).__name__, source.catalog, numbers, self.pipeline)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
+        state = self.__dict__ | {"_parent": None, "_children": None}
         if get_spawning_popen() is not None:
             # pickled for a spawned worker, which has no process group to detect its rank; a spawned rank has one
             is_of_parent = self.given_placement is None or self._is_placement_of_parent
@@ -176,6 +182,11 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
                 "_is_placement_of_parent": is_of_parent,
             }
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._children = WeakSet()
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # a pickle and a deep copy have memory of their own
 
     def with_length(self, length: int) -> Self:
         """Set the ``len`` of a dataset of unknown length, in items, also for a `ShardLoader`.
@@ -205,7 +216,13 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     def _copy(self) -> Self:
         changed = copy.copy(self)
         changed._epoch = shared_numbers(self.epoch, 0)
+        changed.follow_epoch(self)
         return changed
+
+    def follow_epoch(self, parent: StreamDataset) -> None:
+        """Follow later calls of the parent's `set_epoch`."""
+        self._parent = parent
+        parent._children.add(self)
 
 
 class CatalogDataset(StreamDataset):

@@ -93,6 +93,7 @@ class JoinDataset(StreamDataset):
         super().__init__(pipeline, first.given_placement)
         self._first = first
         self._epoch = shared_numbers(first.epoch, 0)
+        self.follow_epoch(first)
 
     @property
     def classes(self) -> tuple[str, ...] | None:

@@ -242,6 +242,7 @@ class BatchDataset(IterableDataset[Any]):
         self.indexed_source = self.indexed_source.with_options(**order)
         dataset = copy.copy(self.source_dataset)
         dataset.pipeline = replace(dataset.pipeline, source=self.indexed_source)
+        dataset.follow_epoch(self.source_dataset)
         self.source_dataset = dataset
 
     def order(self, epoch: int) -> EpochOrder:

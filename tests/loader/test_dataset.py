@@ -182,6 +182,29 @@ def test_persistent_workers_of_a_plain_loader_follow_the_epoch(folder: str) -> N
     assert list(loader) == first
 
 
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
+def test_persistent_workers_follow_the_epoch_of_a_copied_dataset(folder: str, travel: Any) -> None:
+    dataset = travel(ss.ShardDataset(folder, shuffle=True, microbatch=8).decode())
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=8, num_workers=1, persistent_workers=True, collate_fn=len_and_keys
+    )
+    first = list(loader)
+    dataset.set_epoch(1)
+    assert list(loader) != first
+
+
+def test_datasets_chained_from_a_dataset_follow_its_epoch(folder: str) -> None:
+    parent = ss.ShardDataset(folder, shuffle=True)
+    chained = parent.decode().with_length(50)  # nothing else holds the one between
+    loader = ss.ShardLoader(chained, batch_size=8)
+    parent.set_epoch(3)
+    assert (chained.epoch, loader.epoch) == (3, 3)
+    chained.set_epoch(5)
+    assert (parent.epoch, chained.epoch) == (3, 5)
+    parent.set_epoch(3)
+    assert chained.epoch == 3
+
+
 def len_and_keys(samples: list[dict[str, Any]]) -> list[str]:
     return [sample["__key__"] for sample in samples]
 
