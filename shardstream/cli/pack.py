@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -150,6 +151,14 @@ _SkipErrors = Annotated[
         help="Leave out files and rows that cannot be packed, and list them.",
     ),
 ]
+_Report = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Write a line of JSON, with its place and the reason, for each file or row that --skip-errors leaves out.",
+        show_default=False,
+    ),
+]
 
 
 def pack(  # noqa: PLR0913  (the options of a command)
@@ -179,6 +188,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     name: Name = "",
     overwrite: Overwrite = False,
     skip_errors: _SkipErrors = False,
+    report: _Report = None,
     option: StorageOption = None,
     source_option: SourceOption = None,
 ) -> None:
@@ -200,7 +210,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
     with report_interruption(), job_bar("packing") as progress:
-        report = ss.pack(
+        packed = ss.pack(
             source,
             dest,
             kind=kind,
@@ -226,7 +236,9 @@ def pack(  # noqa: PLR0913  (the options of a command)
             progress=progress,
             **parse_stores(option, source_option),
         )
-    _show(report, part)
+    if report is not None:
+        _write_skips(packed, report)
+    _show(packed, part)
 
 
 def _executor_options(
@@ -293,12 +305,22 @@ def parse_mapping(items: list[str] | None) -> dict[str, str]:
     return fields
 
 
+def _write_skips(report: PackReport, path: str) -> None:
+    from shardstream.storage import Storage, publish_bytes  # noqa: PLC0415  (as above)
+
+    lines = [json.dumps({"where": one.where, "reason": one.reason}) for one in report.skipped]
+    publish_bytes(Storage(), path, "".join(f"{line}\n" for line in lines).encode())
+
+
 def _show(report: PackReport, part: str | None) -> None:
     """Print the result, and the command to check or publish it."""
     for skip in report.skipped[:_SKIPS_SHOWN]:
         typer.echo(f"skipped: {printable(skip.reason)}", err=True)
     if len(report.skipped) > _SKIPS_SHOWN:
-        typer.echo(f"skipped: {len(report.skipped) - _SKIPS_SHOWN:,} more", err=True)
+        typer.echo(
+            f"skipped: {len(report.skipped) - _SKIPS_SHOWN:,} more; --report PATH lists all",
+            err=True,
+        )
     skipped = f", {len(report.skipped):,} skipped" if report.skipped else ""
     if report.kept:
         typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run that was stopped")

@@ -87,7 +87,12 @@ def test_broken_table_rows_are_reported_or_skipped(
     ]
     assert main(command) == 1
     assert "row 2" in capsys.readouterr().err
-    assert main([*command, "--skip-errors", "--key", "{n}", "--max-bytes", "1MB"]) == 0
+    skips = tmp_path / "skipped.jsonl"
+    skipping = [*command, "--skip-errors", "--report", str(skips)]
+    assert main([*skipping, "--key", "{n}", "--max-bytes", "1MB"]) == 0
+    lines = [json.loads(line) for line in skips.read_text().splitlines()]
+    assert [line["where"] for line in lines] == [f"{table}, row 2", f"{table}, row 3"]
+    assert "a whole number" in lines[1]["reason"]
     said = capsys.readouterr()
     assert "2 skipped" in said.out
     assert said.err.count("skipped:") == 2
