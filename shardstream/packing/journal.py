@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -136,10 +137,11 @@ class Journal:
             StorageError: If one has, or the journal was deleted or cannot be read.
         """
         name = journal_name(0)
-        try:
-            owner = json.loads(self.folder.read(name))["run"]
-        except (NotFoundError, *_MALFORMED):
-            owner = None
+        owner = None
+        with suppress(NotFoundError):
+            data = self.folder.read(name)
+            with suppress(*_MALFORMED):
+                owner = json.loads(data)["run"]
         if owner is None:
             raise StorageError(
                 "the journal of this pack or ShardWriter was deleted, by another one that has ended or by hand; "

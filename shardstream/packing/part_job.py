@@ -233,11 +233,15 @@ class PartTask:
     def _finished_before(self, folder: OutputFolder) -> dict[str, JSON] | None:
         """Return the record of an earlier run of this part whose shards are in place."""
         try:
-            document = json.loads(folder.read(part_record_name(self.number)))
+            data = folder.read(part_record_name(self.number))
+        except NotFoundError:
+            return None
+        try:
+            document = json.loads(data)
             if document["run"] != self.run_id:
                 return None
             result = PartResult.decode(document)
-        except (NotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError):
             return None
         storage = Storage(self.storage_options)
         names = ShardNames(folder=self.folder, template="")

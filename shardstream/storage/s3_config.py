@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from shardstream.errors import OptionError
+
 _CREDENTIALS_LAST = timedelta(minutes=10)  # obstore renews them five minutes before
 # Without effect on reading ranges.
 _IDLE = frozenset(
@@ -108,6 +110,7 @@ def parse_s3_options(
         read_timeout_s: Limit of the time without a byte.
 
     Raises:
+        OptionError: If the endpoint is no URL, or a value has a control character, which would end a line of the request.
         Exception: An error of botocore, if a profile does not exist.
     """
     client = options.get("client_kwargs") or {}
@@ -127,9 +130,16 @@ def parse_s3_options(
     endpoint = find_endpoint(options, variables) or profile.get("endpoint_url")
     if endpoint and style == "virtual":
         return None
+    region = find_region(options, variables) or profile.get("region") or "us-east-1"
+    _check_printable(region=region, endpoint=endpoint)
+    if endpoint and not endpoint.lower().startswith(("http://", "https://")):
+        raise OptionError(
+            f"the endpoint of S3 is a URL, not {endpoint!r}; begin AWS_ENDPOINT_URL, or endpoint_url, "
+            "with http:// or https://"
+        )
     read_s = float(config.get("read_timeout") or read_timeout_s)
     return S3Settings(
-        region=find_region(options, variables) or profile.get("region") or "us-east-1",
+        region=region,
         endpoint=endpoint,
         credentials=_credentials(options, variables),
         anonymous=bool(options.get("anon")),
@@ -223,6 +233,7 @@ def _credentials(options: Mapping[str, Any], variables: Mapping[str, str]) -> Cr
         )
         token = variables.get("AWS_SESSION_TOKEN")
     if key and secret:
+        _check_printable(access_key_id=key, secret_access_key=secret, token=token)
         fixed = {
             "access_key_id": key,
             "secret_access_key": secret,
@@ -233,6 +244,15 @@ def _credentials(options: Mapping[str, Any], variables: Mapping[str, str]) -> Cr
     if importlib.util.find_spec("botocore") is None:
         return None
     return _FromBotocore(_session(options))
+
+
+def _check_printable(**values: str | None) -> None:
+    for name, value in values.items():
+        if value is not None and not value.isprintable():
+            raise OptionError(
+                f"the {name} of S3 has a control character, such as a line end; remove it from the AWS variable "
+                "or the storage options"
+            )
 
 
 class _FromBotocore:
@@ -248,9 +268,10 @@ class _FromBotocore:
         if found is None:
             raise NoCredentialsError
         frozen = found.get_frozen_credentials()
-        return {
+        credentials = {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
         }
+        _check_printable(**credentials)
+        return credentials | {"expires_at": datetime.now(UTC) + _CREDENTIALS_LAST}

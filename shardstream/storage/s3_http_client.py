@@ -139,20 +139,29 @@ class S3HttpReader:
 
 
 def _receive_head(connection: socket.socket) -> _Head:
-    """Receive status and headers.
+    """Receive status and headers of the answer, after any that only announce it (100 Continue, 103 Early Hints).
 
     Raises:
         OSError: If the connection ends before, or they are not those of an HTTP response.
     """
-    data = b""
-    while (size := data.find(_END)) < 0:
-        more = connection.recv(_RECEIVE_BYTES)
-        if not more:
-            raise ConnectionResetError("the server closed the connection without a response")
-        data += more
-        if len(data) > _HEAD_BYTES:
-            raise OSError(f"no end of the response's headers in {_HEAD_BYTES} bytes")
-    first, *lines = data[:size].decode("latin-1").split("\r\n")
+    data, received = b"", 0
+    while True:
+        while (size := data.find(_END)) < 0:
+            more = connection.recv(_RECEIVE_BYTES)
+            if not more:
+                raise ConnectionResetError("the server closed the connection without a response")
+            data += more
+            received += len(more)
+            if received > _HEAD_BYTES:
+                raise OSError(f"no end of the response's headers in {_HEAD_BYTES} bytes")
+        head = _parse_head(data[:size], data[size + len(_END) :])
+        if head.status >= 200 or head.status == 101:
+            return head
+        data = head.rest
+
+
+def _parse_head(data: bytes, rest: bytes) -> _Head:
+    first, *lines = data.decode("latin-1").split("\r\n")
     version, _, text = first.partition(" ")
     if not version.startswith("HTTP/1.") or not text[:3].isdigit():
         raise OSError(f"not a response of HTTP/1.1: {first[:80]!r}")
@@ -160,7 +169,7 @@ def _receive_head(connection: socket.socket) -> _Head:
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
     if version == "HTTP/1.0":
         headers["connection"] = "close"
-    return _Head(int(text[:3]), text, headers, data[size + len(_END) :])
+    return _Head(int(text[:3]), text, headers, rest)
 
 
 def _check_head(

@@ -155,6 +155,14 @@ def test_paused_writer_publishes_nothing_after_another_has_finished(remote: str)
     assert len(ss.ShardDataset(remote)) == 12
 
 
+def test_error_of_a_storage_option_is_not_told_as_a_deleted_journal(
+    s3: S3Server, bucket: str
+) -> None:
+    options = s3.storage_options | {"s3_client": "http", "s3_additional_kwargs": {}}
+    with pytest.raises(ss.OptionError, match="s3_client='http' cannot read this"):
+        ss.pack([{"txt": "a"}], f"{bucket}/{uuid.uuid4().hex}", storage_options=options)
+
+
 def test_displaced_pack_keeps_the_journal_of_the_other(remote: str) -> None:
     first = ss.ShardWriter(remote)
     second = ss.ShardWriter(remote)  # nothing has been written, so it may continue

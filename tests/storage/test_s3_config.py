@@ -11,6 +11,7 @@ import s3fs
 
 from shardstream.errors import AccessDeniedError, OptionError
 from shardstream.storage import Storage, complete_s3fs_options, parse_s3_options, publish_bytes
+from tests.raw_server import raw_server
 from tests.servers import S3Server
 
 KEYS = {"key": "k", "secret": "s"}
@@ -196,6 +197,41 @@ def test_profile_that_does_not_exist_is_reported(
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(AccessDeniedError, match=r"no credentials; .*nobody"):
         Storage({"s3_client": client}).read("s3://b/a.tar", 0, 1)
+
+
+@pytest.mark.parametrize("client", [None, "s3fs", "obstore", "http"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_ACCESS_KEY_ID", "some\n"),
+        ("AWS_SECRET_ACCESS_KEY", "thing\r"),
+        ("AWS_SESSION_TOKEN", "session\r\nx-other: 1"),
+        ("AWS_REGION", "eu-x\n"),
+    ],
+)
+def test_control_character_in_a_credential_is_refused_before_a_request(
+    client: str | None, name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(variable, "some")
+    monkeypatch.setenv(name, value)
+    with raw_server(lambda _: b"") as server:
+        storage = Storage({"endpoint_url": server.url} | ({"s3_client": client} if client else {}))
+        with pytest.raises(OptionError, match="has a control character") as caught:
+            storage.read("s3://b/a.tar", 0, 1)
+    assert not server.requests
+    assert value.strip() not in str(caught.value)
+
+
+@pytest.mark.parametrize("client", [None, "s3fs", "obstore", "http"])
+def test_endpoint_without_its_protocol_is_refused_at_once(
+    client: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9000")
+    storage = Storage(KEYS | ({"s3_client": client} if client else {}))
+    for call in (storage.read, storage.info, storage.exists):
+        with pytest.raises(OptionError, match=r"not '127.0.0.1:9000'; begin AWS_ENDPOINT_URL"):
+            call("s3://b/a.tar")
 
 
 @pytest.mark.parametrize(

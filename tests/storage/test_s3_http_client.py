@@ -82,6 +82,14 @@ def test_connection_is_kept_only_where_it_is_at_the_end_of_a_response(
     assert counts == requests
 
 
+def test_answer_after_early_hints_is_read() -> None:
+    hints = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
+    with server(*[hints + OK + b"\r\nabcd"] * 2) as (endpoint, counts):
+        storage = open_storage(endpoint)
+        assert [storage.read("s3://b/a", 2, 6) for _ in range(2)] == [b"abcd"] * 2
+    assert counts == [2]
+
+
 @pytest.mark.parametrize(
     ("response", "message"),
     [
@@ -90,6 +98,7 @@ def test_connection_is_kept_only_where_it_is_at_the_end_of_a_response(
         (OK.replace(b"Length: 4", b"Type: x") + b"\r\nabcd", "Content-Length Header missing"),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "not a response of HTTP/1.1"),
         (b"HTTP/1.1 206 OK\r\n" + b"a: b\r\n" * 20_000, "no end of the response's headers"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 5000, "no end of the response's headers"),
         (b"", "the connection broke off"),
         (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "307"),
         (b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", "access refused"),
