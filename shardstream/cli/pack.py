@@ -233,12 +233,9 @@ def pack(  # noqa: PLR0913  (the options of a command)
             **_executor_options(processes, part, ray=ray, ray_address=ray_address),
             overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",
-            progress=progress,
-            **parse_stores(option, source_option),
+            **{"progress": progress, **parse_stores(option, source_option)},
         )
-    if report is not None:
-        _write_skips(packed, report)
-    _show(packed, part)
+    _show(packed, part, skips_path=report)
 
 
 def _executor_options(
@@ -312,8 +309,10 @@ def _write_skips(report: PackReport, path: str) -> None:
     publish_bytes(Storage(), path, "".join(f"{line}\n" for line in lines).encode())
 
 
-def _show(report: PackReport, part: str | None) -> None:
-    """Print the result, and the command to check or publish it."""
+def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> None:
+    """Print the result, and the command to check or publish it; write the skipped records."""
+    if skips_path is not None:
+        _write_skips(report, skips_path)
     for skip in report.skipped[:_SKIPS_SHOWN]:
         typer.echo(f"skipped: {printable(skip.reason)}", err=True)
     if len(report.skipped) > _SKIPS_SHOWN:
