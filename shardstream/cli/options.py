@@ -36,7 +36,10 @@ StorageOption = Annotated[
     ),
 ]
 Threads = Annotated[
-    int, typer.Option(min=1, max=256, metavar="N", help="Shards to read concurrently.")
+    int | None,
+    typer.Option(
+        min=1, max=256, metavar="N", help="Shards to read concurrently.", show_default="4"
+    ),
 ]
 
 Dest = Annotated[

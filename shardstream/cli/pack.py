@@ -136,7 +136,10 @@ _Masks = Annotated[
     ),
 ]
 _Quality = Annotated[
-    int, typer.Option(min=1, max=100, help="Quality of re-encoded JPEG and WebP images.")
+    int | None,
+    typer.Option(
+        min=1, max=100, help="Quality of re-encoded JPEG and WebP images.", show_default="90"
+    ),
 ]
 _Processes = Annotated[
     int,
@@ -180,7 +183,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     max_side: _MaxSide = None,
     image_format: _ImageFormat = None,
     masks: _Masks = None,
-    quality: _Quality = 90,
+    quality: _Quality = None,
     processes: _Processes = 1,
     part: Part = None,
     ray: Ray = False,

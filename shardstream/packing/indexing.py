@@ -42,6 +42,7 @@ from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
     ProgressMeter,
     ShardScanner,
+    check_threads,
     run_shard_tasks,
 )
 from shardstream.packing.source import fingerprint_of
@@ -159,7 +160,7 @@ def index(  # noqa: PLR0913  (the public door)
     columns: str | Sequence[str] | Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
-    threads: int = 4,
+    threads: int | None = None,
     name: str = "",
     members: bool = False,
     progress: ProgressFunction | None = None,
@@ -181,7 +182,7 @@ def index(  # noqa: PLR0913  (the public door)
             are fields of one whole number or text, and bools, numbers and text in fields of JSON. ``"__key__"`` writes the keys only.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
-        threads: Tars to read at a time; each takes about 4 MiB of memory (remote: 32 MiB).
+        threads: Tars to read at a time, by default 4; each takes about 4 MiB of memory (remote: 32 MiB).
         name: Name of the dataset; by default the one in a manifest that is there already.
         members: Also write ``NAME.idx``, the text index of NVIDIA DALI with the place of each field: readers of remote shards then fetch the fields
             of ``fields=`` only, where samples are larger than 512 KiB.
@@ -199,6 +200,7 @@ def index(  # noqa: PLR0913  (the public door)
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written, or a pack or `ShardWriter` replaces the dataset meanwhile.
     """
+    check_threads(threads, executor)
     if (
         executor is not None or to is not None
     ):  # processes may have another current folder, and the manifest is elsewhere
@@ -245,7 +247,10 @@ def index(  # noqa: PLR0913  (the public door)
 
 
 def _scan_all(
-    tasks: Sequence[IndexShard], executor: Executor | None, meter: ProgressMeter, threads: int
+    tasks: Sequence[IndexShard],
+    executor: Executor | None,
+    meter: ProgressMeter,
+    threads: int | None,
 ) -> dict[IndexShard, Mapping[str, JSON]]:
     """Run all tasks; return their results in the order of the tasks."""
     found: dict[int, Mapping[str, JSON]] = {}

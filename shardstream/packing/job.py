@@ -28,7 +28,7 @@ from shardstream.packing.journal import NumberedSkip, Task
 from shardstream.packing.pack_parts import pack_in_parts
 from shardstream.packing.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order
-from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
+from shardstream.packing.report import PackReport, Progress, Skip, SplitReport, skipped_before_error
 from shardstream.packing.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
@@ -62,11 +62,11 @@ def pack(  # noqa: PLR0913  (public door)
     allow: Sequence[str] = (),
     classes: AnyClasses | None = None,
     max_side: int | None = None,
-    quality: int = DEFAULT_QUALITY,
+    quality: int | None = None,
     image_format: str | None = None,
     masks: Sequence[str] | None = None,
     columns: str | Sequence[str] | Mapping[str, str] | None = None,
-    processes: int = 1,
+    processes: int | None = None,
     executor: Executor | None = None,
     overwrite: bool = False,
     on_error: Literal["raise", "skip"] = "raise",
@@ -103,12 +103,12 @@ def pack(  # noqa: PLR0913  (public door)
             dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for
             ``out/val``), else those of the sorted names. For a table: the names are in the column of the field ``cls``.
         max_side: Make larger images smaller: the longest side in pixels.
-        quality: Quality of JPEG and WebP that are encoded again, 1 to 100.
+        quality: Quality of JPEG and WebP that are encoded again because of ``max_side`` or ``image_format``, 1 to 100; by default 90.
         image_format: Turn all images but masks into "jpg", "png" or "webp".
         masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
-        processes: Processes that read and encode. They are used if there is something to encode or files are remote; local
+        processes: Processes that read and encode, by default 1; an executor has its own. They are used if there is something to encode or files are remote; local
             files that are packed unchanged are read in this process.
         executor: Pack shards as separate tasks, in processes, on a cluster or in `Parts`, which `merge` publishes (docs/jobs.md).
             Files that stay as they are give the shards of a pack without an executor. Where sizes are not known before (rows of
@@ -126,9 +126,8 @@ def pack(  # noqa: PLR0913  (public door)
         StorageError: If a place cannot be reached or is full, or another pack writes there; then no split is
             published. If a published split cannot be unpublished, a note of the error names it.
     """
-    _check_options(processes, on_error)
-    masks = None if masks is None else _names(masks)
-    images = ImageOptions(max_side=max_side, quality=quality, format=image_format, masks=masks)
+    _check_options(processes, executor, on_error)
+    images = _image_options(max_side, quality, image_format, masks)
     request = PackRequest(
         source=source,
         dest=dest,
@@ -152,14 +151,38 @@ def pack(  # noqa: PLR0913  (public door)
     )
     if executor is not None:
         return pack_in_parts(request, executor, overwrite=overwrite, progress=progress)
-    return _open_job(request, overwrite=overwrite, progress=progress).run(processes=processes)
+    return _open_job(request, overwrite=overwrite, progress=progress).run(processes=processes or 1)
 
 
-def _check_options(processes: int, on_error: str) -> None:
-    if processes < 1:
+def _check_options(processes: int | None, executor: Executor | None, on_error: str) -> None:
+    if processes is not None and processes < 1:
         raise OptionError(f"processes must be 1 or more, not {processes}")
+    if processes is not None and executor is not None:
+        raise OptionError(
+            f"processes={processes} has no effect with an executor; give it to the executor, as in LocalExecutor(processes={processes})"
+        )
     if on_error not in ("raise", "skip"):
         raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+
+
+def _image_options(
+    max_side: int | None,
+    quality: int | None,
+    image_format: str | None,
+    masks: Sequence[str] | None,
+) -> ImageOptions:
+    images = ImageOptions(
+        max_side=max_side,
+        quality=DEFAULT_QUALITY if quality is None else quality,
+        format=image_format,
+        masks=None if masks is None else _names(masks),
+    )
+    if quality is not None and images.changes_nothing:
+        raise OptionError(
+            f"quality={quality} (--quality) has no effect, since images are packed as they are; "
+            "pass max_side (--max-side) or image_format (--image-format), too, or leave it out"
+        )
+    return images
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -295,11 +318,8 @@ class _Job:
                 )
             self.skipped += [skip for shard in writer.kept for skip in shard.skipped]
         if self.skipped and not self.skips:
-            raise OptionError(
-                f"the stopped run skipped {plural(len(self.skipped), 'record')}, the first: {self.skipped[0].reason}; "
-                "continue with on_error='skip' (--skip-errors), or start again with overwrite=True (--overwrite)",
-                shard=writers[0].folder,
-            )
+            first = Skip(self.skipped[0].where, self.skipped[0].reason)
+            raise skipped_before_error(len(self.skipped), first, writers[0].folder)
 
     def _remaining_records(
         self, writers: list[DatasetWriter]

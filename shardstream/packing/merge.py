@@ -42,6 +42,7 @@ from shardstream.packing.manifest_files import (
 )
 from shardstream.packing.part_job import (
     PUBLISHED,
+    PartCounts,
     PartJob,
     PartResult,
     PartWork,
@@ -49,7 +50,11 @@ from shardstream.packing.part_job import (
     locked,
     run_parts,
 )
-from shardstream.packing.report import PackReport, Progress, ProgressFunction, Skip, SplitReport
+from shardstream.packing.report import (
+    PackReport,
+    ProgressFunction,
+    SplitReport,
+)
 from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.storage import (
     FileInfo,
@@ -63,8 +68,7 @@ from shardstream.storage import (
     open_output_folder,
     part_record_name,
 )
-from shardstream.tasks import JSON, Executor, LocalExecutor, Parts, RetryCount
-from shardstream.tasks import Task as ShardTask
+from shardstream.tasks import Executor, LocalExecutor, Parts, RetryCount
 
 _THREADS = 16  # that read records
 _RECORDS = 256  # that are in memory with the hashes of their keys: 107 kB for 10,000 keys
@@ -88,6 +92,7 @@ def run_jobs(
     overwrite: bool,
     progress: ProgressFunction | None,
     samples: int | None,
+    skips: bool = False,
 ) -> PackReport:
     """Claim the destinations, run all parts, and publish the datasets; with `Parts` nothing is published.
 
@@ -97,9 +102,10 @@ def run_jobs(
         overwrite: Replace existing datasets, or unfinished ones of other jobs.
         progress: Called after each part.
         samples: Samples of the source, for ``progress``.
+        skips: Go on after an earlier run that skipped records.
 
     Raises:
-        OptionError: If another dataset or job is in a folder, or ``overwrite`` is used with `Parts`.
+        OptionError: If another dataset or job is in a folder, an earlier run skipped records, or ``overwrite`` is used with `Parts`.
         StorageError: If a folder cannot be reached, or another job takes it over.
     """
     begin_s = time.monotonic()
@@ -109,7 +115,7 @@ def run_jobs(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    counts = _Counts(progress, samples, RetryCount(executor))
+    counts = PartCounts(progress, samples, RetryCount(executor), skips=skips)
     splits: list[SplitReport] = []
     unfinished = 0
     for split, job, works in jobs:
@@ -548,47 +554,3 @@ def _no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | No
     return OptionError(
         "nothing to merge: no part of a job has been run here; check the URL", shard=url
     )
-
-
-class _Counts:
-    """Counts the results of parts, for the progress and the report."""
-
-    def __init__(
-        self, progress: ProgressFunction | None, total: int | None, retries: RetryCount
-    ) -> None:
-        self.split = SplitReport(name="", url="", samples=0, shards=0, total_bytes=0)
-        """The parts of the current split that were run here."""
-        self.fields = Counter[str]()
-        self.skipped: list[Skip] = []
-        self._progress, self._update = progress, Progress(0, 0, 0, total)
-        self._retries = retries
-
-    def begin(self, split: str, url: str) -> None:
-        """Begin the next split."""
-        self.split = SplitReport(name=split, url=url, samples=0, shards=0, total_bytes=0)
-
-    def add(self, task: ShardTask, document: Mapping[str, JSON]) -> None:  # noqa: ARG002
-        """Count the result of a part."""
-        result, split, update = PartResult.decode(document), self.split, self._update
-        kept = bool(document["kept"])
-        self.split = replace(
-            split,
-            samples=split.samples + result.nsamples,
-            shards=split.shards + len(result.shards),
-            total_bytes=split.total_bytes + result.total_bytes,
-            kept=split.kept + len(result.shards) * kept,
-        )
-        self.fields.update(result.fields)
-        self.skipped += result.skipped
-        self._update = Progress(
-            update.samples + result.nsamples,
-            update.skipped + result.left_out + len(result.skipped),
-            update.size_bytes + result.total_bytes,
-            update.total,
-            update.kept + result.nsamples * kept,
-            update.shards + len(result.shards),
-            update.failures + len(result.skipped),
-            self._retries.count,
-        )
-        if self._progress is not None:
-            self._progress(self._update)

@@ -64,7 +64,6 @@ def pack_in_parts(
             source=opened.task.source,
             options={
                 **opened.task.options,
-                "skips": request.skips,
                 "split_name": name,
                 "split_names": [*plan.splits],
             },
@@ -77,7 +76,12 @@ def pack_in_parts(
         jobs.append(SplitJob(name, job, work.parts(firsts)))
     try:
         report = run_jobs(
-            jobs, executor=executor, overwrite=overwrite, progress=progress, samples=plan.total
+            jobs,
+            executor=executor,
+            overwrite=overwrite,
+            progress=progress,
+            samples=plan.total,
+            skips=request.skips,
         )
     finally:
         _opened_here.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,13 @@ from shardstream.format import (
 from shardstream.packing.column_builder import ColumnSummary
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.journal import Journal, Task, read_journal
-from shardstream.packing.report import Skip
+from shardstream.packing.report import (
+    Progress,
+    ProgressFunction,
+    Skip,
+    SplitReport,
+    skipped_before_error,
+)
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -37,7 +44,7 @@ from shardstream.storage import (
     open_output_folder,
     part_record_name,
 )
-from shardstream.tasks import JSON, Executor, Parts
+from shardstream.tasks import JSON, Executor, Parts, RetryCount
 from shardstream.tasks import Task as ShardTask
 
 if TYPE_CHECKING:
@@ -253,6 +260,61 @@ class PartTask:
                 except NotFoundError:
                     return None
         return cast("dict[str, JSON]", document)
+
+
+class PartCounts:
+    """Counts the results of parts, for the progress and the report."""
+
+    def __init__(
+        self,
+        progress: ProgressFunction | None,
+        total: int | None,
+        retries: RetryCount,
+        *,
+        skips: bool,
+    ) -> None:
+        self.split = SplitReport(name="", url="", samples=0, shards=0, total_bytes=0)
+        """The parts of the current split that were run here."""
+        self.fields = Counter[str]()
+        self.skipped: list[Skip] = []
+        self._progress, self._update = progress, Progress(0, 0, 0, total)
+        self._retries, self._skips = retries, skips
+
+    def begin(self, split: str, url: str) -> None:
+        """Begin the next split."""
+        self.split = SplitReport(name=split, url=url, samples=0, shards=0, total_bytes=0)
+
+    def add(self, task: ShardTask, document: Mapping[str, JSON]) -> None:  # noqa: ARG002
+        """Count the result of a part.
+
+        Raises:
+            OptionError: If records were skipped in an earlier run, and this one does not skip.
+        """
+        result, split, update = PartResult.decode(document), self.split, self._update
+        if result.skipped and not self._skips:
+            raise skipped_before_error(len(result.skipped), result.skipped[0], split.url)
+        kept = bool(document["kept"])
+        self.split = replace(
+            split,
+            samples=split.samples + result.nsamples,
+            shards=split.shards + len(result.shards),
+            total_bytes=split.total_bytes + result.total_bytes,
+            kept=split.kept + len(result.shards) * kept,
+        )
+        self.fields.update(result.fields)
+        self.skipped += result.skipped
+        self._update = Progress(
+            update.samples + result.nsamples,
+            update.skipped + result.left_out + len(result.skipped),
+            update.size_bytes + result.total_bytes,
+            update.total,
+            update.kept + result.nsamples * kept,
+            update.shards + len(result.shards),
+            update.failures + len(result.skipped),
+            self._retries.count,
+        )
+        if self._progress is not None:
+            self._progress(self._update)
 
 
 def run_parts(

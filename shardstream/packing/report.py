@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardstream.errors import OptionError, plural
+
 
 class Progress(NamedTuple):
     """Progress of `pack`, `reshard`, `index` or `verify`."""
@@ -105,3 +107,18 @@ class PackReport:
     def kept(self) -> int:
         """Shards of an earlier run that was stopped."""
         return sum(split.kept for split in self.splits)
+
+
+def skipped_before_error(count: int, first: Skip, folder: str) -> OptionError:
+    """Describe that a run that does not skip records goes on after one that did.
+
+    Args:
+        count: Number of its skipped records.
+        first: One of them.
+        folder: Folder of the dataset.
+    """
+    return OptionError(
+        f"the stopped run skipped {plural(count, 'record')}, the first: {first.reason}; "
+        "continue with on_error='skip' (--skip-errors), or start again with overwrite=True (--overwrite)",
+        shard=folder,
+    )

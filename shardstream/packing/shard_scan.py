@@ -32,6 +32,7 @@ from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount
 
 _REMOTE_READ_BYTES = 8 << 20
 # A tenth faster than 8 MiB: the bytes are still in the processor's cache when they are hashed.
+DEFAULT_THREADS = 4  # that read tars
 _LOCAL_READ_BYTES = 1 << 20
 _HEADERS_READ_BYTES = 256 << 10  # at a time, where larger bodies are skipped
 OnImage = Callable[[int, str, str, bytes], None]
@@ -254,12 +255,28 @@ class _TappedStream:
         return False
 
 
+def check_threads(threads: int | None, executor: Executor | None) -> None:
+    """Refuse a number of threads that would have no effect.
+
+    Raises:
+        OptionError: If it is under 1, or an executor runs the tasks.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise OptionError(f"threads must be 1 or more, not {threads}")
+    if executor is not None:
+        raise OptionError(
+            "threads (--threads) have no effect with an executor (--processes, --part, --ray), which runs the tasks; leave one out"
+        )
+
+
 def run_shard_tasks(
     tasks: Sequence[_Task],
     on_result: Callable[[int, Mapping[str, JSON]], None],
     executor: Executor | None,
     *,
-    threads: int,
+    threads: int | None,
     meter: ProgressMeter,
 ) -> None:
     """Run one task for each shard: all, or those of a part (see `Parts`).
@@ -268,15 +285,12 @@ def run_shard_tasks(
         tasks: The tasks, with different names; those with this ``meter`` count their bytes in it.
         on_result: Called with the number of each task and its result, in any order, in this thread; tells the meter of the shard.
         executor: Executor of the tasks; None uses ``threads`` threads of this process.
-        threads: Used without an executor.
+        threads: By default `DEFAULT_THREADS`; see `check_threads`.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
 
     Raises:
-        OptionError: If ``threads`` is under 1.
         WorkerError: If the executor has not run all tasks, and is not `Parts`.
     """
-    if threads < 1:
-        raise OptionError(f"threads must be 1 or more, not {threads}")
     left = {task.name: number for number, task in enumerate(tasks)}
 
     def done(task: Task, result: Mapping[str, JSON]) -> None:
@@ -288,7 +302,9 @@ def run_shard_tasks(
     if executor is not None:
         executor.run(tasks, done)
     else:
-        with ThreadPoolExecutor(threads, thread_name_prefix="shardstream-pass") as pool:
+        with ThreadPoolExecutor(
+            threads or DEFAULT_THREADS, thread_name_prefix="shardstream-pass"
+        ) as pool:
             try:
                 FuturesExecutor(pool).run(tasks, done)
             except BaseException:

@@ -34,6 +34,7 @@ from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
     ProgressMeter,
     ShardScanner,
+    check_threads,
     run_shard_tasks,
 )
 from shardstream.packing.verify_checks import (
@@ -172,7 +173,7 @@ def verify(  # noqa: PLR0913  (public door)
     decode: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
-    threads: int = 4,
+    threads: int | None = None,
     progress: ProgressFunction | None = None,
     executor: Executor | None = None,
 ) -> VerifyReport:
@@ -189,7 +190,7 @@ def verify(  # noqa: PLR0913  (public door)
             checksum. It costs the time of an epoch; ``executor=LocalExecutor(processes=8)`` uses several cores best.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
-        threads: Tars to read at a time; each takes about 4 MiB of memory (remote: 32 MiB) and 150 bytes for each of its samples. Each sample of the dataset
+        threads: Tars to read at a time, by default 4; each takes about 4 MiB of memory (remote: 32 MiB) and 150 bytes for each of its samples. Each sample of the dataset
             takes 16 bytes of a temporary file (in ``TMPDIR``), which is made from 500,000 samples on.
         progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
             from this thread.
@@ -203,6 +204,7 @@ def verify(  # noqa: PLR0913  (public door)
         ChangedError: If a shard with a repeated key is replaced during the verification.
         ManifestError: If the manifest is invalid.
     """
+    check_threads(threads, executor)
     if executor is not None:  # its processes may have another current folder
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)

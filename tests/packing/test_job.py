@@ -37,6 +37,7 @@ from shardstream.packing import (
     split_counts,
 )
 from shardstream.storage import LocalFolder, Storage, locate_shards, publish_bytes
+from shardstream.tasks import LocalExecutor
 from tests.limits import module_of
 
 CLASSES = ("ant", "bee", "cat")
@@ -332,6 +333,8 @@ def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
         ({"processes": 0}, "processes must be 1"),
         ({"on_error": "ignore"}, "'raise' or 'skip'"),
         ({"quality": 0}, "quality"),
+        ({"quality": 80}, "has no effect, since images are packed as they are"),
+        ({"processes": 2, "executor": LocalExecutor()}, "has no effect with an executor"),
     ],
 )
 def test_invalid_options_are_refused(

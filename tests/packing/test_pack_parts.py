@@ -198,6 +198,24 @@ def test_skipped_records_are_reported_by_all_executors(photos: str, tmp_path: Pa
     assert keys[0] == keys[1]
 
 
+def test_a_pack_goes_on_after_a_bad_record_with_skips_and_not_back_without(
+    photos: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "photos"
+    shutil.copytree(photos, source)
+    (source / "bee" / "058.jpg").write_bytes(b"no image")
+    job: Mapping[str, Any] = {"max_samples": 10, "shuffle": False, "max_side": 8}
+    for executor in (ss.LocalExecutor(), ss.Parts(1, 1)):
+        options = {**job, "executor": executor}
+        out = tmp_path / type(executor).__name__
+        with pytest.raises(ss.SourceError, match=r"058\.jpg"):
+            ss.pack(str(source), out, **options)
+        report = ss.pack(str(source), out, **options, on_error="skip")
+        assert (len(report.skipped), report.samples) == (1, 59)
+    with pytest.raises(ss.OptionError, match=r"stopped run skipped 1 record, .*--skip-errors"):
+        ss.pack(str(source), tmp_path / "Parts", **job, executor=ss.Parts(1, 1))
+
+
 def test_source_that_changes_between_parts_is_refused(photos: str, tmp_path: Path) -> None:
     source = tmp_path / "photos"
     shutil.copytree(photos, source)
