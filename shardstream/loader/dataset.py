@@ -65,7 +65,11 @@ _SAY_MICROBATCH = (
 _WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
 
 
-class StreamDataset(StreamSteps, IterableDataset[Any]):
+class SplitDataset(IterableDataset[Any]):
+    """A dataset that is split over the workers of its loader; others that are read in these workers are not."""
+
+
+class StreamDataset(StreamSteps, SplitDataset):
     """Samples in the order of a pipeline, split over ranks and workers.
 
     Args:
@@ -133,7 +137,10 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     def __iter__(self) -> WorkerIterator:
         refuse_device_decode(self.pipeline, "a dataset without ShardLoader")
-        worker_info, source = current_worker_info(self.placement), self.pipeline.indexed_source
+        worker_info, source = (
+            current_worker_info(self, self.placement),
+            self.pipeline.indexed_source,
+        )
         is_default_microbatch = source is not None and source.options.microbatch is None
         if (
             is_default_microbatch
@@ -412,14 +419,23 @@ class ShardDataset(StreamDataset):
             return cls(f"{prefix}*", **options)
 
 
-def current_worker_info(placement: Placement) -> WorkerInfo:
-    """Return the worker that this process is; the only place that reads torch's worker number."""
+def current_worker_info(dataset: IterableDataset[Any], placement: Placement) -> WorkerInfo:
+    """Return the worker that reads this dataset; the only place that reads torch's worker number.
+
+    It is the whole rank in a worker that serves another dataset, such as a map-style one: each item of that may read all samples.
+    An `IterableDataset` of the user may wrap the dataset, so it is split there.
+    """
     worker = get_worker_info()
-    return (
-        WorkerInfo(placement)
-        if worker is None
-        else WorkerInfo(placement, worker.id, worker.num_workers)
-    )
+    if worker is None or not _is_served(dataset, worker.dataset):
+        return WorkerInfo(placement)
+    return WorkerInfo(placement, worker.id, worker.num_workers)
+
+
+def _is_served(dataset: IterableDataset[Any], by_worker: object) -> bool:
+    """Return whether a worker that serves one dataset serves another by reading it."""
+    if isinstance(by_worker, SplitDataset):
+        return by_worker is dataset
+    return isinstance(by_worker, IterableDataset)
 
 
 def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:

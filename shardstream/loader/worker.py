@@ -13,13 +13,13 @@ from multiprocessing.context import get_spawning_popen
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, SkipBudgetError, StateError
 from shardstream.fetch import SharedBlocks
 from shardstream.loader.collation import collate, shared_numbers
-from shardstream.loader.dataset import StreamDataset, current_worker_info
+from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
 from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
 from shardstream.loader.replacement_samples import replace_bad_samples
 from shardstream.loader.serialize import NewTensor, PickledValue, new_tensor
@@ -100,7 +100,7 @@ class _Receiver:
         self.is_current = True
 
 
-class BatchDataset(IterableDataset[Any]):
+class BatchDataset(SplitDataset):
     """Batches of one rank, split over the loader's workers.
 
     Args:
@@ -147,6 +147,12 @@ class BatchDataset(IterableDataset[Any]):
         if get_spawning_popen() is None:
             state["rings"] = []
         return state | {"_receiver": None}
+
+    @property
+    def _is_in_worker(self) -> bool:
+        """Whether this process is a worker of the loader, and not of another one, in which the loader was made."""
+        worker = get_worker_info()
+        return worker is not None and worker.dataset is self
 
     @property
     def lanes(self) -> int:
@@ -275,14 +281,14 @@ class BatchDataset(IterableDataset[Any]):
         if not self._serves_loader:
             raise OptionError(_NOT_FOR_OTHERS)
         position = self._start_position()
-        worker_info = current_worker_info(self.placement)
+        worker_info = current_worker_info(self, self.placement)
         partition = self.partition(position)
         worker_batches = (
             self._read_stream(worker_info, position)
             if partition is None
             else self._read_steps(partition, worker_info)
         )
-        if get_worker_info() is None:
+        if not self._is_in_worker:
             return worker_batches
         tune_worker_process()
         tracked = track_progress(worker_batches, self.current_batches, worker_info.worker)
@@ -317,8 +323,8 @@ class BatchDataset(IterableDataset[Any]):
 
     def _start_position(self) -> LoaderPosition:
         """Return the start position; a reused persistent worker reads it from shared memory."""
-        if get_worker_info() is None or not self._is_used:
-            self._is_used = get_worker_info() is not None
+        if not self._is_in_worker or not self._is_used:
+            self._is_used = self._is_in_worker
             return self._position
         epoch, consumed = self._control.tolist()
         return LoaderPosition(epoch=epoch, consumed=consumed)
@@ -386,7 +392,7 @@ class BatchDataset(IterableDataset[Any]):
     def _shared_blocks(self, worker: int) -> SharedBlocks | None:
         """Return the shared memory of a worker for raw samples; None where a step or function reads their bytes."""
         is_raw = self.source_dataset.pipeline.is_raw and self.collate_fn is collate
-        return self.rings[worker].blocks if is_raw and self.rings and get_worker_info() else None
+        return self.rings[worker].blocks if is_raw and self.rings and self._is_in_worker else None
 
     def _collate(self, items: Sequence[Any]) -> Any:
         if not items:

@@ -61,7 +61,7 @@ class ExactSource(IterableDataset[Any]):
         epoch = self.dataset.epoch + self._passes
         self._passes += 1
         return self._read(
-            WorkerIterator(self.dataset.pipeline, current_worker_info(placement), epoch)
+            WorkerIterator(self.dataset.pipeline, current_worker_info(self, placement), epoch)
         )
 
     def _read(self, iterator: WorkerIterator) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardstream as ss
 from shardstream.errors import OptionError, StorageError
@@ -327,3 +327,49 @@ def test_indexing_names_shard_map_dataset(folder: str) -> None:
     for one in (dataset, ss.mix([dataset, dataset], weights=[1, 1])):
         with pytest.raises(OptionError, match=r"not by number 0; use ShardMapDataset"):
             one[0]
+
+
+# -- datasets read in workers of others --------------------------------------------------------------------------------------------
+
+
+def read(served: Any) -> list[list[Any]]:
+    return list(DataLoader(served, batch_size=1, num_workers=2, collate_fn=list))
+
+
+def read_whole(dataset: ss.ShardDataset, through: str) -> int:
+    if through == "dataset":
+        return sum(1 for _ in dataset)
+    return sum(len(batch) for batch in ss.ShardLoader(dataset, batch_size=8, collate_fn=list))
+
+
+class ReadsInItems(Dataset[int]):
+    def __init__(self, dataset: ss.ShardDataset, through: str) -> None:
+        self.dataset, self.through = dataset, through
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, number: int) -> int:
+        return read_whole(self.dataset, self.through)
+
+
+class Wraps(IterableDataset[Any]):
+    def __init__(self, dataset: ss.ShardDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+@pytest.mark.parametrize("through", ["dataset", "loader"])
+def test_dataset_that_is_read_in_workers_of_another_is_not_split(folder: str, through: str) -> None:
+    side = ss.ShardDataset(folder)
+    outer = ss.ShardDataset(folder, subset=slice(4)).map(lambda _: read_whole(side, through))
+    for served in (ReadsInItems(side, through), outer):
+        assert set(flat(read(served))) == {50}
+    loader = ss.ShardLoader(outer, batch_size=1, num_workers=2, collate_fn=list)
+    assert set(flat(loader)) == {50}
+
+
+def test_dataset_inside_an_iterable_dataset_is_split(folder: str) -> None:
+    assert len(flat(read(Wraps(ss.ShardDataset(folder, remainder="keep"))))) == 50
