@@ -148,6 +148,8 @@ class ShardLoader(DataLoader[Any]):
         super().__init__(
             self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
         )
+        # For readers of the loader; torch gets None and False, because the workers make the batches.
+        vars(self).update(batch_size=batch_size, drop_last=drop_last)
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:  # torch's error would be about the size of a file
@@ -371,15 +373,13 @@ class ShardLoader(DataLoader[Any]):
         if self.device is None or (self.device.type == "cpu" and decode is None):
             return worker_batches
         copies = DeviceCopies(indexed_device(self.device), decode=decode)
-        batches = self._batches
         start = partial(change_batch, copies.start)
 
         def is_ready(number: int) -> bool:
-            made = batches.current_batches
+            made = self._batches.current_batches
             return self.num_workers > 0 and is_batch_made(made, number, self._partition)
 
-        depth = self.prefetch_to_device
-        return prefetch(worker_batches, start, depth=depth, is_ready=is_ready)
+        return prefetch(worker_batches, start, depth=self.prefetch_to_device, is_ready=is_ready)
 
     def _serve_accelerate(
         self,

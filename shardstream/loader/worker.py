@@ -148,6 +148,10 @@ class BatchDataset(SplitDataset):
             state["rings"] = []
         return state | {"_receiver": None}
 
+    def __len__(self) -> int:
+        """Return the samples of this rank in an epoch, for readers of ``loader.dataset``."""
+        return len(self.source_dataset)
+
     @property
     def _is_in_worker(self) -> bool:
         """Whether this process is a worker of the loader, and not of another one, in which the loader was made."""

@@ -80,6 +80,18 @@ def test_remainder_is_padded_dropped_or_kept(remainder: Any, total: int, folder:
     assert len({label for rank in ranks for label in rank}) == min(total, 100)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loader_shows_batch_size_and_samples_as_torch_does(
+    num_workers: int, folder: str
+) -> None:
+    dataset = ss.ShardDataset(folder).decode()
+    found = ss.ShardLoader(dataset, batch_size=8, drop_last=True, num_workers=num_workers)
+    assert (found.batch_size, found.drop_last, len(found.dataset)) == (8, True, 100)  # type: ignore[arg-type]
+    assert [len(batch["cls"]) for batch in found] == [8] * 12
+    streamed = ss.ShardLoader(dataset.select(bool).with_length(7), batch_size=None)
+    assert (streamed.batch_size, streamed.drop_last, len(streamed.dataset)) == (None, False, 7)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_drop_last_keeps_full_batches_unchanged(num_workers: int, folder: str) -> None:
     for one in all_ranks(3, folder, drop_last=True, num_workers=num_workers, batch_size=7):
