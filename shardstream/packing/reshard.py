@@ -26,6 +26,7 @@ from shardstream.packing.added_source import AddedUrls
 from shardstream.packing.column_builder import checked_columns, columns_identity
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
+from shardstream.packing.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.merge import SplitJob, run_jobs
 from shardstream.packing.opened_shards import OpenedShards, open_shards
 from shardstream.packing.part_job import PartJob, PartResult
@@ -115,7 +116,7 @@ def reshard(  # noqa: PLR0913  (public door)
 
     Raises:
         OptionError: If an argument is wrong, the source has no index, or a dataset is in the destination already.
-        SourceError: If a function raises; names the sample. If a key comes twice in a source of ``add``.
+        SourceError: If a function raises; names the sample. If a key comes twice, in the new shards or in a source of ``add``.
         SampleError: If a sample cannot be written, e.g. because its key is in the new shard already, or is missing in ``add``.
         ShardError: If a sample of the source is damaged.
         ChangedError: If the source changes while it is read.
@@ -403,10 +404,12 @@ class ReshardWork:
         sources = here.joined.sources
         matched = [0] * len(sources)
         names = ShardNames(folder=folder.url, template=self.template)
+        keys: list[str] = []
         with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
             with closing(self._samples(here, matched)) as samples:
                 for key, fields in self.steps.apply(samples, self.job):
                     writer.write(key, fields)
+                    keys.append(key)
             here.opened.catalog.check_manifests()
             for source in sources:
                 source.check_unchanged()
@@ -417,6 +420,7 @@ class ReshardWork:
             fields=writer.fields,
             columns=tuple(writer.columns),
             left_out=self.last - self.first - written,
+            key_hashes=encode_hashes(hash_keys(keys)),
             matched={
                 source.url: (count, len(source))
                 for source, count in zip(sources, matched, strict=True)

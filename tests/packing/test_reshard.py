@@ -68,6 +68,11 @@ def double_bytes(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {"__key__": sample["__key__"], "bin": sample["bin"] * 2, "txt": "doubled"}
 
 
+def name_by_twos(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Give two samples in one new shard different keys, which those of the next shard have, too."""
+    return {**sample, "__key__": f"{int(sample['__key__']) % 2}"}
+
+
 class BatchModel:
     """A model that adds the size of its batch."""
 
@@ -242,6 +247,12 @@ def test_function_that_other_processes_cannot_import_is_refused(
     executor = ss.LocalExecutor(processes=2)
     with pytest.raises(ss.OptionError, match="importable"):
         ss.reshard(source, tmp_path / "new", map=lambda sample: sample, executor=executor)
+
+
+def test_key_that_two_new_shards_have_is_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ss.SourceError, match=r"comes twice, in .*nothing is published, .*map="):
+        ss.reshard(source, tmp_path / "new", max_samples=2, map=name_by_twos)
+    assert not (tmp_path / "new" / "index.json").exists()
 
 
 def test_source_must_not_be_the_destination(source: str) -> None:
