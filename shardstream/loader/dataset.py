@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
-from weakref import WeakSet
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -32,6 +31,7 @@ from shardstream.distributed import (
 )
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
+from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.notebook_view import catalog_html, stream_html
 from shardstream.loader.steps import StreamSteps
@@ -69,7 +69,7 @@ class SplitDataset(IterableDataset[Any]):
     """A dataset that is split over the workers of its loader; others that are read in these workers are not."""
 
 
-class StreamDataset(StreamSteps, SplitDataset):
+class StreamDataset(EpochChain, StreamSteps, SplitDataset):
     """Samples in the order of a pipeline, split over ranks and workers.
 
     Args:
@@ -84,9 +84,6 @@ class StreamDataset(StreamSteps, SplitDataset):
         self._length: int | None = None
         # Epoch and number of `set_epoch` calls, in shared memory so that persistent workers see them.
         self._epoch = shared_numbers(0, 0)
-        # Datasets chained from this one follow its epoch. Their parent is held, so that they are found while they are used.
-        self._parent: StreamDataset | None = None
-        self._children: WeakSet[StreamDataset] = WeakSet()
 
     @property
     def placement(self) -> Placement:
@@ -132,8 +129,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         """
         self._epoch[0] = check_epoch(epoch)
         self._epoch[1] += 1
-        for child in list(self._children):
-            child.set_epoch(epoch)
+        super().set_epoch(epoch)
 
     def __iter__(self) -> WorkerIterator:
         refuse_device_decode(self.pipeline, "a dataset without ShardLoader")
@@ -180,7 +176,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         return catalog_html(type(self).__name__, source.catalog, numbers, self.pipeline)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__ | {"_parent": None, "_children": None}
+        state = super().__getstate__()
         if get_spawning_popen() is not None:
             # pickled for a spawned worker, which has no process group to detect its rank; a spawned rank has one
             is_of_parent = self.given_placement is None or self._is_placement_of_parent
@@ -192,7 +188,6 @@ class StreamDataset(StreamSteps, SplitDataset):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._children = WeakSet()
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # a pickle and a deep copy have memory of their own
 
     def with_length(self, length: int) -> Self:
@@ -225,11 +220,6 @@ class StreamDataset(StreamSteps, SplitDataset):
         changed._epoch = shared_numbers(self.epoch, 0)
         changed.follow_epoch(self)
         return changed
-
-    def follow_epoch(self, parent: StreamDataset) -> None:
-        """Follow later calls of the parent's `set_epoch`."""
-        self._parent = parent
-        parent._children.add(self)
 
 
 class CatalogDataset(StreamDataset):

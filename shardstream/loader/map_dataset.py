@@ -27,6 +27,7 @@ from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.dataset import open_class_names, refuse_device_decode
+from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.notebook_view import SampleView, catalog_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
@@ -62,7 +63,7 @@ class _Opened(NamedTuple):
     transform: PipelineTransform
 
 
-class MapDataset(ItemSteps, Dataset[Any]):
+class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
     """Samples by number, of shards or loose files; thread-safe if the user's functions are.
 
     Args:
@@ -176,7 +177,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
         return int(self._epoch[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of ``map(rng=True)``, also in persistent workers, before a loader is iterated.
+        """Set the epoch of ``map(rng=True)``, also in persistent workers and in datasets chained from this one.
 
         The random numbers of a sample depend on seed, epoch, sample and the times that it was read since this call: they are the
         same on every number of ranks and workers, and after a restart. Without this call each epoch has new ones, too.
@@ -185,9 +186,10 @@ class MapDataset(ItemSteps, Dataset[Any]):
         self._epoch[1] += 1
         if self._reads is not None:
             self._reads.zero_()
+        super().set_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
+        return super().__getstate__() | {"_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -219,6 +221,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
         changed.__dict__.update(self.__getstate__())
         changed._epoch = shared_numbers(self.epoch, int(self._epoch[1]))
         changed._reads = None if self._reads is None else _new_counters(len(self._catalog))
+        changed.follow_epoch(self)
         return changed
 
 

@@ -81,9 +81,7 @@ def test_remainder_is_padded_dropped_or_kept(remainder: Any, total: int, folder:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_loader_shows_batch_size_and_samples_as_torch_does(
-    num_workers: int, folder: str
-) -> None:
+def test_loader_shows_batch_size_and_samples_as_torch_does(num_workers: int, folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode()
     found = ss.ShardLoader(dataset, batch_size=8, drop_last=True, num_workers=num_workers)
     assert (found.batch_size, found.drop_last, len(found.dataset)) == (8, True, 100)  # type: ignore[arg-type]

@@ -162,6 +162,13 @@ def test_each_epoch_of_a_plain_loader_has_its_own_random_numbers(
     assert len({value for _ in range(3) for _, value in alone}) == 36
 
 
+def test_datasets_chained_from_a_map_dataset_follow_its_epoch(dataset: ss.ShardMapDataset) -> None:
+    chained = dataset[:5].map(label)
+    dataset.set_epoch(2)
+    chained.set_epoch(chained.epoch + 1)
+    assert (dataset.epoch, chained.epoch) == (2, 3)
+
+
 def test_steps_that_change_counts_are_refused(dataset: ss.ShardMapDataset) -> None:
     assert not hasattr(dataset, "select")
 
