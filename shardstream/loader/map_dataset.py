@@ -47,9 +47,8 @@ from shardstream.pipeline import (
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
-_MAX_COUNTERS = (
-    1 << 22
-)  # 8 MiB; more samples share them, and then draw by the order of reading, too
+# 16 MiB; more samples share them, and then draw by the order of reading, too.
+_MAX_COUNTERS = 1 << 22
 
 _opening = new_lock()
 
@@ -292,7 +291,7 @@ def _may_draw(stage: Stage) -> bool:
 
 
 def _new_counters(samples: int) -> torch.Tensor:
-    """Return counters in shared memory, shape (min(samples, 2**21),), int32."""
+    """Return counters in shared memory, shape (min(samples, 2**22),), int32."""
     counters = torch.zeros(min(samples, _MAX_COUNTERS), dtype=torch.int32, device="cpu")
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters

@@ -113,7 +113,8 @@ def test_one_cache_serves_shards_named_in_different_ways(
     epoch(server.loader(tmp_path))
     server.requests()
     assert epoch(server.loader(tmp_path, url=server.url + urls)) == EVERYTHING
-    assert server.requests() == {}
+    # A file or folder that is called "*.tar" would be meant.
+    assert server.requests() == ({"HEAD .tar": 1} if "*" in urls else {})
 
 
 @pytest.mark.slow

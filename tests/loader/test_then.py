@@ -85,7 +85,8 @@ def test_stage_that_changes_counts_is_named_in_states(folder: str) -> None:
 
 def test_map_dataset_accepts_only_item_stages(folder: str) -> None:
     dataset = ss.ShardMapDataset(folder).decode().then(Scale(factor=2))
-    assert (dataset[5]["cls"], dataset[5]["n"]) == (10, 5)
+    item = dataset[5]
+    assert (item["cls"], item["n"]) == (10, 5)
     with pytest.raises(OptionError, match="a map-style dataset cannot use Drop"):
         dataset.then(Drop(divisor=2))
 
