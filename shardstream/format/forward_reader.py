@@ -247,7 +247,7 @@ class _DecompressedStream:
     def read(self, size: int, /) -> bytes:
         data = self._read(size)
         if size and not data and not self._given and self._packed.taken:
-            raise self._damaged(EOFError("it ends before the first block"))
+            raise self._damaged(EOFError("they unpack to nothing, or the file is empty"))
         self._given += len(data)
         if self._given > INFLATED_FREE_BYTES + INFLATED_RATIO_LIMIT * self._packed.taken:
             raise ShardError(
