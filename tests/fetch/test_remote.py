@@ -405,7 +405,9 @@ def test_large_samples_are_located_per_window(
     found = [sample for sample in dataset if sample["bin"][:-2] == body]
     numbers = sorted(int.from_bytes(sample["bin"][-2:], "big") for sample in found)
     assert numbers == [number for number in range(300) if number != bad]
-    assert sum(copied) < 150  # the first few, and those in the batch of a bad one
+    assert (
+        sum(copied) < 160
+    )  # the first few, a short last step, and those in the batch of a bad one
 
 
 def test_open_maps_are_limited_over_all_datasets(
@@ -471,7 +473,9 @@ def test_error_is_raised_after_the_retry_timeout(url: str, wire: Wire) -> None:
 def test_server_that_never_responded_has_a_shorter_retry_timeout(wire: Wire) -> None:
     with pytest.raises(StorageError, match="the server cannot be reached"):
         Storage().read("http://127.0.0.1:9/a.tar", 0, 10)
-    assert 5 < sum(wire.sleeps) <= 10
+    assert (
+        1 < sum(wire.sleeps) <= 10
+    )  # the pauses are random; none begins that would end after 10 s
 
 
 def test_throttling_is_reported_to_the_caller(url: str, wire: Wire) -> None:
