@@ -284,10 +284,7 @@ def _check_unchanged(before: FileInfo, now: FileInfo) -> None:
     Raises:
         ChangedError: If its length or version is another.
     """
-    versions = before.version or "", now.version or ""
-    kinds = {version.partition(" ")[0] for version in versions}  # listings may have others
-    is_same_version = len(kinds) > 1 or versions[0] == versions[1]
-    if before.size_or_none == now.size_or_none and is_same_version:
+    if before.is_same_as(now):
         return
     raise ChangedError(
         f"the tar was replaced while it was indexed ({before.size_or_none} bytes, {before.version} then; {now.size_or_none} bytes, "
@@ -378,6 +375,7 @@ class IndexWork:
             fields=manifest.fields,
             warnings=tuple(cast("list[str]", result["warnings"])),
             columns=(_summary(result),),
+            version=self.tar.version,
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from shardstream.errors import (
     NotFoundError,
     OptionError,
+    ShardError,
     StorageError,
     UnfinishedError,
     plural,
@@ -24,7 +25,6 @@ from shardstream.format import (
     CLASSES_NAME,
     MANIFEST_NAME,
     Manifest,
-    ShardInfo,
     decode_classes,
     encode_manifest_files,
     parse_columns,
@@ -152,6 +152,7 @@ def merge(
     Raises:
         UnfinishedError: If parts are missing; names them. Then no split is published.
         OptionError: If there is no such job in the folder.
+        ShardError: If the record of a part is damaged.
         StorageError: If a shard is missing or was replaced, or the folder cannot be reached.
     """
     begin_s = time.monotonic()
@@ -368,7 +369,8 @@ def _checked(folder: OutputFolder) -> _Publication:
     with KeyHashes() as keys:
         results = _read_records(folder, files, journal.run, _num_parts(options, url), keys)
         shards = tuple(shard for result in results for shard in result.shards)
-        _check_in_place(folder, files, shards)
+        for result in results:
+            _check_in_place(folder, files, result)
         refuse_repeated_keys(keys, shards, folder)
     fields = sum((Counter(result.fields) for result in results), Counter[str]())
     if not shards:
@@ -426,39 +428,42 @@ def _read_records(
     """Return the results of all parts, in order, without the hashes of their keys, which go to ``keys``.
 
     Raises:
+        ShardError: If a record is damaged.
         UnfinishedError: If some are missing.
     """
 
-    def read(number: int) -> dict[str, Any] | None:
+    def read(number: int) -> tuple[int, PartResult] | None:
         name = part_record_name(number)
         if name not in files:
             return None
-        document = json.loads(folder.read(name))
-        return document if document["run"] == run else None
+        try:
+            document = json.loads(folder.read(name))
+            if document["run"] != run:
+                return None
+            return int(document["of"]), PartResult.decode(document)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ShardError(
+                f"the record of a part cannot be read ({type(error).__name__}: {error})",
+                remedy="run the parts again (finished shards are kept), then merge",
+                shard=join_url(folder.url, name),
+            ) from error
 
     results: list[PartResult] = []
     missing: list[int] = []
     of = set[int]()
     num_shards = 0
-    try:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
-            for first in range(0, parts, _RECORDS):
-                numbers = range(first, min(first + _RECORDS, parts))
-                for number, document in zip(numbers, pool.map(read, numbers), strict=True):
-                    if document is None:
-                        missing.append(number)
-                        continue
-                    of.add(int(document["of"]))
-                    result = PartResult.decode(document)
-                    _add_keys(keys, result, num_shards)
-                    num_shards += len(result.shards)
-                    results.append(replace(result, key_hashes=""))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise OptionError(
-            f"the record of a part cannot be read ({type(error).__name__}: {error}); delete the records "
-            f"({part_record_name(0)} and so on) and run the parts again",
-            shard=folder.url,
-        ) from error
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
+        for first in range(0, parts, _RECORDS):
+            numbers = range(first, min(first + _RECORDS, parts))
+            for number, record in zip(numbers, pool.map(read, numbers), strict=True):
+                if record is None:
+                    missing.append(number)
+                    continue
+                count, result = record
+                of.add(count)
+                _add_keys(keys, result, num_shards)
+                num_shards += len(result.shards)
+                results.append(replace(result, key_hashes=""))
     if missing:
         raise UnfinishedError(_missing_text(missing, parts, of), shard=folder.url)
     return results
@@ -530,12 +535,15 @@ def _check_columns(options: Mapping[str, Any], results: Sequence[PartResult]) ->
 
 
 def _check_in_place(
-    folder: OutputFolder, files: Mapping[str, FileInfo], shards: Iterable[ShardInfo]
+    folder: OutputFolder, files: Mapping[str, FileInfo], result: PartResult
 ) -> None:
-    for shard in shards:
+    for shard in result.shards:
         for name, size in files_and_sizes(shard):
+            version = result.version if name == shard.url else None
             found = files.get(name)
-            if found is None or found.size_or_none != size:
+            if found is None or not found.is_same_as(
+                FileInfo(url=name, size_or_none=size, version=version)
+            ):
                 raise StorageError(
                     f"the file is {'missing' if found is None else 'another one'} although its part is done; "
                     "run the parts again, then merge",

@@ -80,6 +80,7 @@ class PartResult:
         key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
         matched: URL of each source of added fields -> samples of this part whose key it has, and keys that it has in all.
         columns: Number and type of the values of columns, for each shard; none without columns.
+        version: Version of the tar in a listing, if the part indexed one that was there before.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -90,6 +91,7 @@ class PartResult:
     key_hashes: str = ""
     matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     columns: tuple[ColumnSummary, ...] = ()
+    version: str | None = None
 
     @property
     def nsamples(self) -> int:
@@ -113,7 +115,7 @@ class PartResult:
         columns: list[JSON] = [
             {name: [*one] for name, one in some.items()} for some in self.columns
         ]
-        return document | {"columns": columns}
+        return document | {"columns": columns, "version": self.version}
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
@@ -137,6 +139,7 @@ class PartResult:
                 {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
                 for some in document["columns"]
             ),
+            version=document["version"],
         )
 
 
@@ -411,7 +414,10 @@ def set_parts(job: PartJob, parts: int) -> None:
 
 
 def _claim_in_place(job: PartJob, folder: OutputFolder, files: Mapping[str, FileInfo]) -> None:
-    if MANIFEST_NAME not in files:
+    """Take a folder of tars for an index, also from one of tars that were replaced meanwhile: it could not be published."""
+    journal = read_journal(folder, files)
+    is_of_index = journal is not None and journal.task.options.get("job") == job.kind
+    if MANIFEST_NAME not in files and not is_of_index:
         check_finished(folder.url, files)
     head = folder.read(journal_name(0)) if journal_name(0) in files else None
     Journal(folder=folder, task=job.task, run=job.run, head=head).begin(1)

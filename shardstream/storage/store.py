@@ -57,6 +57,13 @@ class FileInfo:
     size_or_none: int | None
     version: str | None = None
 
+    def is_same_as(self, other: FileInfo) -> bool:
+        """Return whether length and version are those of another listing, as far as both have versions of one kind."""
+        versions = self.version or "", other.version or ""
+        kinds = {version.partition(" ")[0] for version in versions}
+        is_same_version = len(kinds) > 1 or versions[0] == versions[1]
+        return self.size_or_none == other.size_or_none and is_same_version
+
     @property
     def size(self) -> int:
         """Length in bytes.
@@ -242,7 +249,7 @@ class Storage:
             try:
                 for found, names in folder_pages(local):
                     is_empty = False
-                    yield [_local_info(path, one.st_size, one) for path, one in found], names
+                    yield [local_info(path, one.st_size, one) for path, one in found], names
             except (OSError, ValueError) as error:
                 if not is_empty:
                     with self.translate_errors(url):
@@ -285,7 +292,7 @@ class Storage:
         if local is not None:
             with self.translate_errors(url):
                 for found in tree_pages(local):
-                    yield [_local_info(path, size, one) for path, size, one in found]
+                    yield [local_info(path, size, one) for path, size, one in found]
             return
         is_empty = True
         for page in self._remote_pages(url, recursive=True):
@@ -486,7 +493,8 @@ def _is_file(entry: Mapping[str, Any]) -> bool:
     return entry["type"] == "file" or bool(entry.get("islink") and entry["type"] == "other")
 
 
-def _local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
+def local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
+    """Return a file of this machine as a listing has it."""
     version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
     return FileInfo(url=path, size_or_none=size, version=version)  # as `version_of`
 

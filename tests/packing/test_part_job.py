@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
+from shardstream.storage import Storage, publish_bytes
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
@@ -131,7 +133,7 @@ def test_damaged_record_is_an_error(source: str, tmp_path: Path) -> None:
     record = tmp_path / "new" / ".shardstream-pack-part-000001.json"
     document = json.loads(record.read_text())
     record.write_text(json.dumps(document)[:-20])
-    with pytest.raises(ss.OptionError, match="record of a part cannot be read"):
+    with pytest.raises(ss.ShardError, match=r"record of a part cannot be read.*part-000001\.json"):
         ss.merge(tmp_path / "new")
     reshard_part(source, tmp_path / "new", 2, 2)  # writes the record again
     assert ss.merge(tmp_path / "new").samples == 12
@@ -227,12 +229,38 @@ def test_index_in_parts_equals_the_index_at_once(tars: Path, tmp_path: Path) -> 
     assert once == parts
 
 
-def test_index_in_parts_detects_a_changed_tar(tars: Path) -> None:
-    ss.index(str(tars), executor=ss.Parts(1, 2))
+@pytest.mark.parametrize("more", [0, 10240])
+@pytest.mark.parametrize("done", [1, 2])
+def test_index_in_parts_begins_again_after_a_tar_was_replaced(
+    tars: Path, done: int, more: int
+) -> None:
+    for part in range(1, done + 1):
+        ss.index(str(tars), executor=ss.Parts(part, 2))
     first = min(tars.glob("*.tar"))
-    first.write_bytes(first.read_bytes() + bytes(10240))
-    with pytest.raises(ss.UnfinishedError, match="written in parts"):
-        ss.index(str(tars), executor=ss.Parts(2, 2))
+    status = first.stat()
+    first.write_bytes(first.read_bytes() + bytes(more))
+    os.utime(first, (0, status.st_mtime + 10))
+    if done == 2:
+        with pytest.raises(ss.StorageError, match=f"another one although .*{first.name}"):
+            ss.merge(tars)
+    assert ss.index(str(tars), executor=ss.Parts(2, 2)).unfinished
+    with pytest.raises(ss.UnfinishedError, match="part 1/2; run these parts again"):
+        ss.merge(tars)
+    assert not (tars / "index.json").exists()
+    ss.index(str(tars), executor=ss.Parts(1, 2))
+    ss.merge(tars)
+    assert ss.verify(str(tars)).problems == ()
+
+
+def test_merge_refuses_a_tar_of_a_store_that_was_replaced_by_one_of_equal_size(
+    tars: Path, bucket: str, s3_env: None
+) -> None:
+    first, data = min((path.name, path.read_bytes()) for path in tars.iterdir())
+    publish_bytes(Storage(), f"{bucket}/{first}", data)
+    ss.index(bucket, executor=ss.Parts(1, 1))
+    publish_bytes(Storage(), f"{bucket}/{first}", data[:-1] + b"x")
+    with pytest.raises(ss.StorageError, match=f"another one although .*{first}"):
+        ss.merge(bucket)
 
 
 def test_verify_in_parts_reads_each_shard_once(source: str) -> None:
