@@ -11,9 +11,10 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shardstream.errors import NotFoundError, OptionError, StorageError
@@ -365,32 +366,58 @@ def claim(job: PartJob, *, overwrite: bool) -> None:
         StorageError: If the folder cannot be reached, or another writer takes it at the same time.
     """
     folder = job.open_folder()
-    with locked(folder):
-        files = folder.list_files()
-        if _has_job(folder, files, job):
-            if MANIFEST_NAME in files and not job.in_place and missing_parts(files, job.parts):
-                # Of the dataset to replace: the claim was stopped halfway.
-                folder.remove(MANIFEST_NAME)
-            return
-        if job.in_place:
-            _claim_in_place(job, folder, files)
-            return
-        destination = claim_destination(
-            folder, job.names, task=job.task, overwrite=overwrite, extras=frozenset(job.extras)
-        )
-        journal = Journal(
-            folder=folder,
-            task=job.task,
-            stale=destination.stale,
-            run=job.run,
-            head=destination.journal_head,
-        )
-        journal.begin(destination.journal_files)
-        if destination.files:
-            destination.remove_parts()
-        if destination.has_manifest:
-            destination.unpublish()
-            journal.check_owner()
+    try:
+        if _wait_for_lock(folder, unless=partial(_is_claimed, folder, job)):
+            _claim_locked(job, folder, overwrite=overwrite)
+    finally:
+        folder.unlock()
+
+
+def _is_claimed(folder: OutputFolder, job: PartJob) -> bool:
+    """Return whether a process of the job has claimed the folder, without a listing.
+
+    Hundreds of tasks that start together do not wait for each other's listings so, which take a second each in a large folder.
+    """
+    try:
+        if not _has_job(folder, (journal_name(0),), job):
+            return False
+    except StorageError:  # there is no journal
+        return False
+    if job.in_place:
+        return True
+    try:
+        folder.read(MANIFEST_NAME, 0, 1)
+    except NotFoundError:
+        return True
+    return False  # the one of the dataset to replace, which is deleted under the lock
+
+
+def _claim_locked(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> None:
+    files = folder.list_files()
+    if _has_job(folder, files, job):
+        if MANIFEST_NAME in files and not job.in_place and missing_parts(files, job.parts):
+            # Of the dataset to replace: the claim was stopped halfway.
+            folder.remove(MANIFEST_NAME)
+        return
+    if job.in_place:
+        _claim_in_place(job, folder, files)
+        return
+    destination = claim_destination(
+        folder, job.names, task=job.task, overwrite=overwrite, extras=frozenset(job.extras)
+    )
+    journal = Journal(
+        folder=folder,
+        task=job.task,
+        stale=destination.stale,
+        run=job.run,
+        head=destination.journal_head,
+    )
+    journal.begin(destination.journal_files)
+    if destination.files:
+        destination.remove_parts()
+    if destination.has_manifest:
+        destination.unpublish()
+        journal.check_owner()
 
 
 def set_parts(job: PartJob, parts: int) -> None:
@@ -436,7 +463,7 @@ def files_and_sizes(shard: ShardInfo) -> tuple[tuple[str, int], ...]:
     return (shard.url, shard.filesize or 0), (shard.url + INDEX_SUFFIX, index_bytes)
 
 
-def _has_job(folder: OutputFolder, files: Mapping[str, FileInfo], job: PartJob) -> bool:
+def _has_job(folder: OutputFolder, files: Collection[str], job: PartJob) -> bool:
     """Return whether processes of the same job have claimed the folder."""
     if journal_name(0) not in files:
         return False
@@ -451,16 +478,27 @@ def _has_job(folder: OutputFolder, files: Mapping[str, FileInfo], job: PartJob) 
 @contextmanager
 def locked(folder: OutputFolder) -> Iterator[None]:
     """Lock the folder; wait for other processes of the job, which hold the lock for a moment."""
+    try:
+        _wait_for_lock(folder)
+        yield
+    finally:
+        folder.unlock()
+
+
+def _wait_for_lock(folder: OutputFolder, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    """Lock the folder, unless that is needless before another process releases it; return whether it is locked.
+
+    Raises:
+        StorageError: If a process holds the lock for long.
+    """
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
+    while not unless():
         try:
             folder.lock()
-            break
         except StorageError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_LOCK_POLL_S)
-    try:
-        yield
-    finally:
-        folder.unlock()
+        else:
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -160,6 +161,18 @@ def test_merges_at_the_same_time_leave_the_dataset_published(
     assert 12 in results
     assert len(list(ss.ShardDataset(dest))) == 12
     assert not ss.verify(dest).problems
+
+
+def test_part_joins_a_claimed_job_while_others_list_the_folder(source: str, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    reshard_part(source, new, 1, 2)
+    handle = os.open(new, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        assert reshard_part(source, new, 2, 2) == 0
+    finally:
+        os.close(handle)
+    assert ss.merge(new).samples == 12
 
 
 def test_parts_at_the_same_time_on_s3_write_one_dataset(
