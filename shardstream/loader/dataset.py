@@ -267,7 +267,7 @@ class ShardDataset(StreamDataset):
 
     Args:
         urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
-            an ``index.json``, or a list of these. A folder or glob with an unfinished pack or `ShardWriter`, running or
+            an ``index.json``, or a list of these that names each shard once. A folder or glob with an unfinished pack or `ShardWriter`, running or
             stopped, is refused; tars that are named one by one are read as they are.
         shuffle: A new order each epoch, the same for the same seed. False reads in the order of the shards.
         seed: Any integer.

@@ -105,7 +105,7 @@ def guess_kind(url: str, storage: Storage) -> str:
     """Return one of `KINDS`, or "folder", whose kind depends on its files."""
     if is_table(url):
         return "table"
-    if is_tar(url) or url.endswith(".json") or "::" in url:
+    if is_tar(url) or url.endswith(".json") or ("::" in url and not storage.exists(url)):
         return "tars"
     if "{" in url or is_glob(url, storage):
         return "tars"

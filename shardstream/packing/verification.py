@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from shardstream.errors import (
     ChangedError,
-    OptionError,
     ShardStreamError,
     StorageError,
     plural,
@@ -24,7 +23,6 @@ from shardstream.format import (
     ShardInfo,
     ShardScan,
     decode_index,
-    find_repeated,
     is_pages_name,
 )
 from shardstream.packing.column_builder import columns_identity
@@ -209,9 +207,6 @@ def verify(  # noqa: PLR0913  (public door)
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
-    twice = find_repeated(shard.url for shard in located.shards)
-    if twice is not None:
-        raise OptionError("a shard is named twice; name each once", shard=twice)
     meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress, executor)
     counted = meter if executor is None else None
     tasks = [

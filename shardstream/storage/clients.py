@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
+import fsspec
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError, get_logger, how_to_install
@@ -51,6 +52,7 @@ S3 = ("s3", "s3a")
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 _HTTP = ("http", "https")
+_UNCHAINED = {*_KINDS, *_HTTP, "file", "local"}  # they open no other URL
 _HTTP_ANSWER_S = 300.0  # the default of aiohttp for a whole response
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
 # Errors after which s3fs can read: another region (s3fs finds it), a chunked response, a self-signed certificate
@@ -173,9 +175,9 @@ class Clients:
         if protocol == "file":
             check_slashes(url)
         filesystem = self._opened.get((protocol, reading))
-        if filesystem is None or "::" in url:
+        if filesystem is None or is_chain(url):
             filesystem, path = self._open(url, protocol, reading=reading)
-            if "::" not in url:
+            if not is_chain(url):
                 self._opened[protocol, reading] = filesystem
             return filesystem, path
         return filesystem, filesystem._strip_protocol(url)
@@ -186,7 +188,7 @@ class Clients:
 
     def kind_of(self, url: str) -> str | None:
         """Return the kind of object store ("s3", "gs", "az") that obstore may read a URL from; None for any other."""
-        if self._filesystem is not None or "::" in url:
+        if self._filesystem is not None or is_chain(url):
             return None
         return _KINDS.get(protocol_of(url))
 
@@ -403,7 +405,11 @@ class Clients:
                 options["config_kwargs"].setdefault("http_session_cls", SessionWithoutRedirects)
             elif protocol in _HTTP:
                 options = self._http_options()
-            filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
+            begin = (
+                url if is_chain(url) else url.partition("::")[0]
+            )  # fsspec takes any "::" for a chain
+            filesystem, path = cast("tuple[Any, str]", url_to_fs(begin, **options))
+            path = path if begin == url else filesystem._strip_protocol(url)
         except ImportError as error:
             extra = _EXTRAS.get(_KINDS.get(protocol, protocol))
             install = how_to_install(extra) if extra else "install the package it names"
@@ -418,7 +424,7 @@ class Clients:
         except Exception:  # some file systems connect at once
             with translate_errors(url, lambda: self.secrets):
                 raise
-        if protocol in S3 and reading and "::" not in url:
+        if protocol in S3 and reading and not is_chain(url):
             filesystem.retries = 1  # its options make it a separate instance
         return filesystem, path
 
@@ -475,6 +481,23 @@ def check_slashes(path: str) -> None:
 def protocol_of(url: str) -> str:
     """Return the protocol of a URL, "file" for a path."""
     return url.split("://", 1)[0] if "://" in url else "file"
+
+
+def is_chain(url: str) -> bool:
+    """Return whether a URL is a chain of fsspec; paths and keys of objects may hold ``::``, too.
+
+    >>> [is_chain(url) for url in ("simplecache::s3://b/a", "zip://a::b.zip", "/data/a::b", "s3://b/::/a")]
+    [True, True, False, False]
+    """
+    head, sign, _ = url.partition("::")
+    if not sign:
+        return False
+    return protocol_of(head) not in _UNCHAINED if "://" in head else is_known_protocol(head)
+
+
+def is_known_protocol(name: str) -> bool:
+    """Return whether fsspec has a file system of that name."""
+    return name in fsspec.available_protocols()
 
 
 @cache  # called at each read

@@ -27,9 +27,11 @@ from shardstream.format import (
     Manifest,
     ShardInfo,
     decode_manifest,
+    find_repeated,
     num_samples,
 )
 from shardstream.storage.check_manifest_urls import check_names
+from shardstream.storage.clients import is_known_protocol
 from shardstream.storage.journal_marker import check_finished, journal_name
 from shardstream.storage.local_files import read_range
 from shardstream.storage.paged_shards import PagedShards
@@ -37,7 +39,6 @@ from shardstream.storage.store import (
     FileInfo,
     Storage,
     absolute_url,
-    is_known_protocol,
     join_url,
     parent_url,
 )
@@ -126,9 +127,15 @@ def expand_urls(urls: Urls) -> list[str]:
     expanded: list[str] = []
     for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
         text = os.fspath(part)
-        patterns = _split_join(text) if "::" in text else [text]
+        patterns = _split_join(text) if "::" in text and not _is_path(text) else [text]
         expanded += expand_braces(*patterns) if "{" in text else patterns
     return expanded
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text with ``::`` is a path of this machine, or a pattern in a folder of this machine."""
+    folder = os.path.dirname(text)
+    return os.path.exists(text) or ("::" in folder and os.path.exists(folder))
 
 
 def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
@@ -138,7 +145,7 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     ``index.json``, a folder or glob with an unfinished dataset is refused; tars that are named one by one are not.
 
     Raises:
-        OptionError: If the list of URLs is empty, a brace is not closed, or a URL starts a command.
+        OptionError: If the list of URLs is empty or names a shard twice, a brace is not closed, or a URL starts a command.
         UnfinishedError: If a dataset is being written there, or its writer was stopped.
         StorageError: If nothing is found, or the store cannot be reached.
         ManifestError: If a manifest is invalid.
@@ -170,6 +177,8 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
             )
     if tars:
         located.append(_from_tars(tars, storage, globbed))
+    if len(expanded) > 1:
+        _refuse_repeated(located, storage)
     if len(located) == 1:
         return located[0]
     return LocatedShards(
@@ -180,6 +189,23 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         ),
         fields=_joined_fields(one.fields for one in located),
     )
+
+
+def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:
+    """Refuse a shard that several URLs name, however they spell its path: its samples would be read twice."""
+
+    def place(url: str) -> str:
+        is_remote = "://" in url and not url.startswith(("file:", "local:"))
+        path = None if is_remote else storage.local_path(url)
+        return url if path is None else os.path.normpath(path)
+
+    repeated = find_repeated(place(shard.url) for one in located for shard in one.shards)
+    if repeated is not None:
+        raise OptionError(
+            "a shard is named twice, so its samples would be read twice; name each once, and "
+            "pass weights= or use ss.mix to read samples more often",
+            shard=repeated,
+        )
 
 
 def _joined_fields(parts: Iterable[Iterable[str] | None]) -> tuple[str, ...] | None:

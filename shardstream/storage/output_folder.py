@@ -79,7 +79,7 @@ def open_output_folder(
     Raises:
         OptionError: If a storage option is wrong or the protocol unknown.
     """
-    if url.startswith("/") and "::" not in url and not storage_options and filesystem is None:
+    if url.startswith("/") and not storage_options and filesystem is None:
         return LocalFolder(url, url)  # a plain path needs no file system to be looked up
     return output_folder_in(Storage(storage_options, filesystem), url)
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, BinaryIO, Unpack, cast
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
 from shardstream.storage.cache import Cache, version_of
-from shardstream.storage.clients import Clients, check_slashes
+from shardstream.storage.clients import Clients, check_slashes, is_chain
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
@@ -187,8 +186,8 @@ class Storage:
         if (
             self._reads_paths
             and "://" not in url
-            and "::" not in url
             and not url.startswith(_NO_PATH)
+            and ("::" not in url or not is_chain(url))
         ):
             # Called for every file; fsspec takes 10 us.
             path = url.rstrip("/") or "/"
@@ -467,7 +466,7 @@ class Storage:
     @staticmethod
     def _url(url_asked: str, name: str) -> str:
         """Add the protocol of the requested URL to a listed name, so that it can be opened."""
-        if "::" in url_asked:
+        if is_chain(url_asked):
             chain, last = url_asked.rsplit("::", 1)
             return f"{chain}::{Storage._url(last, name)}"
         if "://" not in url_asked or "://" in name:
@@ -517,7 +516,7 @@ def absolute_url(url: str | os.PathLike[str]) -> str:
     ('s3://b/train/', '/train/')
     """
     text = os.fspath(url)
-    if "://" in text or "::" in text:
+    if "://" in text or ("::" in text and not os.path.exists(text)):
         return text
     check_slashes(text)
     return os.path.abspath(os.path.expanduser(text)) + "/" * (text.endswith("/") and text != "/")
@@ -531,8 +530,3 @@ def parent_url(url: str) -> str:
     """
     folder, slash, _ = url.rpartition("/")
     return folder if slash else "."
-
-
-def is_known_protocol(name: str) -> bool:
-    """Return whether fsspec has a file system of that name."""
-    return name in fsspec.available_protocols()

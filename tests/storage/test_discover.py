@@ -124,11 +124,60 @@ def test_joins_and_lists_keep_their_order(folder: str) -> None:
     put_tars(folder)
     joined = f"{folder}/02.tar::{folder}/00.tar"
     assert names(locate_shards(joined, Storage())) == ["02.tar", "00.tar"]
-    assert names(locate_shards([f"{folder}/02.tar", joined], Storage())) == [
-        "02.tar",
+    assert names(locate_shards([f"{folder}/01.tar", joined], Storage())) == [
+        "01.tar",
         "02.tar",
         "00.tar",
     ]
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["{folder}/00.tar", "{folder}/00.tar"],
+        ["{folder}/0*.tar", "{folder}/00.tar"],
+        ["{folder}", "{folder}/02.tar"],
+        ["{folder}", "{folder}/"],
+        "{folder}/00.tar::{folder}/{{00..01}}.tar",
+    ],
+    ids=str,
+)
+def test_shard_that_is_named_twice_is_refused(urls: str | list[str], folder: str) -> None:
+    put_tars(folder)
+    urls = urls.format(folder=folder) if isinstance(urls, str) else [u.format(folder=folder) for u in urls]  # fmt: skip
+    with pytest.raises(ss.OptionError, match=r"named twice.* weights= or use ss.mix.*/0\d\.tar"):
+        ss.ShardDataset(urls)
+
+
+def test_spellings_of_a_path_name_one_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_tars(f"{tmp_path}/a")
+    monkeypatch.chdir(tmp_path)
+    for other in ("./a/00.tar", f"{tmp_path}/a/00.tar", f"file://{tmp_path}/a/00.tar", "a/../a/00.tar"):  # fmt: skip
+        with pytest.raises(ss.OptionError, match="named twice"):
+            ss.ShardDataset(["a/00.tar", other], index="ignore")
+
+
+@pytest.mark.parametrize("folder", ["local", "s3"], indirect=True)  # fsspec's memory takes a chain
+def test_colons_in_names_are_no_chain(folder: str) -> None:
+    put(folder, {"::/x::0.txt": b"a", "b::c/1.txt": b"b"})
+    samples = list(ss.ObjectDataset(folder, label="folder"))
+    assert [(one["__key__"], one["txt"], one["cls"]) for one in samples] == [
+        ("::/x::0", b"a", b"0"),
+        ("b::c/1", b"b", b"1"),
+    ]
+
+
+def test_folder_with_colons_in_its_name_is_no_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cls::1").mkdir()
+    Path("cls::1/a.txt").write_bytes(b"a")
+    ss.pack("cls::1", "out::v1", kind="files")
+    for url in ("out::v1", f"{tmp_path}/out::v1/", "out::v1/*.tar", "out::v1/{000000..000000}.tar"):
+        assert [sample["txt"] for sample in ss.ShardDataset(url)] == [b"a"]
 
 
 def test_folders_can_be_joined(folder: str) -> None:
