@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from shardstream.codecs.audio import Audio, convert_audio
-from shardstream.codecs.mp4_frames import check_frame_counts
-from shardstream.codecs.video_container import check_whole
 from shardstream.codecs.video_readers import (
     LIBRARIES,
     RangedFile,
@@ -173,8 +171,6 @@ class Video:
         return self._run(self._open)
 
     def _open(self) -> VideoReader:
-        check_whole(self.data)
-        check_frame_counts(self.data)
         reader = open_reader(self.data, self.library)
         metadata = reader.metadata
         pixels = metadata.height * metadata.width

@@ -2,12 +2,14 @@
 
 FFmpeg takes any bytes for any of its 300 formats, some of which are texts that name other files and hosts (DASH, HLS, ffconcat, SDP): only the
 containers of this list reach it. It also reads the packets that are there and reports success for half a file. Formats: ISO 14496-12 (boxes of mp4
-and mov), RFC 8794 and RFC 9559 (elements of Matroska and WebM), RIFF (AVI). MPEG streams and Ogg declare no length.
+and mov), RFC 8794 and RFC 9559 (elements of Matroska and WebM), RIFF (AVI), Adobe's FLV 10.1, Microsoft's ASF 1.2. MPEG streams and Ogg declare no length.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from shardstream.codecs.mp4_frames import Sliceable
 
@@ -36,7 +38,23 @@ _MAGIC = {
 }
 """Patterns of the first bytes of a file, and FFmpeg's name of the container."""
 _HEAD_BYTES = 1024
+_FLV, _FLV_TAGS = b"FLV", (8, 9, 18)  # sound, video, metadata
+_ASF_HEADER = bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c")
+_ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
+_ASF_HEAD_BYTES = 24
+_ONCE = frozenset(
+    [b"ftyp", b"moov", b"AVI ", _EBML, _FLV, _ASF_HEADER]
+)  # parts that a file has once
 _DOCUMENT_TYPES = (b"matroska", b"webm")
+_LATER_EBML = rb"\x1a\x45\xdf\xa3.{,60}\x42\x82.(matroska|webm)"
+
+
+class _Part(NamedTuple):
+    """A part of the top level of a file."""
+
+    kind: bytes
+    start: int
+    end: int
 
 
 def container_of(data: Sliceable) -> str:
@@ -64,43 +82,100 @@ def container_of(data: Sliceable) -> str:
 
 
 def check_whole(data: Sliceable) -> None:
-    """Check that the parts of a container are there.
+    """Check that the parts of a container are there, and that no second file follows.
+
+    Of joined files FFmpeg reads the first only (MP4, QuickTime, FLV, ASF), or all with the parameters of the first (Matroska, AVI).
 
     Raises:
-        ValueError: If a part is longer than the rest of the file.
+        ValueError: If a part is longer than the rest of the file, or one comes again that a file has once.
     """
-    if data[:4] == _EBML:
-        end = _matroska_end(data)
-    elif data[:4] == b"RIFF":
-        end = 8 + int.from_bytes(data[4:8], "little")
-    else:
-        end = _boxes_end(data)
+    seen, end = set[bytes](), 0
+    for kind, start, part_end in _parts(data):
+        if kind in seen:
+            raise ValueError(
+                f"a second file begins at byte {start} of {len(data)}, which would be left out or misread; "
+                "split the file, or join its parts with FFmpeg"
+            )
+        seen.update({kind} & _ONCE)
+        end = part_end
     if end > len(data):
         raise ValueError(f"the file is cut short: {len(data)} of {end} bytes are there")
 
 
-def _boxes_end(data: Sliceable) -> int:
-    """Return the end of the last box of the top level that begins in the file; 0 for other formats."""
+def _parts(data: Sliceable) -> Iterator[_Part]:
+    """Return the parts of the top level of a file; none for other formats."""
+    if data[:4] == _EBML:
+        return _segments(data)
+    if data[:4] == b"RIFF":
+        return _riffs(data)
+    if data[:3] == _FLV:
+        return _tags(data)
+    return _objects(data) if data[:16] == _ASF_HEADER else _boxes(data)
+
+
+def _riffs(data: Sliceable) -> Iterator[_Part]:
+    """Yield the RIFFs of an AVI file: the first, and those of type "AVIX" that continue it."""
     start = 0
-    while data[start + 4 : start + 8] in _BOXES:
+    while data[start : start + 4] == b"RIFF":
+        end = start + 8 + int.from_bytes(data[start + 4 : start + 8], "little")
+        yield _Part(data[start + 8 : start + 12], start, end)
+        start = end + end % 2
+
+
+def _boxes(data: Sliceable) -> Iterator[_Part]:
+    """Yield the boxes of the top level."""
+    start = 0
+    while (kind := data[start + 4 : start + 8]) in _BOXES or kind.isalnum():
         size = int.from_bytes(data[start : start + 4], "big")
         if size == 1:  # then 64 bits follow
             size = int.from_bytes(data[start + 8 : start + 16], "big")
-        if size < 8:  # 0: to the end of the file
+        end = start + size
+        if size < 8 or (end > len(data) and kind not in _BOXES):  # 0: to the end of the file
             break
-        start += size
-    return start
+        yield _Part(kind, start, end)
+        start = end
 
 
-def _matroska_end(data: Sliceable) -> int:
-    """Return the end of the segment; 0 if its length is unknown, as in a live recording."""
-    size, length = _element_size(data, len(_EBML))
-    start = len(_EBML) + length + size
-    if data[start : start + 4] != _SEGMENT:
-        return start
-    size, length = _element_size(data, start + len(_SEGMENT))
-    is_unknown = size == (1 << 7 * length) - 1
-    return 0 if is_unknown else start + len(_SEGMENT) + length + size
+def _objects(data: Sliceable) -> Iterator[_Part]:
+    """Yield the objects of an ASF file; what follows them need not be one."""
+    start = 0
+    while (size := int.from_bytes(data[start + 16 : start + 24], "little")) >= _ASF_HEAD_BYTES:
+        kind, end = data[start : start + 16], start + size
+        if end > len(data) and kind not in (_ASF_HEADER, _ASF_DATA):
+            break
+        yield _Part(kind, start, end)
+        start = end
+
+
+def _tags(data: Sliceable) -> Iterator[_Part]:
+    """Yield the header and the tags of an FLV file, without the length that is repeated after each."""
+    start, head = 0, data[:11]
+    while len(head) == 11 and (head[:3] == _FLV or head[0] & 0x1F in _FLV_TAGS):
+        kind = _FLV if head[:3] == _FLV else b"tag"
+        size = int.from_bytes(head[5:9] if kind == _FLV else head[1:4], "big")
+        end = start + size + (0 if kind == _FLV else len(head))
+        yield _Part(kind, start, end)
+        start = end + 4
+        head = data[start : start + 11]
+
+
+def _segments(data: Sliceable) -> Iterator[_Part]:
+    """Yield the headers and the segments of a Matroska file; one of unknown length, of a live recording, is the last."""
+    start = 0
+    while (kind := data[start : start + 4]) in (_EBML, _SEGMENT):
+        size, length = _element_size(data, start + 4)
+        if kind == _SEGMENT and size == (1 << 7 * length) - 1:
+            yield from _headers_after(start, data)
+            return
+        end = start + 4 + length + size
+        yield _Part(kind, start, end)
+        start = end
+
+
+def _headers_after(start: int, data: Sliceable) -> Iterator[_Part]:
+    """Yield the headers that follow somewhere in a segment of unknown length."""
+    for found in re.finditer(_LATER_EBML, data[start:], re.DOTALL):
+        yield _Part(_EBML, start + found.start(), start + found.end())
 
 
 def _element_size(data: Sliceable, start: int) -> tuple[int, int]:

@@ -18,8 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
-from shardstream.codecs.mp4_frames import FrameTable, Sliceable, read_frame_table
-from shardstream.codecs.video_container import container_of
+from shardstream.codecs.mp4_frames import (
+    FrameTable,
+    Sliceable,
+    check_frame_counts,
+    read_frame_table,
+)
+from shardstream.codecs.video_container import check_whole, container_of
 from shardstream.errors import OptionError, get_logger, how_to_install
 
 _Sound = tuple[Iterator[np.ndarray[Any, Any]], int]
@@ -97,11 +102,13 @@ def open_reader(data: bytes | RangedFile, library: str | None) -> VideoReader:
         Exception: Any error of the library, for a file that is not a video.
     """
     container = container_of(data)
+    if not isinstance(data, bytes) and container != "mov":
+        data = _fetch(data)
+    _check(data)
     chosen, module = _choose_library(container, library)
     table = read_frame_table(data)
     if not isinstance(data, bytes) and table is None:
-        logger.info("a video is fetched whole: its frames have no table that can be used")
-        data = data.read()
+        data = _fetch(data)
     if chosen == "pyav":
         return _PyavReader(module, data, table, container)
     try:
@@ -125,6 +132,7 @@ def read_sound(
     container = container_of(data)
     chosen, module = _choose_library(container, library)
     whole = data if isinstance(data, bytes) else data.read()
+    _check(whole)
     if chosen == "torchcodec":
         sound = _torchcodec_sound(module, whole)
     else:
@@ -141,6 +149,17 @@ def read_sound(
     if not kept:
         raise ValueError("its sound has no samples")
     return np.concatenate(kept, axis=1), rate
+
+
+def _fetch(data: RangedFile) -> bytes:
+    logger.info("a video is fetched whole: its frames have no table that can be used")
+    return data.read()
+
+
+def _check(data: Sliceable) -> None:
+    """Refuse what FFmpeg would read in part, or for ever."""
+    check_whole(data)
+    check_frame_counts(data)
 
 
 def _choose_library(container: str, library: str | None) -> tuple[str, Any]:

@@ -307,12 +307,51 @@ def test_cut_files_are_errors_and_never_fewer_frames(name: str, part: float, lib
         len(ss.Video(data, library))
 
 
-def test_live_recordings_declare_no_length_and_are_read() -> None:
-    data = bytearray(FILES["mkv"])
+JOINED = {
+    **dict.fromkeys(("mp4", "fragments.mp4", "mov", "mkv", "webm", "avi", "flv", "wmv"), False),
+    **dict.fromkeys(("ts", "mpeg2.mpg", "h264", "m2v", "mjpeg"), True),
+}
+"""Whether joined files are read whole; else they are an error."""
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_files_are_read_whole_or_an_error(name: str, library: str) -> None:
+    more = {"wmv": video_file("asf", codec="wmv2", options=())}
+    first = (FILES | OTHER_FILES | more)[name]
+    video = ss.Video(first + first, library)
+    if JOINED[name]:
+        frames = ss.Video(first, library).frames(range(50))
+        np.testing.assert_array_equal(video.frames(range(50, 100)), frames)
+        assert len(video) == 100
+        return
+    for read in (lambda: len(video), video.read_audio):
+        with pytest.raises(ss.DecodeError, match=f"second file begins at byte {len(first)} of"):
+            read()
+
+
+def test_second_file_after_a_live_recording_is_found() -> None:
+    live = without_length(FILES["mkv"])
+    with pytest.raises(ss.DecodeError, match=f"second file begins at byte {len(live)} of"):
+        len(ss.Video(live + live))
+
+
+def test_sound_of_a_cut_file_is_an_error() -> None:
+    with pytest.raises(ss.DecodeError, match="the file is cut short"):
+        ss.Video(FILES["mkv"][: len(FILES["mkv"]) * 3 // 4]).read_audio()
+
+
+def without_length(file: bytes) -> bytes:
+    """Return a Matroska file as a live recording, whose segment declares no length."""
+    data = bytearray(file)
     place = data.index(b"\x18\x53\x80\x67") + 4
     assert data[place] == 1  # 8 bytes
     data[place : place + 8] = b"\x01" + b"\xff" * 7
-    assert len(ss.Video(bytes(data))) == 50
+    return bytes(data)
+
+
+def test_live_recordings_declare_no_length_and_are_read() -> None:
+    assert len(ss.Video(without_length(FILES["mkv"]))) == 50
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -329,7 +368,7 @@ def test_hostile_video_is_a_bad_sample_in_bounded_memory(
         "its table names 67108864 frames": lambda: len(ss.Video(bytes(file), library)),
         "the limit is 1048576": lambda: ss.Video(FILES["mp4"], library).frames([0] * 1000),
         "frames of 16384 pixels": lambda: len(ss.Video(large, library)),
-        "cut short": lambda: len(ss.Video(b"\xff\xff\xff\xffftyp", library)),
+        "cut short": lambda: len(ss.Video(b"\0\xff\xff\xffftyp", library)),
         "cannot be decoded": lambda: len(ss.Video(b"\0\0\0\1mdat" + b"\0" * 8, library)),
         "decoded: ": lambda: len(ss.Video(b"\x1a\x45\xdf\xa3\0", library)),
     }
