@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -134,6 +136,7 @@ def reshard(  # noqa: PLR0913  (public door)
     opened = open_shards(source, reading)
     work = ReshardWork(
         job="",
+        call=uuid.uuid4().hex,
         source=absolute_urls(source),
         source_options=reading,
         identity=opened.identity,
@@ -155,7 +158,7 @@ def reshard(  # noqa: PLR0913  (public door)
                 samples=len(opened.catalog),
             )
         finally:
-            _close_source()
+            _close_sources(lambda call, _: call == work.call)
             forget_instances()
 
 
@@ -351,14 +354,15 @@ class _SourceHere(NamedTuple):
     joiner: Joiner
 
 
-# Of this process: job and folder -> the sources that were opened last.
-_source_here: dict[tuple[str, str], _SourceHere] = {}
+# Of this process: call of `reshard` and thread -> its open sources. Each thread has its own: another one may end before it.
+_sources_here: dict[tuple[str, int], _SourceHere] = {}
 
 
-def _close_source() -> None:
-    for here in _source_here.values():
-        here.joined.close()
-    _source_here.clear()
+def _close_sources(is_over: Callable[[str, int], bool]) -> None:
+    """Close the sources of the calls and threads that are over."""
+    for key in [*_sources_here]:
+        if is_over(*key) and (here := _sources_here.pop(key, None)):
+            here.joined.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,6 +371,7 @@ class ReshardWork:
 
     Args:
         job: Identity of the job.
+        call: Identity of the call of `reshard`, whose tasks share open sources.
         source: URLs of the source.
         source_options: Its ``storage_options``.
         identity: Its identity when the job was planned.
@@ -381,6 +386,7 @@ class ReshardWork:
     """
 
     job: str
+    call: str
     source: Urls
     source_options: Mapping[str, Any] | None
     identity: str
@@ -428,13 +434,13 @@ class ReshardWork:
         )
 
     def _open(self, folder_url: str) -> _SourceHere:
-        """Open the sources, or take those that this process has open.
+        """Open the sources, or take those that this thread has open.
 
         Raises:
             ChangedError: If one has changed since the job was planned.
         """
-        key = (self.job, folder_url)
-        here = _source_here.get(key)
+        mine = threading.get_ident()
+        here = _sources_here.get((self.call, mine))
         if here is None:
             opened = open_shards(self.source, self.source_options)
             if opened.identity != self.identity:
@@ -445,8 +451,8 @@ class ReshardWork:
                 )
             joined = self.join.open()
             joiner = joined.open_joiner(folder_url, self.job)
-            _close_source()
-            here = _source_here[key] = _SourceHere(opened, joined, joiner)
+            _close_sources(lambda _, thread: thread == mine)
+            here = _sources_here[self.call, mine] = _SourceHere(opened, joined, joiner)
         return here
 
     def _samples(self, here: _SourceHere, matched: list[int]) -> Generator[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ SampleFunction = Callable[..., Any]
 _PROTOCOL = 4  # of pickle, to take values apart
 # Of this process: job -> the instance of the class that is its `map`.
 _instance_here: dict[str, Callable[..., Any]] = {}
+_instance_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +219,11 @@ def _instance(function: SampleFunction | type, job: str) -> Callable[..., Any]:
     """Return a function, or the instance of a class that this process keeps for a job."""
     if not isinstance(function, type):
         return function
-    if job not in _instance_here:
-        _instance_here.clear()
-        _instance_here[job] = function()
-    return _instance_here[job]
+    with _instance_lock:
+        if job not in _instance_here:
+            _instance_here.clear()
+            _instance_here[job] = function()
+        return _instance_here[job]
 
 
 def forget_instances() -> None:

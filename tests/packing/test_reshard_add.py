@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.cli import main
@@ -91,6 +94,26 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def memory_captions() -> Iterator[str]:
+    url = f"memory://{uuid.uuid4().hex}"
+    with ss.ShardWriter(url, max_samples=31) as writer:
+        for key in shuffled(5):
+            writer.write({"__key__": key, "txt": caption(key)})
+    yield url
+    MemoryFileSystem().rm(url, recursive=True)
+
+
+class SlowMap:
+    """A function whose instance takes a moment to make, so that threads wait for each other."""
+
+    def __init__(self) -> None:
+        time.sleep(0.1)
+
+    def __call__(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        return sample
+
+
 def samples_of(folder: Path | str) -> list[dict[str, Any]]:
     return list(ss.ShardMapDataset(str(folder)))
 
@@ -140,6 +163,32 @@ def test_fields_of_shards_and_tables_in_other_orders_are_joined_by_key(
     assert report.warnings == ()
     assert not ss.verify(str(tmp_path / "new")).problems
     assert not list((tmp_path / "new").glob(".*"))
+
+
+@pytest.mark.parametrize("with_pool", [True, False])
+def test_threads_share_no_sources(
+    places: dict[str, str], tmp_path: Path, memory_captions: str, with_pool: bool
+) -> None:
+    def reshard(number: int, executor: ss.Executor) -> None:
+        ss.reshard(
+            places["train"],
+            tmp_path / f"{number}",
+            max_samples=60,
+            add={memory_captions: ["txt"]},
+            map=SlowMap,
+            executor=executor,
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        if with_pool:
+            reshard(0, ss.FuturesExecutor(pool))
+        else:  # two jobs, each in two parts
+            jobs = [(number, ss.Parts(part, 2)) for number in (0, 1) for part in (1, 2)]
+            list(pool.map(reshard, *zip(*jobs, strict=True)))
+            assert ss.merge(tmp_path / "0").samples == ss.merge(tmp_path / "1").samples == NSAMPLES
+    assert {one["__key__"]: one["txt"].decode() for one in samples_of(tmp_path / "0")} == {
+        key: caption(key) for key in KEYS
+    }
 
 
 def test_all_fields_of_shards_are_added_without_names(
