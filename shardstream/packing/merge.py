@@ -322,7 +322,7 @@ def _publish_all(
     with ExitStack() as stack:
         for folder in folders:
             stack.enter_context(locked(folder))
-        found = [_checked(folder) for folder in folders]
+        found = [_checked(folder, Storage(storage_options)) for folder in folders]
         written: list[_Publication] = []
         try:
             for one in found:
@@ -344,7 +344,7 @@ def _publish_all(
     return [one.report for one in found]
 
 
-def _checked(folder: OutputFolder) -> _Publication:
+def _checked(folder: OutputFolder, storage: Storage) -> _Publication:
     """Read the records of a job, and check what they say of the dataset.
 
     Raises:
@@ -369,8 +369,14 @@ def _checked(folder: OutputFolder) -> _Publication:
     with KeyHashes() as keys:
         results = _read_records(folder, files, journal.run, _num_parts(options, url), keys)
         shards = tuple(shard for result in results for shard in result.shards)
+        is_index = options["job"] == "index"  # of tars that others may have replaced
+        now = (
+            {one.url.rsplit("/", 1)[-1]: one for one in storage.list_folder(url)[0]}
+            if is_index
+            else files
+        )
         for result in results:
-            _check_in_place(folder, files, result)
+            _check_in_place(folder, now, result)
         refuse_repeated_keys(keys, shards, folder)
     fields = sum((Counter(result.fields) for result in results), Counter[str]())
     if not shards:

@@ -27,7 +27,7 @@ from shardstream.storage.atomic_write import (
 )
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.local_files import scan_folder
-from shardstream.storage.store import FileInfo, Storage, join_url, local_info
+from shardstream.storage.store import FileInfo, Storage, join_url
 
 _log = get_logger(__name__)
 
@@ -159,7 +159,7 @@ class LocalFolder:
         files: dict[str, FileInfo] = {}
         with translate_errors(self.url), suppress(FileNotFoundError):
             for path, status in scan_folder(str(self._path))[0]:
-                files[os.path.basename(path)] = local_info(path, status.st_size, status)
+                files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
         return files
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:

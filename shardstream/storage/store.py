@@ -248,7 +248,7 @@ class Storage:
             try:
                 for found, names in folder_pages(local):
                     is_empty = False
-                    yield [local_info(path, one.st_size, one) for path, one in found], names
+                    yield [_local_info(path, one.st_size, one) for path, one in found], names
             except (OSError, ValueError) as error:
                 if not is_empty:
                     with self.translate_errors(url):
@@ -291,7 +291,7 @@ class Storage:
         if local is not None:
             with self.translate_errors(url):
                 for found in tree_pages(local):
-                    yield [local_info(path, size, one) for path, size, one in found]
+                    yield [_local_info(path, size, one) for path, size, one in found]
             return
         is_empty = True
         for page in self._remote_pages(url, recursive=True):
@@ -492,8 +492,7 @@ def _is_file(entry: Mapping[str, Any]) -> bool:
     return entry["type"] == "file" or bool(entry.get("islink") and entry["type"] == "other")
 
 
-def local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
-    """Return a file of this machine as a listing has it."""
+def _local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
     version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
     return FileInfo(url=path, size_or_none=size, version=version)  # as `version_of`
 
