@@ -34,7 +34,7 @@ from shardstream.packing.indexing import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
 from shardstream.packing.job import pack
 from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
-from shardstream.packing.key_hashes import KeyHashes, hash_keys
+from shardstream.packing.key_hashes import KeyHashes, encode_hashes, hash_keys
 from shardstream.packing.key_index import key_index_name, open_key_index, write_key_index
 from shardstream.packing.merge import merge
 from shardstream.packing.pack_plan import PackRequest
@@ -98,6 +98,7 @@ __all__ = [
     "class_name",
     "cut_by_size",
     "encode_field",
+    "encode_hashes",
     "encode_npz",
     "encode_sample",
     "file_key",

@@ -179,7 +179,7 @@ def refuse_repeated_keys(
             more = f", and so do {plural(total - 1, 'other key')}" if total > 1 else ""
             raise SourceError(
                 f"the key {key!r} comes twice, in {first} and in {second}{more}; nothing is published, "
-                "choose other keys, e.g. key='{index:08d}' (--key), or for reshard map= with another __key__, and replace the shards with overwrite=True (--overwrite)",
+                "choose other keys, e.g. key='{index:08d}' (--key), for reshard map= with another __key__, for ss.ray.write another column, and replace the shards with overwrite=True (--overwrite)",
                 shard=folder.url,
             )
 

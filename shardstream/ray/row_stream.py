@@ -7,15 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import ray
 import ray.data
 import ray.exceptions
 from ray.data.block import BlockAccessor
 
-from shardstream.packing import hash_keys
 from shardstream.ray.executor import raise_own_error
 from shardstream.ray.field_columns import BadRow, Sizes, encode_block
 from shardstream.ray.write_task import BlockRange, name_row
@@ -36,8 +33,6 @@ class RowsBlock(NamedTuple):
     """Bytes of each row in a tar, shape (n,)."""
     keys: pa.Array | None
     """Keys, if they were asked for and there is a column for them."""
-    key_hashes: npt.NDArray[np.uint64] | None
-    """Hashes of the keys, if there is a column for them."""
 
 
 class _Summary(NamedTuple):
@@ -47,7 +42,6 @@ class _Summary(NamedTuple):
     fields: tuple[str, ...]
     sizes: Sizes
     keys: pa.Array | None
-    key_hashes: npt.NDArray[np.uint64] | None
     bad: BadRow | None
 
 
@@ -99,7 +93,6 @@ def encoded_blocks(
             summary.fields,
             summary.sizes,
             summary.keys,
-            summary.key_hashes,
         )
         row += count
 
@@ -142,13 +135,11 @@ def _encode(block: Any, start: int, stop: int, with_keys: bool) -> tuple[pa.Tabl
     table = BlockAccessor.for_block(block).to_arrow()
     table = table.slice(start, None if stop < 0 else stop - start)
     found = encode_block(table)
-    hashes = None if found.keys is None else hash_keys(found.keys.to_pylist())
     summary = _Summary(
         is_encoded=found.table is not None,
         fields=found.fields,
         sizes=found.sizes,
         keys=found.keys if with_keys else None,
-        key_hashes=hashes,
         bad=found.bad,
     )
     return found.table, summary

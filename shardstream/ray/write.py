@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import ray
 import ray.data
 
-from shardstream.errors import OptionError, SourceError, plural
+from shardstream.errors import OptionError
 from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing import (
     DEFAULT_MAX_BYTES,
@@ -121,9 +120,7 @@ def write(  # noqa: PLR0913  (public door)
     with in_row_order(ds):
         blocks = encoded_blocks(ds, most, with_keys=samples is not None)
         if samples is None:
-            keys = _KeyHashes()
-            num_parts = _run(job, _row_works(keys.seen(blocks), limits, names), most, overwrite)
-            keys.check()
+            num_parts = _run(job, _row_works(blocks, limits, names), most, overwrite)
         else:
             rows = list(blocks)
             works = join_works(samples, rows, limits, names, most) if rows else ()
@@ -202,44 +199,3 @@ def _run(job: PartJob, works: Iterable[PartWork], most: int, overwrite: bool) ->
 
 def _ignore(task: Task, result: Mapping[str, JSON]) -> None:
     """Do nothing: `merge` reads the records of the parts."""
-
-
-class _KeyHashes:
-    """Checks that keys differ in the whole dataset, by 8 bytes for each; within a shard, its writer compares the keys."""
-
-    def __init__(self) -> None:
-        self._hashes: list[Any] = []
-        self._rows: list[Any] = []
-
-    def seen(self, blocks: Iterable[RowsBlock]) -> Iterator[RowsBlock]:
-        """Yield the blocks again, and remember their keys."""
-        for block in blocks:
-            if block.key_hashes is not None:
-                self._hashes.append(block.key_hashes)
-                self._rows.append(block.first_row)
-            yield block
-
-    def check(self) -> None:
-        """Check all keys.
-
-        Raises:
-            SourceError: If two rows have the same key; names the first two.
-        """
-        if not self._hashes:
-            return
-        hashes = np.concatenate(self._hashes)
-        _, counts = np.unique(hashes, return_counts=True)
-        if (counts == 1).all():
-            return
-        order = np.argsort(hashes, kind="stable")
-        again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-        second = again[np.argmin(order[again + 1])]
-        ends = np.cumsum([len(part) for part in self._hashes])
-        pair = []
-        for place in (order[second], order[second + 1]):
-            part = int(np.searchsorted(ends, place, side="right"))
-            pair.append(int(self._rows[part] + place - (ends[part] - len(self._hashes[part]))))
-        raise SourceError(
-            f"{plural(int((counts > 1).sum()), 'key')} of the rows come more than once, the first in row {pair[0]} and row {pair[1]}",
-            remedy="give each row its own key",
-        )

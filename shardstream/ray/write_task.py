@@ -15,7 +15,14 @@ from ray.data.block import BlockAccessor
 from shardstream.catalog import ShardCatalog
 from shardstream.errors import SampleError
 from shardstream.fetch import open_fetcher
-from shardstream.packing import PartResult, PartWriter, ShardNames, WriterOptions
+from shardstream.packing import (
+    PartResult,
+    PartWriter,
+    ShardNames,
+    WriterOptions,
+    encode_hashes,
+    hash_keys,
+)
 from shardstream.ray.arrow_columns import KEY
 from shardstream.ray.field_columns import iter_fields
 from shardstream.ray.read_plan import Ints
@@ -65,7 +72,7 @@ class RowsWork:
             SampleError: If a row would not read back equal, or its key is in the shard already.
         """
         names = ShardNames(folder=folder.url, template=self.template)
-        row = self.first_row
+        row, keys = self.first_row, list[str]()
         with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
             for key, fields in _loaded_rows(self.ranges):
                 try:
@@ -73,8 +80,11 @@ class RowsWork:
                 except SampleError as error:
                     raise name_row(error, row, key) from error
                 row += 1
+                if key is not None:  # numbers of rows all differ
+                    keys.append(key)
             writer.finish()
-        return PartResult(shards=tuple(writer.shards), fields=writer.fields)
+        hashes = encode_hashes(hash_keys(keys))
+        return PartResult(shards=tuple(writer.shards), fields=writer.fields, key_hashes=hashes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
