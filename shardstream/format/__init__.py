@@ -102,7 +102,13 @@ from shardstream.format.names import (
     member_name,
     split_member_name,
 )
-from shardstream.format.parquet import import_parquet, limit_of_rows, read_parquet
+from shardstream.format.parquet import (
+    column_chunks,
+    import_parquet,
+    least_bytes,
+    limit_of_rows,
+    read_parquet,
+)
 from shardstream.format.samples import (
     FIELDS_LIMIT,
     Group,
@@ -177,6 +183,7 @@ __all__ = [
     "canonical_field",
     "check_extent",
     "checksum",
+    "column_chunks",
     "columns_in_file",
     "decode_classes",
     "decode_column_file",
@@ -213,6 +220,7 @@ __all__ = [
     "iter_members",
     "iter_samples",
     "iter_whole",
+    "least_bytes",
     "limit_of_rows",
     "mask_fields",
     "member_bytes",

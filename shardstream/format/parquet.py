@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import OptionError, how_to_install
@@ -67,7 +67,7 @@ def read_parquet(
     plain = parquet.ParquetFile(file, metadata=metadata)
     schema, metadata = plain.schema_arrow, plain.metadata
     groups = [*range(metadata.num_row_groups)] if row_groups is None else [*row_groups]
-    _check(_least_bytes(metadata, groups, columns), limit_bytes, url)
+    _check(least_bytes(metadata, groups, columns), limit_bytes, url)
     leaves = [plain.schema.column(number) for number in range(len(plain.schema))]
     texts = [leaf.path for leaf in leaves if leaf.physical_type == _TEXT]
     coded = parquet.ParquetFile(file, metadata=metadata, read_dictionary=texts)
@@ -91,17 +91,21 @@ def _check(size: int, limit_bytes: int, url: str) -> None:
         )
 
 
-def _least_bytes(metadata: Any, groups: Sequence[int], columns: Sequence[str] | None) -> int:
-    """Return the bytes of all values, with those of text as their places in a dictionary."""
-    chunks: Iterator[Any] = (
-        metadata.row_group(group).column(number)
-        for group in groups
-        for number in range(metadata.num_columns)
-    )
+def column_chunks(metadata: Any, group: int, columns: Sequence[str] | None) -> list[Any]:
+    """Return the metadata of the chunks of some columns, and of their nested ones, in a row group; None for all columns."""
+    chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
+    if columns is None:
+        return [*chunks]
+    wanted = tuple(f"{column}." for column in columns)  # a nested one is COLUMN.list.element
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(wanted)]
+
+
+def least_bytes(metadata: Any, groups: Iterable[int], columns: Sequence[str] | None) -> int:
+    """Return the bytes of all values in some row groups, with those of text as their places in a dictionary."""
     return sum(
         chunk.num_values * _WIDTHS.get(chunk.physical_type, 1)
-        for chunk in chunks
-        if columns is None or chunk.path_in_schema.partition(".")[0] in columns
+        for group in groups
+        for chunk in column_chunks(metadata, group, columns)
     )
 
 

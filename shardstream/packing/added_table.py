@@ -19,13 +19,15 @@ from shardstream.errors import (
     StorageError,
     redact,
 )
-from shardstream.format import read_parquet
+from shardstream.format import column_chunks, read_parquet
 from shardstream.packing.added_source import KEY, AddedSpec, mean_tar_bytes
+from shardstream.packing.arrow_rows import number_dtypes, rows_of
 from shardstream.packing.encode import encode_field
 from shardstream.packing.key_hashes import Places
+from shardstream.packing.parquet_table import open_parquet
 from shardstream.packing.source import FileRef, fingerprint_of
 from shardstream.packing.table_source import convert_cell, key_of
-from shardstream.packing.tables import Row, iter_rows, number_dtypes, open_parquet
+from shardstream.packing.tables import Row, iter_rows
 from shardstream.storage import FileInfo, Storage
 
 _KEY_COLUMNS = (KEY, "key")
@@ -157,7 +159,7 @@ class ParquetFields(_TableFields):
             self._check_columns(names, file.url)
             self._metadata.append(metadata)
             for group in range(metadata.num_row_groups):
-                self._check_size(metadata.row_group(group), file.url)
+                self._check_size(metadata, group, file.url)
                 self._groups.append((number, group))
                 counts.append(metadata.row_group(group).num_rows)
         self._firsts = np.cumsum(counts, dtype=np.int64)
@@ -218,7 +220,7 @@ class ParquetFields(_TableFields):
             mine, group = order[first:last], int(groups[order[first]])
             rows = places[mine] - self._firsts[group]
             taken = self._load(group).take(rows)
-            dtypes, cells = number_dtypes(taken.schema), taken.to_pylist()
+            dtypes, cells = number_dtypes(taken.schema), rows_of(taken, self.url)
             for place, at, one in zip(mine.tolist(), places[mine].tolist(), cells, strict=True):
                 row = Row(cells=one, where=self.where(at), is_text=False, dtypes=dtypes)
                 found[place] = self._encode(row, self._key)
@@ -249,19 +251,13 @@ class ParquetFields(_TableFields):
                 f"no column {missing!r}; there are: {', '.join(map(repr, names))}", shard=url
             )
 
-    def _check_size(self, group: Any, url: str) -> None:
-        wanted = tuple(f"{column}." for column in {*self._columns.values(), self._key})
-        chunks = map(group.column, range(group.num_columns))
-        size = sum(
-            chunk.total_uncompressed_size
-            for chunk in chunks
-            if f"{chunk.path_in_schema}.".startswith(
-                wanted
-            )  # nested columns are COLUMN.list.element
-        )
+    def _check_size(self, metadata: Any, group: int, url: str) -> None:
+        columns = [*self._columns.values(), self._key]
+        chunks = column_chunks(metadata, group, columns)
+        size = sum(chunk.total_uncompressed_size for chunk in chunks)
         if size > _GROUP_LIMIT_BYTES:
             raise OptionError(
-                f"a row group of {group.num_rows} rows holds {size >> 20} MiB of these columns, and it is read whole; the limit is "
+                f"a row group of {metadata.row_group(group).num_rows} rows holds {size >> 20} MiB of these columns, and it is read whole; the limit is "
                 f"{_GROUP_LIMIT_BYTES >> 20} MiB: write the table with a smaller row_group_size",
                 shard=url,
             )

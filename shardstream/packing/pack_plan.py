@@ -20,9 +20,16 @@ from shardstream.packing.image_encode import ImageOptions
 from shardstream.packing.journal import Task
 from shardstream.packing.parallel_encode import RecordEncoder
 from shardstream.packing.shard_writer import WriterOptions
-from shardstream.packing.source import IndexedSource, Record, Source, SplitSource
+from shardstream.packing.source import (
+    IndexedSource,
+    Record,
+    SeekableSource,
+    Source,
+    SplitSource,
+)
 from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
 from shardstream.packing.split import Numbers, SplitNumbers, assign_splits, shuffled_order
+from shardstream.packing.stored_records import StoredRecords
 from shardstream.storage import RowFile, Storage, absolute_url, join_url
 
 
@@ -182,19 +189,18 @@ def _plan(
                 "tars cannot be shuffled when they are packed (all samples would have to be in memory); "
                 "leave shuffle out: training shuffles when it reads"
             )
-        found = source if isinstance(source, IndexedSource) else list(source)
-        total = found.length if isinstance(found, IndexedSource) else len(found)
+        found = source if isinstance(source, IndexedSource) else StoredRecords(source)
+        total = found.length
         order = partial(shuffled_order, total, seed=seed, purpose="order")
-        if isinstance(found, IndexedSource):
-            records = _Reordered(found, order())
-        else:
-            records = [found[number] for some in order() for number in some.tolist()]
+        records = _Reordered(found, order())
         if assigned is not None:
             assigned = np.concatenate([assigned[some] for some in order()])
     if split:
-        if total is None:  # may be a generator, which counting consumes
-            found = list(records)
-            records, total = found, len(found)
+        if total is None and isinstance(source, SeekableSource):
+            total = sum(1 for _ in source)
+        elif total is None:  # may be a generator, which counting consumes
+            records = [*records]
+            total = len(records)
         assigned = assign_splits(total, split, seed=seed)
     return PackPlan(source=source, records=records, total=total, splits=splits, assigned=assigned)
 

@@ -6,6 +6,7 @@ import copy
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from string import Formatter
 from typing import Any
@@ -75,6 +76,8 @@ class TableSource:
         self._root = root
         self._allowed = tuple(allow)
         self._file_column: str | None = None
+        # Rows that an iteration has left, with the number of the next: parts of a job go on there.
+        self._left: list[tuple[int, Iterator[tuple[int, str, Row]]]] = []
         self.classes: Classes | None = None
         """Names of the classes, if the column of ``cls`` holds names; set by `with_own_class_numbers` or `with_class_numbers`."""
         self._labels: Mapping[str, int] = {}
@@ -103,7 +106,7 @@ class TableSource:
 
     def with_files_of(self, column: str) -> TableSource:
         """Return the same rows, with the file in a column as the field of its extension, and the other columns in ``json``."""
-        changed = copy.copy(self)
+        changed = self._copy()
         changed._file_column = column
         return changed
 
@@ -118,7 +121,7 @@ class TableSource:
                 f"the names of {where} number the column that becomes 'cls'; name it: fields={{'cls': COLUMN}} (--map cls=COLUMN)",
                 shard=self._urls[0],
             )
-        changed = copy.copy(self)
+        changed = self._copy()
         changed.classes = classes
         changed._labels = {name: number for number, name in enumerate(classes)}
         return changed
@@ -146,6 +149,11 @@ class TableSource:
             return self
         return self.with_class_numbers(tuple(sorted(names)), self._urls[0])
 
+    def _copy(self) -> TableSource:
+        copied = copy.copy(self)
+        copied._left = []
+        return copied
+
     @property
     def fingerprint(self) -> str:
         """Hash of sizes and versions of the tables; the files that they name are not checked."""
@@ -160,7 +168,11 @@ class TableSource:
         return KeyMaker(self._key, source=self._urls[0]).is_unique
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records.
+        """Yield the records (see `iter_from`)."""
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on; a row that an earlier iteration has not reached is read from there.
 
         A row that lacks a column, or has a value that does not fit its field, becomes a record with an error.
 
@@ -168,23 +180,38 @@ class TableSource:
             SourceError: If the table is malformed, or a key is repeated.
         """
         make_key = KeyMaker(self._key, source=self._urls[0])
-        index = 0
-        for url in self._urls:
-            root = self._root or parent_url(url)
-            is_trusted = self._storage.local_path(url) is not None  # as the command line is
-            for row in iter_rows(url, self._storage, columns=self._columns()):
-                try:
-                    names = self._names(row.checked(), index)
-                    fields = self._converted(row, root, is_first=index == 0)
-                    if index == 0:
-                        self._warn_of_unknown_fields(row)
-                    if not is_trusted:
-                        self._check_places(row, fields, root)
-                except SourceError as error:
-                    yield Record("", {}, row.where, error)
-                else:
-                    yield Record(make_key(row.where, **names), fields, row.where)
-                index += 1
+        rows = self._rows_from(first)
+        for index, url, row in rows:
+            if index < first:
+                continue
+            try:
+                yield self._record(index, url, row, make_key)
+            except GeneratorExit:
+                self._left.append((index + 1, rows))
+                raise
+
+    def _rows_from(self, first: int) -> Iterator[tuple[int, str, Row]]:
+        """Return rows from a number on, or from one before it."""
+        with suppress(IndexError):  # `pop` gives rows to one of several threads
+            index, rows = self._left.pop()
+            if index <= first:
+                return rows
+        return _iter_tables(self._urls, self._storage, self._columns(), first)
+
+    def _record(self, index: int, url: str, row: Row, make_key: KeyMaker) -> Record:
+        root = self._root or parent_url(url)
+        try:
+            names = self._names(row.checked(), index)
+            fields = self._converted(row, root, is_first=index == 0)
+            if index == 0:
+                self._warn_of_unknown_fields(row)
+            if (
+                self._storage.local_path(url) is None
+            ):  # a local one is trusted as the command line is
+                self._check_places(row, fields, root)
+        except SourceError as error:
+            return Record("", {}, row.where, error)
+        return Record(make_key(row.where, **names), fields, row.where)
 
     def _converted(self, row: Row, root: str, *, is_first: bool) -> dict[str, Any]:
         if self._fields:
@@ -273,6 +300,22 @@ class TableSource:
         return list(dict.fromkeys([*self._fields.values(), *keys]))
 
 
+def _iter_tables(
+    urls: Sequence[str], storage: Storage, columns: list[str] | None, first: int
+) -> Iterator[tuple[int, str, Row]]:
+    """Yield number, table and row from a number on; where a table does not store its length, from its first row on."""
+    index = 0
+    for url in urls:
+        count = count_rows(url, storage) if index < first else None
+        skipped = 0 if count is None else min(count, first - index)
+        index += skipped
+        if skipped and skipped == count:
+            continue
+        for row in iter_rows(url, storage, columns=columns, first=skipped):
+            yield index, url, row
+            index += 1
+
+
 def _unmapped(row: Row, *, is_first: bool) -> dict[str, Any]:
     """Return all columns as one field ``json``.
 
@@ -349,7 +392,7 @@ def _file_or_numbers(field: str, row: Row, column: str, value: object) -> object
     if isinstance(value, str) and value.strip():
         return FileRef(value)
     if field.rpartition(".")[2] == _ARRAY_FIELD and isinstance(
-        value, list | int | float | np.number
+        value, list | int | float | np.number | np.ndarray
     ):
         return number_array(value, row.dtypes.get(column))
     found = "no text" if value == "" else type(value).__name__
@@ -360,7 +403,7 @@ def _file_or_numbers(field: str, row: Row, column: str, value: object) -> object
 
 def _text(field: str, row: Row, column: str, value: object) -> object:
     """Return text and numbers as text; a list for ``jsonl`` stays."""
-    if isinstance(value, list | Mapping | bool):
+    if isinstance(value, list | np.ndarray | Mapping | bool):
         if isinstance(value, list) and field.rpartition(".")[2] == "jsonl":
             return value
         raise row.error(

@@ -8,13 +8,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from shardstream.codecs import iter_tsv
-from shardstream.errors import OptionError, SourceError, get_logger, how_to_install, plural
+from shardstream.errors import SourceError, get_logger, plural
+from shardstream.packing.parquet_table import iter_parquet, open_parquet
 from shardstream.storage import Storage
 
 _log = get_logger(__name__)
@@ -24,7 +24,6 @@ METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILE_COLUMN = "file_name"
 """Column of the files in a table of these names, which Hugging Face's ``imagefolder`` reads."""
 _HEADER_CHARS = 1 << 16  # below the limit of csv for one cell
-_PARQUET_ROWS = 256  # at a time: rows may hold whole images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,37 +77,46 @@ def is_table(name: str) -> bool:
     return name.lower().endswith(TABLE_SUFFIXES)
 
 
-def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> Iterator[Row]:
+def iter_rows(
+    url: str, storage: Storage, *, columns: Sequence[str] | None, first: int = 0
+) -> Iterator[Row]:
     """Yield the rows of a table, read in small pieces.
 
     Args:
         url: URL of the table; its suffix determines the format.
         storage: The storage of the files.
         columns: Columns that are needed; None for all.
+        first: Rows to leave out.
 
     Raises:
         OptionError: If it is Parquet and pyarrow is not installed.
         SourceError: If the table is malformed, or lacks a column; a malformed row tells it by `Row.checked`.
         StorageError: If it cannot be reached.
     """
-    name = url.lower()
-    if name.endswith(".parquet"):
-        yield from _iter_parquet(url, storage, columns)
+    if url.lower().endswith(".parquet"):
+        cells_and_dtypes = iter_parquet(url, storage, columns=columns, first=first)
+        for number, (cells, dtypes) in enumerate(cells_and_dtypes, start=first + 1):
+            yield Row(cells=cells, where=f"{url}, row {number}", is_text=False, dtypes=dtypes)
         return
+    yield from itertools.islice(_iter_text(url, storage), first, None)
+
+
+def _iter_text(url: str, storage: Storage) -> Iterator[Row]:
+    name = url.lower()
     with storage.open(url) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        is_json = name.endswith((".jsonl", ".ndjson"))
         rows = (
             _iter_json(text)
-            if name.endswith((".jsonl", ".ndjson"))
+            if is_json
             else _iter_separated(text, url, is_tsv=name.endswith(".tsv"))
         )
         number = 0
         try:
-            is_text = not name.endswith((".jsonl", ".ndjson"))
             for number, found in enumerate(rows, start=1):
                 cells, fault = ({}, found) if isinstance(found, str) else (found, None)
                 where = f"{url}, row {number}"
-                yield Row(cells=cells, where=where, is_text=is_text, fault=fault)
+                yield Row(cells=cells, where=where, is_text=not is_json, fault=fault)
         except UnicodeDecodeError as error:
             raise SourceError(
                 f"the text after row {number} is not UTF-8 ({error.reason}); convert the table to UTF-8",
@@ -183,63 +191,3 @@ def _iter_json(text: io.TextIOWrapper) -> Iterator[dict[str, Any] | str]:
             continue
         is_row = isinstance(cells, dict)
         yield cells if is_row else f"a row is a JSON object, not {type(cells).__name__}"
-
-
-def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> Iterator[Row]:
-    with storage.open(url) as stream, open_parquet(stream, url, storage) as table:
-        names, dtypes = table.schema_arrow.names, number_dtypes(table.schema_arrow)
-        missing = next((name for name in columns or () if name not in names), None)
-        if missing is not None:
-            raise SourceError(
-                f"no column {missing!r}; there are: {', '.join(map(repr, names))}",
-                shard=f"{url}, row 1",
-            )
-        number = 0
-        wanted = None if columns is None else list(columns)
-        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted)
-        while True:
-            with storage.translate_errors(url):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            for cells in batch.to_pylist():
-                number += 1
-                where = f"{url}, row {number}"
-                yield Row(cells=cells, where=where, is_text=False, dtypes=dtypes)
-
-
-def number_dtypes(schema: Any) -> dict[str, np.dtype[Any]]:
-    """Return column -> dtype of the columns of an Arrow schema that hold numbers, or lists of them."""
-    found = {column.name: number_dtype(column.type) for column in schema}
-    return {name: dtype for name, dtype in found.items() if dtype is not None}
-
-
-def number_dtype(kind: Any) -> np.dtype[Any] | None:
-    """Return the dtype of the numbers of an Arrow type, also in nested lists; None if it holds none."""
-    from pyarrow import types  # noqa: PLC0415  (an extra; whoever has a type has it)
-
-    while hasattr(kind, "value_type"):
-        kind = kind.value_type
-    is_number = types.is_integer(kind) or types.is_floating(kind)
-    return np.dtype(kind.to_pandas_dtype()) if is_number else None
-
-
-def open_parquet(stream: Any, url: str, storage: Storage, metadata: Any = None) -> Any:
-    """Return the `pyarrow.parquet.ParquetFile` of a stream; ``metadata`` is the file's, if it has been read already.
-
-    Raises:
-        OptionError: If pyarrow is not installed.
-    """
-    parquet = _import_parquet(url)
-    with storage.translate_errors(url):
-        return parquet.ParquetFile(stream, metadata=metadata)
-
-
-def _import_parquet(url: str) -> ModuleType:
-    try:
-        from pyarrow import parquet  # noqa: PLC0415  (an extra: needed for Parquet alone)
-    except ImportError as error:
-        raise OptionError(
-            f"Parquet needs one more package: {how_to_install('parquet')}", shard=url
-        ) from error
-    return parquet  # type: ignore[no-any-return]

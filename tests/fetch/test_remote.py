@@ -410,6 +410,18 @@ def test_large_samples_are_located_per_window(
     )  # the first few, a short last step, and those in the batch of a bad one
 
 
+@pytest.mark.parametrize("last", [0, 1, 7])
+def test_short_last_batch_does_not_make_others_wait_for_all_samples(
+    last: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = numbered(f"memory://short-{random.getrandbits(64):x}", 96 + last, 200)
+    set_limits(monkeypatch, IndexedRun, LOOK_AHEAD_BYTES=10 << 12)  # a batch and a bit
+    batches = iter(loader(url, shuffle=True, window=8, prefetch_bytes=1))
+    read = [wire.tar_bytes for _ in batches]
+    assert len(read) == 12 + bool(last)
+    assert read[5] < 0.7 * read[-1]
+
+
 def test_open_maps_are_limited_over_all_datasets(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,149 @@
+"""Read the rows of a Parquet file in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from shardstream.errors import OptionError, SourceError, how_to_install
+from shardstream.format import column_chunks, least_bytes, limit_of_rows
+from shardstream.packing.arrow_rows import number_dtypes, rows_of
+from shardstream.storage import Storage
+
+_BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows may hold whole images
+_WORST_BYTES = 128 << 20  # of a batch, if all its rows refer to the longest text of a dictionary
+_GROUP_BYTES = 64 << 20  # a row group up to this is read by few requests; a larger one in pieces
+_BUFFER_BYTES = 8 << 20  # as `Storage.open` reads remote files
+
+
+def iter_parquet(
+    url: str, storage: Storage, *, columns: Sequence[str] | None, first: int = 0
+) -> Iterator[tuple[dict[str, Any], Mapping[str, np.dtype[Any]]]]:
+    """Yield the cells of each row, with the dtypes of the columns of numbers.
+
+    Memory holds a batch of rows, and a row group up to 64 MiB, or pieces of a larger one.
+
+    Args:
+        url: URL of the file.
+        storage: Its storage.
+        columns: Columns that are needed; None for all.
+        first: Number of the first row; row groups before it are not read.
+
+    Raises:
+        OptionError: If pyarrow is not installed.
+        SourceError: If a column is missing, or the rows hold 1 GiB and 100 times the bytes of the file.
+        StorageError: If it cannot be read.
+    """
+    with storage.open(url) as stream:
+        file = open_parquet(stream, url, storage)
+        _check_columns(file.schema_arrow.names, columns, url)
+        dtypes = number_dtypes(file.schema_arrow)
+        limit_bytes = limit_of_rows(stream.seek(0, 2))
+        groups = range(file.metadata.num_row_groups)
+        size = 0
+        _check_size(least_bytes(file.metadata, groups, columns), limit_bytes, url)
+        for group in groups:
+            num_rows = file.metadata.row_group(group).num_rows
+            if first >= num_rows:
+                first -= num_rows
+                continue
+            for batch in _batches(stream, file.metadata, group, columns, url, storage):
+                size += batch.nbytes
+                _check_size(size, limit_bytes, url)
+                for cells in rows_of(batch.slice(first), url):
+                    yield cells, dtypes
+                first = max(0, first - batch.num_rows)
+
+
+def open_parquet(
+    stream: Any, url: str, storage: Storage, metadata: Any = None, **reading: Any
+) -> Any:
+    """Return the `pyarrow.parquet.ParquetFile` of a stream.
+
+    Args:
+        stream: The open file.
+        url: Its URL, for messages.
+        storage: Its storage.
+        metadata: The metadata of the file, if they have been read already.
+        reading: Further options of ``ParquetFile``.
+
+    Raises:
+        OptionError: If pyarrow is not installed.
+    """
+    parquet = _import_parquet(url)
+    with storage.translate_errors(url):
+        return parquet.ParquetFile(stream, metadata=metadata, **reading)
+
+
+def _batches(
+    stream: Any,
+    metadata: Any,
+    group: int,
+    columns: Sequence[str] | None,
+    url: str,
+    storage: Storage,
+) -> Iterator[Any]:
+    """Yield the rows of a row group, some at a time."""
+    chunks = column_chunks(metadata, group, columns)
+    # Arrow holds the bytes of all row groups that it has read ahead, and without a buffer those of whole columns.
+    is_small = sum(chunk.total_compressed_size for chunk in chunks) <= _GROUP_BYTES
+    buffer_bytes = min(_BUFFER_BYTES, _GROUP_BYTES // max(1, len(chunks)))
+    reading = {"pre_buffer": True} if is_small else {"buffer_size": buffer_bytes}
+    file = open_parquet(stream, url, storage, metadata, **({"pre_buffer": False} | reading))
+    batches = file.iter_batches(
+        batch_size=_batch_rows(chunks, metadata.row_group(group).num_rows),
+        row_groups=[group],
+        columns=None if columns is None else [*columns],
+        use_threads=False,
+    )
+    while True:
+        with storage.translate_errors(url):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _batch_rows(chunks: Sequence[Any], num_rows: int) -> int:
+    """Return how many rows are read together, so that they are small, whatever their dictionaries hold."""
+    size = sum(chunk.total_uncompressed_size for chunk in chunks)
+    # A value is no longer than all bytes of its column.
+    longest = sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.has_dictionary_page or "DELTA_BYTE_ARRAY" in chunk.encodings
+    )
+    by_mean = _BATCH_BYTES * max(1, num_rows) // max(1, size)
+    by_worst = _WORST_BYTES // max(1, longest)
+    return int(max(1, min(_BATCH_ROWS, by_mean, by_worst)))
+
+
+def _check_columns(names: Sequence[str], columns: Sequence[str] | None, url: str) -> None:
+    missing = next((name for name in columns or () if name not in names), None)
+    if missing is not None:
+        raise SourceError(
+            f"no column {missing!r}; there are: {', '.join(map(repr, names))}",
+            shard=f"{url}, row 1",
+        )
+
+
+def _check_size(size: int, limit_bytes: int, url: str) -> None:
+    if size > limit_bytes:
+        raise SourceError(
+            f"its rows hold {size >> 20} MiB or more, the limit for a file of its length is {limit_bytes >> 20} MiB (1 GiB, and 100 times "
+            "the file): a small file that grows so much may be made to fill memory and disks; if it is yours, write it as several files",
+            shard=url,
+        )
+
+
+def _import_parquet(url: str) -> ModuleType:
+    try:
+        from pyarrow import parquet  # noqa: PLC0415  (an extra: needed for Parquet alone)
+    except ImportError as error:
+        raise OptionError(
+            f"Parquet needs one more package: {how_to_install('parquet')}", shard=url
+        ) from error
+    return parquet  # type: ignore[no-any-return]

@@ -1,0 +1,210 @@
+"""Tables: tensors, order, and what is read and held of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+import shardstream as ss
+from shardstream.errors import SourceError
+from shardstream.format import limit_of_rows
+from shardstream.tasks import LocalExecutor
+from tests.limits import set_limits
+from tests.static_server import serve_files
+
+NUMBERS = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+FLAT = [one.ravel().tolist() for one in NUMBERS]
+
+
+def ray_column(name: str, metadata: str, column: pa.Array) -> pa.Table:
+    """Return a table as Ray writes it, and as it is read where Ray is not imported."""
+    extension = {"ARROW:extension:name": f"ray.data.{name}", "ARROW:extension:metadata": metadata}
+    return pa.table([column], pa.schema([pa.field("x", column.type, metadata=extension)]))
+
+
+TENSORS = {
+    "fixed": pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(NUMBERS)}),
+    "ray": ray_column("arrow_tensor_v2", "[2, 3]", pa.array(FLAT, pa.large_list(pa.float32()))),
+    "ray, of variable shape": ray_column(
+        "arrow_variable_shaped_tensor",
+        "2",
+        pa.array(
+            [{"data": flat, "shape": [2, 3]} for flat in FLAT],
+            pa.struct({"data": pa.list_(pa.float32()), "shape": pa.list_(pa.int64())}),
+        ),
+    ),
+    "nested lists": pa.table({"x": pa.array(NUMBERS.tolist(), pa.list_(pa.list_(pa.float32())))}),
+}
+
+
+@pytest.mark.parametrize("table", TENSORS.values(), ids=TENSORS)
+def test_tensors_of_a_parquet_column_keep_their_shape(table: pa.Table, tmp_path: Path) -> None:
+    table = table.append_column("key", pa.array(["a", "b"]))
+    url = str(tmp_path / "t.parquet")
+    parquet.write_table(table, url)
+    fields = {"npy": "x", "json": "x"}
+    ss.pack(url, tmp_path / "packed", fields=fields)
+    ss.pack(url, tmp_path / "plain")
+    with ss.ShardWriter(tmp_path / "keys") as writer:
+        for key in "ab":
+            writer.write({"__key__": key, "cls": 1})
+    ss.reshard(tmp_path / "keys", tmp_path / "added", add={url: fields})
+    for name in ("packed", "added"):
+        for sample, numbers in zip(
+            ss.ShardDataset(str(tmp_path / name), shuffle=False).decode(), NUMBERS, strict=True
+        ):
+            assert sample["npy"].dtype == np.float32
+            assert np.array_equal(sample["npy"], numbers)
+            assert sample["json"] == numbers.tolist()
+    rows = [
+        sample["json"]["x"]
+        for sample in ss.ShardDataset(str(tmp_path / "plain"), shuffle=False).decode()
+    ]
+    assert rows == NUMBERS.tolist()
+
+
+def test_missing_tensor_is_an_error_of_its_row(tmp_path: Path) -> None:
+    kind = pa.fixed_shape_tensor(pa.float32(), [2, 3])
+    storage = pa.array([FLAT[0], None], pa.list_(pa.float32(), 6))
+    column = pa.ExtensionArray.from_storage(kind, storage)
+    parquet.write_table(pa.table({"x": column}), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match=r"column 'x' is empty.*row 2"):
+        ss.pack(tmp_path / "t.parquet", tmp_path / "out", fields={"npy": "x"})
+
+
+def test_tensors_in_lists_are_refused(tmp_path: Path) -> None:
+    tensors = TENSORS["fixed"].column("x").combine_chunks()
+    lists = pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), tensors)
+    parquet.write_table(pa.table({"x": lists}), tmp_path / "t.parquet")
+    with pytest.raises(SourceError, match=r"'x' holds tensors in list<.*shapes would be lost"):
+        ss.pack(tmp_path / "t.parquet", tmp_path / "out", fields={"json": "x"})
+
+
+PACK = """
+import sys
+import shardstream as ss
+
+def peak_mb():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) // 1000
+
+url, dest, shuffle = sys.argv[1:]
+ss.pack(url + ".small.parquet", dest + "/small", fields={"bin": "x"}, shuffle=bool(shuffle))
+before = peak_mb()
+assert ss.pack(url, dest + "/large", fields={"bin": "x"}, shuffle=bool(shuffle)).samples == 800
+print(peak_mb() - before)
+"""
+
+
+@pytest.mark.parametrize("shuffle", ["", "shuffled"])
+def test_packing_parquet_holds_a_part_of_it(shuffle: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "t.parquet")
+    random = np.random.default_rng(0)
+    rows = pa.table({"x": [random.bytes(100_000) for _ in range(800)]})
+    parquet.write_table(rows, url, row_group_size=80, use_dictionary=False)
+    parquet.write_table(rows[:10], url + ".small.parquet")
+    done = subprocess.run(
+        [sys.executable, "-c", PACK, url, str(tmp_path / "out"), shuffle],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 120  # 65; 240 if the file of 80 MB is held
+
+
+def test_small_parquet_that_grows_without_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = tmp_path / "t.parquet"
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), ["a" * 100_000])
+    parquet.write_table(pa.table({"x": texts}), url, compression="zstd", store_schema=False)
+    assert url.stat().st_size < 10_000
+    set_limits(monkeypatch, limit_of_rows, PARQUET_BASE_BYTES=1 << 20)
+    with pytest.raises(SourceError, match=r"its rows hold \d+ MiB or more, the limit .* is 1 MiB"):
+        ss.pack(url, tmp_path / "out", fields={"txt": "x"}, on_error="skip")
+    assert not (tmp_path / "out/index.json").exists()
+    numbers = pa.table({"x": pa.array([[0] * 1000] * 1000, pa.list_(pa.int64()))})
+    parquet.write_table(numbers, url)
+    with pytest.raises(SourceError, match=r"its rows hold 7 MiB or more"):  # seen in the metadata
+        ss.pack(url, tmp_path / "out", fields={"npy": "x"})
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_shuffled_table_has_the_order_of_its_seed(name: str, tmp_path: Path) -> None:
+    table = pa.table({"n": list(range(8)), "file": [f"{number % 7}.txt" for number in range(8)]})
+    if name == "t.csv":
+        lines = [f"{row['n']},{row['file']}\n" for row in table.to_pylist()]
+        (tmp_path / name).write_text("n,file\n" + "".join(lines))
+    else:
+        parquet.write_table(table, tmp_path / name, row_group_size=3)
+    for number in range(6):  # that of row 7 is missing
+        (tmp_path / f"{number}.txt").write_text(str(number))
+    packed = ss.pack(
+        tmp_path / name,
+        tmp_path / "out",
+        fields={"cls": "n", "bin": "file"},
+        shuffle=True,
+        seed=1,
+        on_error="skip",
+    )
+    samples = [*ss.ShardDataset(str(tmp_path / "out"), shuffle=False).decode()]
+    assert [sample["cls"] for sample in samples] == [2, 1, 7, 5, 4, 0, 3]
+    assert [sample["bin"] for sample in samples] == [b"%d" % n for n in (2, 1, 0, 5, 4, 0, 3)]
+    (skipped,) = packed.skipped
+    assert "row 7" in skipped.where
+
+
+def test_rows_that_cannot_be_encoded_are_skipped_when_shuffled(tmp_path: Path) -> None:
+    rows = [{"x": [1, 2]}, {"x": [[1], [2, 3]]}, {"x": None}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reasons = [
+        [skip.reason for skip in sorted(ss.pack(tmp_path / "t.jsonl", tmp_path / f"{shuffle}", fields={"npy": "x"}, shuffle=shuffle, on_error="skip").skipped)]
+        for shuffle in (True, False)
+    ]  # fmt: skip
+    assert reasons[0] == reasons[1]
+    assert len(reasons[0]) == 2
+
+
+def table_text(name: str, rows: int) -> str:
+    if name.endswith(".csv"):
+        return "txt\n" + "".join(f"caption {number}\n" for number in range(rows))
+    return "".join(f'{{"txt": "caption {number}"}}\n' for number in range(rows))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
+@pytest.mark.parametrize("split", [None, {"train": 0.75, "val": 0.25}])
+def test_parts_of_a_table_read_it_a_few_times_in_all(name: str, split: Any, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    if name == "t.parquet":
+        rows = pa.table({"txt": [f"caption {number}" for number in range(400)]})
+        parquet.write_table(rows, tmp_path / "in" / name, row_group_size=50)
+    else:
+        (tmp_path / "in" / name).write_text(table_text(name, 400))
+    with serve_files(tmp_path / "in") as served:
+        packed = ss.pack(
+            f"{served.url}/{name}",
+            tmp_path / "out",
+            fields={"txt": "txt"},
+            split=split,
+            max_samples=10,
+            executor=LocalExecutor(processes=1),
+        )
+        reads = [asked for method, _, asked in served.requests if method == "GET"]
+    assert packed.shards == 40
+    assert len(reads) < 30
+    texts = [
+        sample["txt"]
+        for one in packed.splits
+        for sample in ss.ShardDataset(one.url, shuffle=False).decode()
+    ]
+    assert sorted(texts) == sorted(f"caption {number}" for number in range(400))
+    if split is None:
+        assert texts == [f"caption {number}" for number in range(400)]
