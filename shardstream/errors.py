@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
+import sys
 
 _USERINFO = re.compile(r"(?<=://)[^/\s]*@")  # a password may have an @
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
-_ADDRESS = re.compile(r" ?<[\w.]+ object at 0x[0-9a-fA-F]+>")
+_ADDRESS = re.compile(r" ?<[\w.]+ object at 0x[0-9a-fA-F]+>| at 0x[0-9a-fA-F]{6,}")
 _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 
 
@@ -84,6 +86,22 @@ def shown(text: str) -> str:
     return "".join(
         one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
         for one in text
+    )
+
+
+def why_not_imported() -> str:
+    """Say why processes that were spawned may fail to import the main program and its functions, and what to do."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if path is None:
+        return (
+            "it cannot import functions and classes of a notebook or an interactive session: "
+            "write them to a module (a .py file) and import them from there"
+        )
+    if not os.path.exists(path):
+        return "it cannot import a program that is read from standard input: save it to a file"
+    return (
+        f"it imports {path} for what was sent to it: define functions at the top level there, "
+        "and put what the script runs under 'if __name__ == \"__main__\":'"
     )
 
 

@@ -41,7 +41,7 @@ from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.serialize import new_tensor
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import BatchDataset, WorkerBatch, change_batch
+from shardstream.loader.worker import BatchDataset, WorkerBatch, change_batch, starting_workers
 from shardstream.loader.worker_errors import WorkerWatch, end_workers, is_batch_made, live_workers
 from shardstream.order import PartitionConfig, RankPartition, derive_key
 from shardstream.pipeline import (
@@ -61,7 +61,7 @@ from shardstream.pipeline import (
     warn_or_raise,
     whole_number,
 )
-from shardstream.process_memory import forked_workers_keep_objects, keep_freed_memory
+from shardstream.process_memory import keep_freed_memory
 
 
 class ShardLoader(DataLoader[Any]):
@@ -358,7 +358,7 @@ class ShardLoader(DataLoader[Any]):
         pins, pin_memory = self._open_pinned_memory() is not None, self.pin_memory
         self.pin_memory = pin_memory and not pins
         try:
-            with forked_workers_keep_objects(), torch.device("cpu"):  # torch draws a seed there
+            with starting_workers():
                 return super()._get_iterator()
         finally:
             self.pin_memory = pin_memory  # trainers read it

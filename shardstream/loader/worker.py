@@ -13,10 +13,11 @@ from multiprocessing.context import get_spawning_popen
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import get_worker_info
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
-from shardstream.errors import OptionError, SkipBudgetError, StateError
+from shardstream.errors import OptionError, SkipBudgetError, StateError, without_addresses
 from shardstream.fetch import SharedBlocks
 from shardstream.loader.collation import collate, shared_numbers
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
@@ -36,7 +37,7 @@ from shardstream.pipeline import (
     State,
     with_locations,
 )
-from shardstream.process_memory import tune_worker_process
+from shardstream.process_memory import forked_workers_keep_objects, tune_worker_process
 
 _NOT_FOR_OTHERS = (
     "only its ShardLoader can read this dataset, but another loader was built around it (accelerate's skip_first_batches does so); "
@@ -461,3 +462,24 @@ class BatchDataset(SplitDataset):
             timings.add_mixed_batch(len(items), done - started, perf_counter() - done)
             yield batch
             started = perf_counter()
+
+
+@contextmanager
+def starting_workers() -> Iterator[None]:
+    """Start workers whose inherited objects are not collected; explain what cannot be sent to spawned ones.
+
+    Raises:
+        OptionError: If a function of the dataset, or something else in it, cannot be pickled.
+    """
+    try:
+        with forked_workers_keep_objects(), torch.device("cpu"):  # torch draws a seed there
+            yield
+    except Exception as error:
+        if "pickle" not in str(
+            error
+        ):  # a PicklingError, or an AttributeError or TypeError of a local function
+            raise
+        raise OptionError(
+            f"the dataset cannot be sent to a worker that is spawned ({without_addresses(str(error))}); "
+            "its functions must be importable: at the top level of a module, not lambdas or local functions"
+        ) from error

@@ -19,7 +19,13 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
 from shardstream.catalog import Catalog
-from shardstream.errors import ShardStreamError, WorkerError, plural, redact
+from shardstream.errors import (
+    ShardStreamError,
+    WorkerError,
+    plural,
+    redact,
+    why_not_imported,
+)
 from shardstream.loader.serialize import is_picklable_type
 from shardstream.order import RankPartition, WorkerSteps
 
@@ -133,6 +139,8 @@ class WorkerWatch:
         name = _signal_name(code)
         ending = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
         remedy = _REMEDIES.get(name, _CRASHED) if name else "something in it called exit()"
+        if not name and int(self._current_batches[number]) == 0 and not _is_forked(worker):
+            remedy = f"see its traceback above; {why_not_imported()}"
         return (
             f"loader worker {number} of {len(self._workers)} (pid {worker.pid}) {ending} "
             f"{self._describe_batch(number)}; {remedy}"
@@ -166,6 +174,12 @@ def _is_lost_connection(error: object) -> bool:
     return (
         is_connection and not isinstance(error, ShardStreamError) and _IN_WORKER not in str(error)
     )
+
+
+def _is_forked(worker: Any) -> bool:
+    """Return whether a process is a copy of this one, which imports nothing when it starts."""
+    method = getattr(worker, "_start_method", None) or multiprocessing.get_start_method()
+    return bool(method == "fork")
 
 
 def _signal_name(exitcode: int | None) -> str:

@@ -169,9 +169,10 @@ def encode_in_order(
             yield from encoder.encode(chunk)
         return
     in_flight: deque[Future[list[Encoded]]] = deque()
+    # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order, with a bounded number in flight.
+    pool = ProcessPool(processes, _begin, (encoder,))
     try:
-        # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order, with a bounded number in flight.
-        with ProcessPool(processes, _begin, (encoder,)) as pool:
+        with pool:
             for chunk in chunks:
                 in_flight.append(pool.submit(_encode_here, chunk))
                 if len(in_flight) > 2 * processes:
@@ -179,10 +180,7 @@ def encode_in_order(
             while in_flight:
                 yield from in_flight.popleft().result()
     except BrokenProcessPool as error:
-        raise SourceError(
-            "a process that encodes died: killed, out of memory, or the script that calls pack() lacks "
-            "'if __name__ == \"__main__\":'; try fewer processes"
-        ) from error
+        raise SourceError(f"a process that encodes died: {pool.why_broken()}") from error
 
 
 def chunked(records: Iterable[Record]) -> Iterator[list[Record]]:

@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeAlias
 
-from shardstream.errors import OptionError, WorkerError
+from shardstream.errors import OptionError, WorkerError, why_not_imported
 from shardstream.tasks.process_pool import ProcessPool
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
@@ -119,6 +119,7 @@ class LocalExecutor:
                 tasks,
                 done,
                 most=_TASKS_PER_PROCESS * self.processes,
+                why_broken=pool.why_broken,
             )
 
 
@@ -199,7 +200,13 @@ class FuturesExecutor:
             WorkerError: If a process of the pool dies.
         """
         _run_futures(
-            lambda task: self._pool.submit(run_task, task), tasks, done, most=self._in_flight
+            lambda task: self._pool.submit(run_task, task),
+            tasks,
+            done,
+            most=self._in_flight,
+            why_broken=lambda: (
+                f"killed, out of memory, or it could not start: {why_not_imported()}"
+            ),
         )
 
 
@@ -219,6 +226,7 @@ def _run_futures(
     done: Done,
     *,
     most: int,
+    why_broken: Callable[[], str],
 ) -> None:
     """Keep up to ``most`` tasks in flight, and call ``done`` with each result as it arrives."""
     in_flight: dict[futures.Future[Result], Task] = {}
@@ -233,8 +241,7 @@ def _run_futures(
         # The pool does not say which process ran which task.
         names = ", ".join(repr(task.name) for task in list(in_flight.values())[:8])
         raise WorkerError(
-            f"a process that runs tasks died: killed, out of memory, or the script lacks 'if __name__ == \"__main__\":'; "
-            f"try fewer processes. Tasks that were not finished: {names}"
+            f"a process that runs tasks died: {why_broken()}. Tasks that were not finished: {names}"
         ) from error
     finally:
         for future in in_flight:

@@ -10,8 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
+from shardstream.errors import why_not_imported
+
+_EXCEPTION = 1
+"""Exit code of a process that an exception has ended: a call raises it in the parent, so it was before one."""
+_END_S = 60.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -37,9 +42,10 @@ class ProcessPool:
     ) -> None:
         # No fork: this process has threads (fsspec's, the uploader's), and a child would inherit their locks. No fork server: it
         # keeps the environment of its own start, and credentials may have been set since.
+        self._context = _Context()
         self._pool = ProcessPoolExecutor(
             processes,
-            mp_context=_Context(),
+            mp_context=self._context,
             initializer=_begin,
             initargs=(initializer, arguments),
         )
@@ -52,6 +58,14 @@ class ProcessPool:
     def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Call a function in a worker process; return its future."""
         return self._starter.submit(self._pool.submit, function, *args, **kwargs).result()
+
+    def why_broken(self) -> str:
+        """Say why a process has died, and what to do, after the `BrokenProcessPool`."""
+        for process in self._context.started:  # all have ended, or are killed by the pool
+            process.join(_END_S)
+        if any(process.exitcode == _EXCEPTION for process in self._context.started):
+            return f"it could not start, see its traceback above; {why_not_imported()}"
+        return "killed, crashed or out of memory; try fewer processes"
 
     def __enter__(self) -> Self:
         return self
@@ -85,7 +99,13 @@ class _Process(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    Process = _Process
+    def __init__(self) -> None:
+        self.started: list[_Process] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> _Process:  # type: ignore[override]  # noqa: N802  (as in its base)
+        process = _Process(*args, **kwargs)
+        self.started.append(process)
+        return process
 
 
 def _begin(initializer: Callable[..., object] | None, arguments: tuple[object, ...]) -> None:

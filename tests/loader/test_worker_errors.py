@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -193,6 +196,29 @@ def test_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None
     one = loader(folder, unsendable, multiprocessing_context=method, timeout=NEVER_S)
     with pytest.raises(SampleError, match=r"cannot be sent to the main process .*lambda"):
         list(one)
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")  # of torch
+def test_function_that_no_spawned_worker_can_import_is_named(folder: str) -> None:
+    one = loader(folder, lambda sample: sample, multiprocessing_context="spawn")
+    with pytest.raises(
+        ss.OptionError, match=r"worker that is spawned .*lambda.*importable"
+    ) as info:
+        list(one)
+    assert "0x" not in str(info.value)
+
+
+@pytest.mark.slow
+def test_script_that_its_spawned_workers_cannot_import_is_named(
+    folder: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import shardstream as ss\n"
+        f"list(ss.ShardLoader(ss.ShardDataset({folder!r}), num_workers=1, multiprocessing_context='spawn'))"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert re.search(r"before it read anything; .*imports .*/script\.py .*under 'if", done.stderr)
 
 
 def with_history(sample: dict[str, Any]) -> dict[str, Any]:

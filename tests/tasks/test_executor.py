@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,6 +185,39 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         [sys.executable, script], env=environment, capture_output=True, timeout=60, check=False
     )
     assert done.returncode == -signal.SIGKILL
+
+
+_VERIFY = "ss.verify(sys.argv[-1], executor=ss.LocalExecutor(processes=2))"
+_MAP = """def change(sample): return sample
+ss.reshard(sys.argv[-1], sys.argv[-1] + "/out", map=change, executor=ss.LocalExecutor(processes=2))"""
+
+
+@pytest.mark.parametrize(
+    ("start", "code", "message"),
+    [
+        ("script.py", _VERIFY, r"imports .*/script\.py .*put what the script runs under 'if __name__ =="),
+        ("-c", _MAP, "functions and classes of a notebook .*write them to a module"),
+        ("-", _MAP, "a program that is read from standard input: save it to a file"),
+    ],
+)  # fmt: skip
+def test_process_that_cannot_import_the_program_is_explained(
+    start: str, code: str, message: str, tmp_path: Path
+) -> None:
+    make_dataset(tmp_path)
+    code = f"import sys, shardstream as ss\n{code}"
+    (tmp_path / "script.py").write_text(code)
+    command = {"-c": ["-c", code], "-": ["-"]}.get(start, [f"{tmp_path}/script.py"])
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        input=code if start == "-" else "",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.search(
+        rf"WorkerError: .* died: it could not start, .*traceback above; .*{message}", done.stderr
+    )
 
 
 @pytest.mark.parametrize("open_executor", ALL, ids=name_of)
