@@ -28,10 +28,8 @@ def main() -> None:
         # A stream, two workers.
         stream = ss.ShardDataset(url, shuffle=True, microbatch=32).decode().to_tuple("txt", "cls")
         plain = DataLoader(stream, batch_size=32, num_workers=2)
-        epochs = []
-        for epoch in range(2):
-            stream.set_epoch(epoch)  # a plain DataLoader does not count epochs
-            epochs.append([labels.tolist() for _, labels in plain])
+        # On several ranks, call stream.set_epoch(epoch) before each.
+        epochs = [[labels.tolist() for _, labels in plain] for _ in range(2)]
         assert all(len(batch) == 32 for batch in epochs[0])
         assert all(sorted(chain.from_iterable(epoch)) == list(range(640)) for epoch in epochs)
         assert epochs[0] != epochs[1]

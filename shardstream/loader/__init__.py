@@ -4,7 +4,8 @@ A batch passes through these files:
 
     dataset, map_dataset, object_dataset, mix_dataset, join_dataset   public datasets; their methods are in ``steps``
     loader, option_checks           the loader in the main process; checks of its options
-    epoch_positions, lightning      where an iteration begins, and what its state holds
+    epoch_positions, lightning      where an iteration of a loader begins, and what its state holds
+    epoch_counter, epoch_chain      epochs of plain loaders and loops, and of datasets chained from one
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
     decoder_tables                  names that ``decode`` gets -> decoders of fields

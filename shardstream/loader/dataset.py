@@ -30,8 +30,8 @@ from shardstream.distributed import (
     is_one_of_several,
 )
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
-from shardstream.loader.collation import shared_numbers
 from shardstream.loader.epoch_chain import EpochChain
+from shardstream.loader.epoch_counter import EpochCounter, Worker
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.notebook_view import catalog_html, stream_html
 from shardstream.loader.steps import StreamSteps
@@ -82,8 +82,8 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         self.given_placement = placement
         self._is_placement_of_parent = False
         self._length: int | None = None
-        # Epoch and number of `set_epoch` calls, in shared memory so that persistent workers see them.
-        self._epoch = shared_numbers(0, 0)
+        self._epochs = EpochCounter()
+        self._is_of_several_ranks = False
 
     @property
     def placement(self) -> Placement:
@@ -113,22 +113,28 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration reads."""
-        return int(self._epoch[0])
+        """The current epoch: that of the latest iteration, or of `set_epoch` if it was called since; from 0."""
+        return self._epochs.current(_torch_worker())
+
+    @property
+    def chosen_epoch(self) -> int:
+        """The epoch of the last `set_epoch`, at which a `ShardLoader` begins to count."""
+        return self._epochs.chosen[0]
 
     @property
     def epoch_calls(self) -> int:
         """Number of calls of `set_epoch`."""
-        return int(self._epoch[1])
+        return self._epochs.chosen[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also in persistent workers, in a `ShardLoader`, and in datasets chained from this one.
 
+        Later iterations count on from it, unless several ranks read with a plain loader.
+
         Raises:
             OptionError: If it is not an integer from 0 to 2**31 - 1.
         """
-        self._epoch[0] = check_epoch(epoch)
-        self._epoch[1] += 1
+        self._epochs.set_epoch(check_epoch(epoch))
         super().set_epoch(epoch)
 
     def __iter__(self) -> WorkerIterator:
@@ -145,7 +151,32 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
             and accelerate_loader()
         ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
-        return WorkerIterator(self.pipeline, worker_info, self.epoch)
+        epoch = self.begin_epoch(worker_info.placement)
+        return WorkerIterator(self.pipeline, worker_info, epoch, self._resume_epoch)
+
+    def begin_epoch(self, placement: Placement) -> int:
+        """Return the epoch of an iteration that begins: the next one, or after `set_epoch` the one that was set.
+
+        If several ranks read, it stays the same until `set_epoch`, as with torch's ``DistributedSampler``: else a rank that looked at a
+        batch alone would be an epoch ahead, and samples would be repeated and missed. In a worker of another dataset it is that of
+        `set_epoch`, so that what a step returns does not depend on the worker.
+        """
+        worker = get_worker_info()
+        if worker is not None and not _is_served(self, worker.dataset):
+            return self.chosen_epoch
+        counts = placement.world_size == 1 and not self._has_several_ranks()
+        epoch, is_repeated = self._epochs.begin(_torch_worker(), counts=counts)
+        if is_repeated and self.pipeline.differs_by_epoch:
+            warnings.warn(_repeats_epoch(self, epoch), stacklevel=3)
+        return epoch
+
+    def _resume_epoch(self, epoch: int) -> None:
+        """Count on from the epoch of a state that an iterator of this dataset has loaded."""
+        self._epochs.resume(_torch_worker(), epoch)
+
+    def _has_several_ranks(self) -> bool:
+        """Return whether other ranks run, whatever part of the samples this one reads; a spawned worker knows it by its parent."""
+        return self._is_of_several_ranks or is_one_of_several()
 
     def __len__(self) -> int:
         if self._length is not None:
@@ -183,12 +214,11 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
             state |= {
                 "given_placement": self.placement,
                 "_is_placement_of_parent": is_of_parent,
+                "_is_of_several_ranks": self._has_several_ranks(),
             }
+        else:
+            state["_epochs"] = copy.copy(self._epochs)
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._epoch.share_memory_()  # type: ignore[no-untyped-call]  # a pickle and a deep copy have memory of their own
 
     def with_length(self, length: int) -> Self:
         """Set the ``len`` of a dataset of unknown length, in items, also for a `ShardLoader`.
@@ -217,7 +247,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
 
     def _copy(self) -> Self:
         changed = copy.copy(self)
-        changed._epoch = shared_numbers(self.epoch, 0)
+        changed._epochs = EpochCounter(self.chosen_epoch)
         changed.follow_epoch(self)
         return changed
 
@@ -263,7 +293,8 @@ class ShardDataset(StreamDataset):
     """Samples of tar shards, split exactly over ranks and workers.
 
     A sample is a plain dict: ``__key__``, ``__url__`` and its fields. Each method returns a new dataset with one more step,
-    under WebDataset's name. Iterate it with a `ShardLoader`, with a plain ``torch.utils.data.DataLoader`` or directly.
+    under WebDataset's name. Iterate it with a `ShardLoader`, with a plain ``torch.utils.data.DataLoader`` or directly: each iteration
+    reads the next epoch. On several ranks only a `ShardLoader` counts; else call `set_epoch` before each epoch.
 
     Args:
         urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
@@ -421,11 +452,25 @@ def current_worker_info(dataset: IterableDataset[Any], placement: Placement) -> 
     return WorkerInfo(placement, worker.id, worker.num_workers)
 
 
+def _torch_worker() -> Worker | None:
+    """Return the worker of a torch loader that this process is, if it is one."""
+    worker = get_worker_info()
+    return None if worker is None else Worker(worker.seed - worker.id, worker.id)
+
+
 def _is_served(dataset: IterableDataset[Any], by_worker: object) -> bool:
     """Return whether a worker that serves one dataset serves another by reading it."""
     if isinstance(by_worker, SplitDataset):
         return by_worker is dataset
     return isinstance(by_worker, IterableDataset)
+
+
+def _repeats_epoch(dataset: StreamDataset, epoch: int) -> str:
+    return (
+        f"{dataset!r} is read again without set_epoch, so epoch {epoch} repeats, in the same order: with several ranks epochs are not "
+        "counted, because a rank that looks at a batch alone would be an epoch ahead; call dataset.set_epoch(epoch) before each epoch "
+        "on all ranks, or use a ShardLoader, which counts and compares the ranks"
+    )
 
 
 def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,18 @@ class WorkerIterator:
         pipeline: Source and stages of the items.
         worker_info: Which loader worker this is.
         epoch: From 0.
+        resume_epoch: Called with the epoch of a state that is loaded.
     """
 
-    def __init__(self, pipeline: Pipeline, worker_info: WorkerInfo, epoch: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        worker_info: WorkerInfo,
+        epoch: int,
+        resume_epoch: Callable[[int], None] | None = None,
+    ) -> None:
         self._pipeline, self._worker_info = pipeline, worker_info
+        self._resume_epoch = resume_epoch
         self._bad: list[BadSample] = []
         self._run = self._open(epoch)
 
@@ -83,6 +91,8 @@ class WorkerIterator:
         self._run.close()
         self._run = self._open(state["epoch"])
         self._run.load_state_dict(state["run"])
+        if self._resume_epoch is not None:
+            self._resume_epoch(state["epoch"])
 
     def _open(self, epoch: int) -> Run:
         self._epoch = epoch

@@ -21,8 +21,8 @@ from shardstream.catalog import (
 )
 from shardstream.errors import OptionError, get_logger, plural
 from shardstream.format import KEY_COLUMN
-from shardstream.loader.collation import shared_numbers
 from shardstream.loader.dataset import ShardDataset, StreamDataset
+from shardstream.loader.epoch_counter import EpochCounter
 from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
 from shardstream.storage import Storage
 
@@ -92,7 +92,7 @@ class JoinDataset(StreamDataset):
     def __init__(self, pipeline: Pipeline, first: ShardDataset) -> None:
         super().__init__(pipeline, first.given_placement)
         self._first = first
-        self._epoch = shared_numbers(first.epoch, 0)
+        self._epochs = EpochCounter(first.chosen_epoch)
         self.follow_epoch(first)
 
     @property

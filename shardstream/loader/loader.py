@@ -112,7 +112,7 @@ class ShardLoader(DataLoader[Any]):
         self.prefetch_to_device = prefetch_to_device
         decodes = dataset.pipeline.decode_devices
         self._image_decoder = open_decoder(decodes, self.device) if decodes else None
-        self._positions = EpochPositions(dataset.epoch)
+        self._positions = EpochPositions(dataset.chosen_epoch)
         self._partition: RankPartition | None = None
         # Computed for the first state: hashing the names of all shards takes time.
         self._data: State | None = None
@@ -121,7 +121,7 @@ class ShardLoader(DataLoader[Any]):
         self._refilled: dict[int, int] = {}
         self._epoch_calls = dataset.epoch_calls
         self._is_compared = self._serves_accelerate = False
-        self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
+        self._stopwatch = Stopwatch(epoch=dataset.chosen_epoch, workers=num_workers)
         source = dataset.pipeline.indexed_source
         self._given = ReadOptions() if source is None else source.options
         partition_config = PartitionConfig(drop_last=drop_last)
@@ -267,7 +267,7 @@ class ShardLoader(DataLoader[Any]):
         dataset = self._batches.source_dataset
         calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
         if calls != self._epoch_calls:
-            self.set_epoch(dataset.epoch)
+            self.set_epoch(dataset.chosen_epoch)
 
     @property
     def batches_left(self) -> int:

@@ -26,6 +26,8 @@ from shardstream.pipeline.stage import (
     State,
 )
 from shardstream.pipeline.step_signatures import describe
+from shardstream.pipeline.stream_ops import Shuffle
+from shardstream.pipeline.weighted_source import WeightedSource
 from shardstream.storage import Storage, protocol_of
 
 
@@ -79,6 +81,14 @@ class Pipeline:
         """Whether no step reads the bytes of fields."""
         has_steps = any(not isinstance(stage, KeepFields) for stage in self.stages)
         return isinstance(self.source, CatalogSource) and not has_steps
+
+    @property
+    def differs_by_epoch(self) -> bool:
+        """Whether epochs are known to differ: they are shuffled, samples are drawn, or steps get random numbers."""
+        draws = any(
+            isinstance(stage, Shuffle) or getattr(stage, "rng", False) for stage in self.stages
+        )
+        return draws or self.source.shuffle or isinstance(self.source, WeightedSource)
 
     @property
     def num_steps(self) -> int:

@@ -221,7 +221,7 @@ class WebDataset(DataPipeline, FluidInterface):
         return super().describe()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, with ``exact=True``, also in persistent workers.
+        """Set the epoch of the next iteration, with ``exact=True``, also in persistent workers; on one rank later ones count on from it.
 
         Raises:
             OptionError: If the dataset has no plan.

@@ -44,11 +44,12 @@ class ExactSource(IterableDataset[Any]):
             [rewrite_url(url) for url in expanded], index="require", remainder="keep", **options
         )
         self.is_split_by_node = is_split_by_node
+        self._epoch: int | None = None
         self._passes = 0
 
     def begin(self) -> None:
         """Make the next pass the first one of an iteration, so that all workers read the same epochs."""
-        self._passes = 0
+        self._epoch = None
 
     def __iter__(self) -> Iterator[Any]:
         placement = self.dataset.placement
@@ -58,7 +59,9 @@ class ExactSource(IterableDataset[Any]):
             raise OptionError(
                 "exact=True splits over torch's workers; unset WORKER and NUM_WORKERS"
             )
-        epoch = self.dataset.epoch + self._passes
+        if self._epoch is None:
+            self._epoch, self._passes = self.dataset.begin_epoch(placement), 0
+        epoch = self._epoch + self._passes
         self._passes += 1
         return self._read(
             WorkerIterator(self.dataset.pipeline, current_worker_info(self, placement), epoch)

@@ -111,6 +111,17 @@ def prepared_datasets(folder: str, out: Path) -> Any:
     }
 
 
+def epochs_of_dataset(folder: str, out: Path) -> Any:
+    """Samples of three epochs of a DataLoader over a `ShardDataset`, which Accelerate counts."""
+    loaders = [
+        Accelerator().prepare(
+            DataLoader(dataset(folder, microbatch=8), batch_size=8, num_workers=workers)
+        )
+        for workers in (0, 2)
+    ]
+    return [[numbers(loader) for _ in range(3)] for loader in loaders]
+
+
 def unprepared_dataset(folder: str, out: Path) -> Any:
     """Samples of a plain DataLoader that is not prepared, while an Accelerator exists."""
     Accelerator()
@@ -170,6 +181,7 @@ CHECKS = {
     resumed_loader: (1, 2),
     registered_loader: (2,),
     prepared_datasets: (2,),
+    epochs_of_dataset: (1, 2),
     unprepared_dataset: (2,),
     readme: (2,),
     refusals: (1, 2),

@@ -105,6 +105,23 @@ def _with_loader(
     return _train(trainer, stop, resume=resume)
 
 
+def epochs_of_dataset(folder: str, out: Path) -> Any:
+    """Samples of three epochs of training on a `ShardDataset`."""
+    epochs = [
+        _with_dataset(
+            folder,
+            out,
+            num_train_epochs=3,
+            gradient_accumulation_steps=1,
+            dataloader_num_workers=workers,
+        )
+        for workers in (0, 1)
+    ]
+    return [
+        [seen[n * len(seen) // 3 : (n + 1) * len(seen) // 3] for n in range(3)] for seen in epochs
+    ]
+
+
 def trained_on_datasets(folder: str, out: Path) -> Any:
     """Samples of two epochs in one run, and in two runs; the Trainer splits the dataset."""
     found = {}
@@ -209,6 +226,7 @@ def refusals(folder: str, out: Path) -> Any:
 
 # Check -> the numbers of ranks that it runs on.
 CHECKS = {
+    epochs_of_dataset: (1, 2),
     trained_on_datasets: (1, 2),
     trained_on_loaders: (1, 2),
     trained_where_counts_change: (2,),

@@ -51,6 +51,7 @@ def test_accelerate_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) 
             seen = [number for one in found for number in samples(one["seen"])]
             assert sorted(seen) == list(range(SAMPLES))
     assert_split_once(results["prepared_datasets"]["2"])
+    assert_three_epochs(results["epochs_of_dataset"])
     seen = [number for one in results["unprepared_dataset"]["2"] for number in samples(one)]
     assert sorted(seen) == list(range(SAMPLES))
     assert results["readme"]["2"] == [[2, 2]] * 2
@@ -82,6 +83,36 @@ def assert_split_once(found: list[Any]) -> None:
         assert len({len(one[way]) for one in found}) == 1, way
 
 
+def assert_three_epochs(found: dict[str, list[Any]]) -> None:
+    """Check that three epochs of each way have three orders, with all samples over the ranks."""
+    for ranks in found.values():
+        for way in zip(*ranks, strict=True):
+            epochs = [[samples(one[epoch]) for one in way] for epoch in range(3)]
+            for epoch in epochs:
+                assert set(chain.from_iterable(epoch)) == set(range(SAMPLES))
+                assert sum(map(len, epoch)) - SAMPLES < 16  # repeats that fill a batch of all ranks
+            assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_rank_that_looked_at_a_batch_alone_doubles_no_samples_in_silence(tmp_path: Path) -> None:
+    results = results_of("peeking_checks", tmp_path)
+    said = [one["error"] for one in results["shard_loader"]["2"] if "error" in one]
+    assert any(
+        "if one rank alone looks at a batch, give it a dataset of its own" in one for one in said
+    )
+    for way in results["plain_loader"]["2"][0]:
+        epochs = [
+            [
+                number
+                for rank in results["plain_loader"]["2"]
+                for number in samples(rank[way][epoch])
+            ]
+            for epoch in range(3)
+        ]
+        assert [sorted(epoch) for epoch in epochs] == [list(range(SAMPLES))] * 3, way
+        assert (epochs[0] == epochs[1]) == way.startswith("repeated"), way
+
+
 def assert_refused(found: dict[str, list[Any]]) -> None:
     alone, together = found["1"][0], found["2"][1]
     assert len(alone) == 2  # one position, which Accelerate can save
@@ -95,6 +126,7 @@ def assert_refused(found: dict[str, list[Any]]) -> None:
 @pytest.mark.slow
 def test_trainer_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> None:
     results = results_of("hf_trainer_checks", tmp_path)
+    assert_three_epochs(results["epochs_of_dataset"])
     for ranks, found in results["trained_on_datasets"].items():
         for kind in found[0]:
             runs = [one[kind] for one in found]

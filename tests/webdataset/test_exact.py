@@ -80,6 +80,18 @@ def test_each_pass_has_an_order_of_its_own_and_the_epoch_can_be_set(shards: str)
     assert len(numbers(dataset(shards).with_epoch(70))) == 70
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_iteration_begins_with_the_next_epoch(workers: int, shards: str) -> None:
+    one = dataset(shards)
+    loader = wds.WebLoader(one, batch_size=4, num_workers=workers, collate_fn=numbers)
+    found = [list(loader) for _ in range(3)]
+    for epoch, batches in enumerate(found):
+        assert sorted(itertools.chain(*batches)) == list(range(SHARDS * SAMPLES))
+        one.set_epoch(epoch)
+        assert list(loader) == batches
+    assert found[0] != found[1] != found[2]
+
+
 def test_several_ranks_need_a_node_splitter(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
