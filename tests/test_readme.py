@@ -296,6 +296,7 @@ def test_stateful_dataloader_over_a_dataset_resumes(here: Path) -> None:
     )
     loader = StatefulDataLoader(dataset, batch_size=2, num_workers=2)
     whole = list(loader)
+    dataset.set_epoch(0)
     iterator = iter(loader)
     before = [next(iterator) for _ in range(3)]
     state = loader.state_dict()
