@@ -182,6 +182,11 @@ def _image_options(
             f"quality={quality} (--quality) has no effect, since images are packed as they are; "
             "pass max_side (--max-side) or image_format (--image-format), too, or leave it out"
         )
+    if quality is not None and image_format == "png":
+        raise OptionError(
+            f"quality={quality} (--quality) has no effect on png, which keeps all pixels; leave it out, or pass image_format='jpg' or 'webp' "
+            "(--image-format jpg)"
+        )
     return images
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections import deque
@@ -14,7 +15,13 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from shardstream.errors import NotFoundError, SampleError, SourceError
+from shardstream.errors import (
+    AccessDeniedError,
+    NotFoundError,
+    SampleError,
+    SourceError,
+    StorageError,
+)
 from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
 from shardstream.packing.source import FileRef, Record, named
@@ -24,6 +31,17 @@ from shardstream.tasks import ProcessPool
 _CHUNK_RECORDS = 32
 _RECORD_CHUNK_BYTES = 16 << 20
 _READ_THREADS = 16  # for remote files, where each read waits
+_OF_ONE_FILE = frozenset(
+    {
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EINVAL,
+    }
+)
 
 
 class Encoded(NamedTuple):
@@ -66,7 +84,7 @@ class RecordEncoder:
             for value in record.fields.values()
         )
 
-    def _encode(self, record: Record, ahead: Mapping[str, bytes | NotFoundError]) -> Encoded:
+    def _encode(self, record: Record, ahead: Mapping[str, bytes | StorageError]) -> Encoded:
         if record.error is not None:
             return Encoded(record.key, {}, record.where, record.error)
         try:
@@ -76,7 +94,7 @@ class RecordEncoder:
         return Encoded(record.key, fields, record.where)
 
     def _encode_fields(
-        self, record: Record, ahead: Mapping[str, bytes | NotFoundError]
+        self, record: Record, ahead: Mapping[str, bytes | StorageError]
     ) -> dict[str, bytes]:
         fields: dict[str, bytes] = {}
         masks = self.images.select_masks(record.fields)
@@ -94,7 +112,7 @@ class RecordEncoder:
         field: str,
         value: object,
         where: str,
-        ahead: Mapping[str, bytes | NotFoundError],
+        ahead: Mapping[str, bytes | StorageError],
         *,
         is_mask: bool,
     ) -> tuple[str, bytes]:
@@ -103,6 +121,8 @@ class RecordEncoder:
             read = self._read(value.url) if read is None else read
             if isinstance(read, NotFoundError):
                 raise _missing(read, value.url, where, self.storage.local_path(value.url))
+            if isinstance(read, StorageError):
+                raise SourceError(str(read)) from read
             where, value = value.url, read
         data = encode_field(field, value)
         if not is_image_field(field):
@@ -111,7 +131,7 @@ class RecordEncoder:
             raise SourceError("the image is empty: it has no bytes", shard=where)
         return reencode(data, field, self.images, where=where, is_mask=is_mask)
 
-    def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | NotFoundError]:
+    def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | StorageError]:
         """Read remote files concurrently."""
         urls = {
             value.url: None
@@ -124,11 +144,27 @@ class RecordEncoder:
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="shardstream-read") as pool:
             return dict(zip(urls, pool.map(self._read, urls), strict=True))
 
-    def _read(self, url: str) -> bytes | NotFoundError:
+    def _read(self, url: str) -> bytes | StorageError:
+        """Return the bytes of a file, or an error that is one of this file alone."""
         try:
             return self.storage.read(url)
-        except NotFoundError as error:
+        except StorageError as error:
+            is_local = self.storage.local_path(url) is not None
+            if not isinstance(error, NotFoundError) and not _is_of_one_file(error, url, is_local):
+                raise
             return error
+
+
+def _is_of_one_file(error: StorageError, url: str, is_local: bool) -> bool:
+    """Return whether an error says nothing about other files: a name that no file can have, or no access to this one."""
+    if (
+        not is_local
+    ):  # the key of a link may have expired; with that of a bucket no file could be read
+        return isinstance(error, AccessDeniedError) and url.startswith(("http://", "https://"))
+    cause = error.__cause__
+    if isinstance(cause, OSError):
+        return cause.errno in _OF_ONE_FILE
+    return cause is None or isinstance(cause, ValueError)  # a FIFO; a NUL in the name
 
 
 def _missing(

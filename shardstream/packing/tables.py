@@ -24,6 +24,7 @@ METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILE_COLUMN = "file_name"
 """Column of the files in a table of these names, which Hugging Face's ``imagefolder`` reads."""
 _HEADER_CHARS = 1 << 16  # below the limit of csv for one cell
+_CELL_CHARS = 64 << 20  # a quote that is not closed makes a cell of the rest of the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +164,17 @@ def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]
     separator = _separator(header)
     if separator != ",":
         _log.warning("%s: the header has no commas; columns are separated by %r", url, separator)
+    # Python has one limit for all readers of a process, 128 KiB: it is raised, never lowered.
+    csv.field_size_limit(max(csv.field_size_limit(), _CELL_CHARS))
     reader = csv.reader(itertools.chain([header], lines), strict=True, delimiter=separator)
     try:
         for cells in reader:
             yield reader.line_num, cells
     except csv.Error as error:
-        raise SourceError(f"line {reader.line_num}: {error}", shard=url) from error
+        problem = str(error)
+        if "field limit" in problem:
+            problem = f"a cell has over {_CELL_CHARS >> 20} MiB; close the quote before it, or keep long values in files"
+        raise SourceError(f"line {reader.line_num}: {problem}", shard=url) from error
 
 
 def _separator(header: str) -> str:

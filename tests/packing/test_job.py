@@ -334,6 +334,7 @@ def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
         ({"on_error": "ignore"}, "'raise' or 'skip'"),
         ({"quality": 0}, "quality"),
         ({"quality": 80}, "has no effect, since images are packed as they are"),
+        ({"quality": 80, "image_format": "png", "max_side": 1}, "has no effect on png"),
         ({"processes": 2, "executor": LocalExecutor()}, "has no effect with an executor"),
     ],
 )

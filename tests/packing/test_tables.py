@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from pyarrow import parquet
 
 import shardstream as ss
@@ -208,3 +211,63 @@ def test_parts_of_a_table_read_it_a_few_times_in_all(name: str, split: Any, tmp_
     assert sorted(texts) == sorted(f"caption {number}" for number in range(400))
     if split is None:
         assert texts == [f"caption {number}" for number in range(400)]
+
+
+def png() -> bytes:
+    out = io.BytesIO()
+    Image.new("L", (2, 2)).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("folder.png", "a folder is there, not a file"),
+        ("x" * 300 + ".png", "no file can have this name"),
+        ("x/" * 3000 + "y.png", "no file can have this name"),
+        ("a\0b.png", "no file can have this name"),
+        ("1.png/2.png", "no file can have this name"),
+        ("loop.png", "no file can have this name"),
+        ("fifo.png", "a FIFO, a socket or a device"),
+    ],
+)
+@pytest.mark.parametrize("executor", [None, LocalExecutor()], ids=["", "executor"])
+def test_row_whose_file_cannot_be_one_is_skipped_alone(
+    name: str, reason: str, executor: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "1.png").write_bytes(png())
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    os.mkfifo(tmp_path / "fifo.png")
+    rows = [{"p": one} for one in ("1.png", name, "1.png")]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options: dict[str, Any] = {"fields": {"png": "p"}, "executor": executor}
+    with pytest.raises(SourceError, match=rf"{reason}.*row 2"):
+        ss.pack(tmp_path / "t.jsonl", tmp_path / "out", **options)
+    # The same command goes on where it was stopped.
+    packed = ss.pack(tmp_path / "t.jsonl", tmp_path / "out", on_error="skip", **options)
+    assert packed.samples == 2
+    (skipped,) = packed.skipped
+    assert reason in skipped.reason
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_link_without_access_is_skipped_alone(status: int, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/1.png").write_bytes(png())
+    with serve_files(tmp_path / "files", statuses={"/2.png": status}) as served:
+        links = [{"p": f"{served.url}/{name}.png"} for name in (1, 2, 1)]
+        (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, links)))
+        packed = ss.pack(
+            tmp_path / "t.jsonl", tmp_path / "out", fields={"png": "p"}, on_error="skip"
+        )
+    assert packed.samples == 2
+    assert "access refused" in packed.skipped[0].reason
+
+
+def test_long_cell_of_a_csv_is_read(tmp_path: Path) -> None:
+    text = "long, " * 100_000
+    (tmp_path / "t.csv").write_text(f'txt,cls\nshort,0\n"{text}",1\n')
+    ss.pack(tmp_path / "t.csv", tmp_path / "out", fields={"txt": "txt", "cls": "cls"})
+    found = [s["txt"] for s in ss.ShardDataset(str(tmp_path / "out"), shuffle=False).decode()]
+    assert found == ["short", text]
