@@ -173,22 +173,32 @@ def failing_column() -> Any:
     return Column()
 
 
-LONG_NAMES = {f"{number}-" + "'" * 20_000: np.zeros(2) for number in range(40)}
+def long_names() -> dict[str, Any]:
+    return {f"{number}-" + "'" * 20_000: np.zeros(2) for number in range(40)}
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("make", "text"),
     [
-        (LONG_NAMES, "batch of 2"),
-        ({"__key__": "a"} | LONG_NAMES, "and 1 more field"),
-        ({f"column {n}": torch.zeros(30) for n in range(20_000)}, "and 19,960 more columns"),
-        (tuple(torch.zeros(3) for _ in range(20_000)), "and 19,960 more columns"),
-        ({"__key__": "a", "x": "'" * 10**7} | {f"{n}.txt": "'" * 10**6 for n in range(60)}, "more"),
-        ({"list": [{"x": '"' * 100} for _ in range(99)]}, "batch of 99"),
+        (long_names, "batch of 2"),
+        (lambda: {"__key__": "a"} | long_names(), "and 1 more field"),
+        (
+            lambda: {f"column {n}": torch.zeros(30) for n in range(20_000)},
+            "and 19,960 more columns",
+        ),
+        (lambda: tuple(torch.zeros(3) for _ in range(20_000)), "and 19,960 more columns"),
+        (
+            lambda: (
+                {"__key__": "a", "x": "'" * 10**7} | {f"{n}.txt": "'" * 10**6 for n in range(60)}
+            ),
+            "more",
+        ),
+        (lambda: {"list": [{"x": '"' * 100} for _ in range(99)]}, "batch of 99"),
     ],
     ids=["names", "sample", "columns", "tuple", "texts", "items"],
 )
-def test_pages_of_large_values_are_small_and_fast(value: Any, text: str) -> None:
+def test_pages_of_large_values_are_small_and_fast(make: Callable[[], Any], text: str) -> None:
+    value = make()
     started = time.process_time()
     page = page_of(ss.show(value))
     assert time.process_time() - started < 1.5

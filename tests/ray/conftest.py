@@ -10,9 +10,9 @@ import ray
 import ray.data
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
-    """Start Ray with two CPUs and 200 MB for objects, quietly, and stop it at the end."""
+    """Start Ray with two CPUs and 200 MB for objects, quietly, and stop it after this folder: an idle one costs CPU time."""
     ray.init(
         num_cpus=2,
         resources={"place": 1},  # of a test that adds a node
