@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -126,6 +126,32 @@ MAY_PICKLE = ("pipeline/decode.py", "loader/serialize.py", "testing.py")
 NEVER_CALLED = ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_dropped() -> Iterator[None]:
+    yield
+    parse.cache_clear()  # 180 MB
+
+
+def for_each(paths: Iterable[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Make one test of a check of many files, which names all that fail: a test for each file would cost more than its check."""
+
+    def test_of(check: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            errors = []
+            for path in paths:
+                try:
+                    check(path)
+                except AssertionError as error:
+                    error.add_note(str(path))
+                    errors.append(error)
+            if errors:
+                raise ExceptionGroup(check.__name__, errors)
+
+        return test
+
+    return test_of
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -140,6 +166,7 @@ def own_part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -174,7 +201,7 @@ def dotted_names(path: Path) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each(MODULES)
 def test_module_imports_only_rooms_that_its_room_may_import(path: Path) -> None:
     mine = own_part(path)
     assert mine in MAY_IMPORT, f"{mine} is no room: name it in MAY_IMPORT"
@@ -230,9 +257,7 @@ def texts_with_programs() -> str:
     return "".join(page.read_text(encoding="utf-8") for page in pages)
 
 
-@pytest.mark.parametrize(
-    "path", [*MODULES, *TESTS, *CLIENTS], ids=lambda p: p.relative_to(ROOT).as_posix()
-)
+@for_each([*MODULES, *TESTS, *CLIENTS])
 def test_other_rooms_and_tests_import_only_exported_names(path: Path) -> None:
     own = own_part(path) if path.is_relative_to(PACKAGE) else ""
     for module, name in imported_from_rooms(path):
@@ -264,7 +289,7 @@ def test_rooms_export_only_names_used_elsewhere(room: str) -> None:
     assert not [name for name in exports(room) if not hasattr(module, name)]
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+@for_each(TESTS)
 def test_tests_replace_no_private_name(path: Path) -> None:
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".setattr", ".delattr")):
@@ -276,7 +301,7 @@ def test_tests_replace_no_private_name(path: Path) -> None:
             assert not private, f"{path.name}:{node.lineno} replaces {private}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each(MODULES)
 def test_fsspec_and_torch_are_imported_only_in_their_rooms(path: Path) -> None:
     for module in imports(path, for_types=False):
         homes = HOMES.get(module.split(".")[0])
@@ -285,7 +310,7 @@ def test_fsspec_and_torch_are_imported_only_in_their_rooms(path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each(MODULES)
 def test_environment_is_read_only_in_four_modules(path: Path) -> None:
     read = {name for name in dotted_names(path) if name in ("os.environ", "os.getenv", "os.putenv")}
     homes = (
@@ -297,7 +322,7 @@ def test_environment_is_read_only_in_four_modules(path: Path) -> None:
     assert not read or name_of(path) in homes, f"{name_of(path)} reads {read}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@for_each(MODULES)
 def test_data_never_runs_as_code(path: Path) -> None:
     for module in imports(path):
         may = module == "pickle" and name_of(path).startswith(MAY_PICKLE)
@@ -314,7 +339,7 @@ def test_data_never_runs_as_code(path: Path) -> None:
             assert safe, f"{name_of(path)}:{node.lineno}: load without a word on pickles"
 
 
-@pytest.mark.parametrize("path", [*MODULES, *CLIENTS], ids=lambda p: p.relative_to(ROOT).as_posix())
+@for_each([*MODULES, *CLIENTS])
 def test_modules_and_functions_stay_short(path: Path) -> None:
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
     assert num_lines <= MODULE_LINES, f"{num_lines} lines: two subjects in one file?"
