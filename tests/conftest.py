@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import s3fs
 from botocore.loaders import JSONFileLoader
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -99,6 +100,14 @@ def _gather_memory() -> None:
         if access == "rw-p" and name in ([], ["[heap]"]):
             start, end = (int(number, 16) for number in span.split("-"))
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), 25)  # MADV_COLLAPSE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_emptied() -> Iterator[None]:
+    """Remove what a module's tests left at "memory://"."""
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="session")
