@@ -31,7 +31,6 @@ from shardstream.loader.collation import (
     collate,
     load_safetensors,
     load_tensors,
-    shared_numbers,
     to_tensor,
 )
 from shardstream.loader.dataset import (
@@ -116,7 +115,6 @@ __all__ = [
     "run_trials",
     "save_checkpoint",
     "send_messages",
-    "shared_numbers",
     "show",
     "to_tensor",
     "warn_of_lanes",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,12 @@ from shardstream.errors import SampleError
 from shardstream.format import Columns, TupleColumns, Values
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.pipeline import like_tuple
+from shardstream.storage import new_lock
 
 _REPEATED_LIMIT_BYTES = 1 << 30
+_PAGE_NUMBERS = 512  # 4 KiB, the smallest shared memory
+_lock = new_lock()
+_free_numbers: list[torch.Tensor] = []  # the unused numbers of the last page of this process
 _BYTEARRAY = b"\nbytearray\n"  # its name in a pickle; under `weights_only` 300 bytes can allocate one of 8 GiB
 
 
@@ -206,8 +212,42 @@ def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
     return like.new(storage).resize_(count, *like.shape)
 
 
-def shared_numbers(*values: int) -> torch.Tensor:
-    """Return integers in memory shared with forked and spawned workers, shape (n,), int64."""
-    numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-    numbers.share_memory_()  # type: ignore[no-untyped-call]
+class SharedNumbers:
+    """Whole numbers in memory shared with forked and spawned workers; a pickle and a deep copy have memory of their own.
+
+    Shared memory holds a descriptor, of which a process may have 256, so that several objects have a page together. Numbers of an
+    object that has ended are not used again: a forked child may still read them. A page goes with the last of its objects.
+
+    Args:
+        numbers: Their first values.
+    """
+
+    __slots__ = ("_tensor", "values")
+
+    def __init__(self, *numbers: int) -> None:
+        count = len(numbers)
+        with _lock:
+            if not _free_numbers or len(_free_numbers[0]) < count:
+                page = torch.zeros(max(count, _PAGE_NUMBERS), dtype=torch.int64, device="cpu")
+                page.share_memory_()  # type: ignore[no-untyped-call]
+                _free_numbers[:] = [page]
+            page = _free_numbers[0]
+            self._tensor, _free_numbers[0] = page[:count], page[count:]
+        self.values: Any = self._tensor.numpy()
+        """Shape (n,), int64."""
+        self.values[:] = numbers
+
+    def __reduce__(self) -> tuple[Callable[..., SharedNumbers], tuple[Any, ...]]:
+        if get_spawning_popen() is None:
+            return SharedNumbers, tuple(self.values.tolist())
+        return _attach, (self._tensor,)
+
+
+def _attach(tensor: torch.Tensor) -> SharedNumbers:
+    """Return the numbers of the process that spawned this one."""
+    numbers = SharedNumbers.__new__(SharedNumbers)
+    numbers._tensor, numbers.values = tensor, tensor.numpy()
     return numbers
+
+
+os.register_at_fork(after_in_child=_free_numbers.clear)  # else parent and child use the same ones

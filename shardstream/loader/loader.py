@@ -376,7 +376,7 @@ class ShardLoader(DataLoader[Any]):
         start = partial(change_batch, copies.start)
 
         def is_ready(number: int) -> bool:
-            made = self._batches.current_batches
+            made = self._batches.current_batches.values
             return self.num_workers > 0 and is_batch_made(made, number, self._partition)
 
         return prefetch(worker_batches, start, depth=self.prefetch_to_device, is_ready=is_ready)
@@ -438,7 +438,7 @@ class ShardLoader(DataLoader[Any]):
         catalog = None if batches.indexed_source is None else batches.indexed_source.catalog
         watch: AbstractContextManager[object] = nullcontext()
         if self.num_workers:
-            watch = WorkerWatch(workers, batches.current_batches, self._partition, catalog)
+            watch = WorkerWatch(workers, batches.current_batches.values, self._partition, catalog)
         stopwatch, requested_at = self._stopwatch, time.perf_counter()
         with self._ending_workers_on_error(workers), watch:
             for steps, worker_batch in enumerate(worker_batches, start=1):

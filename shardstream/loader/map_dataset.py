@@ -25,7 +25,7 @@ from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
-from shardstream.loader.collation import shared_numbers
+from shardstream.loader.collation import SharedNumbers
 from shardstream.loader.dataset import open_class_names, refuse_device_decode
 from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.notebook_view import SampleView, catalog_html
@@ -80,7 +80,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         )
         self._opened: _Opened | None = None
         # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
-        self._epoch = shared_numbers(0, 0)  # and the number of `set_epoch` calls
+        self._epoch = SharedNumbers(0, 0)  # and the number of `set_epoch` calls
         self._reads: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         if self._reads is None:
             return numbers
         # Without set_epoch a sample that another rank read in the epoch before is new here.
-        ranks = Placement(0, 1) if self._epoch[1] else Placement.detect()
+        ranks = Placement(0, 1) if self._epoch.values[1] else Placement.detect()
         reads, turns = self._reads.numpy(), []
         with _opening:  # threads share the counters
             for number in numbers:
@@ -173,7 +173,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of ``map(rng=True)``, from 0."""
-        return int(self._epoch[0])
+        return int(self._epoch.values[0])
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of ``map(rng=True)``, also in persistent workers and in datasets chained from this one.
@@ -181,8 +181,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         The random numbers of a sample depend on seed, epoch, sample and the times that it was read since this call: they are the
         same on every number of ranks and workers, and after a restart. Without this call each epoch has new ones, too.
         """
-        self._epoch[0] = check_epoch(epoch)
-        self._epoch[1] += 1
+        self._epoch.values[0] = check_epoch(epoch)
+        self._epoch.values[1] += 1
         if self._reads is not None:
             self._reads.zero_()
         super().set_epoch(epoch)
@@ -192,9 +192,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for shared in (self._epoch, self._reads):
-            if shared is not None:  # a pickle and a deep copy have memory of their own
-                shared.share_memory_()  # type: ignore[no-untyped-call]
+        if self._reads is not None:  # a pickle and a deep copy have memory of their own
+            self._reads.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def _num_stages(self) -> int:
@@ -218,7 +217,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
     def _copy(self) -> Self:
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__getstate__())
-        changed._epoch = shared_numbers(self.epoch, int(self._epoch[1]))
+        changed._epoch = SharedNumbers(self.epoch, int(self._epoch.values[1]))
         changed._reads = None if self._reads is None else _new_counters(len(self._catalog))
         changed.follow_epoch(self)
         return changed

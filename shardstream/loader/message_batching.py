@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 from shardstream.errors import OptionError
-from shardstream.loader.collation import shared_numbers
+from shardstream.loader.collation import SharedNumbers
 from shardstream.loader.worker_errors import wrap_exception
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ class MessageSizes:
 
     def __init__(self) -> None:
         # Start round, size before it and size from it on, packed into one int64 so that reads are never torn.
-        self._packed = shared_numbers(0)
+        self._packed = SharedNumbers(0)
         self.begin()
 
     def begin(self) -> None:
@@ -72,11 +72,11 @@ class MessageSizes:
         return number < self._read()[0]
 
     def _read(self) -> tuple[int, int, int]:
-        value = int(self._packed.numpy()[0])
+        value = int(self._packed.values[0])
         return value >> 16, value >> 8 & 0xFF, value & 0xFF
 
     def _store(self, number: int, before: int, then: int) -> None:
-        self._packed.numpy()[0] = number << 16 | before << 8 | then
+        self._packed.values[0] = number << 16 | before << 8 | then
 
 
 def send_messages(

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, SkipBudgetError, StateError, without_addresses
 from shardstream.fetch import SharedBlocks
-from shardstream.loader.collation import collate, shared_numbers
+from shardstream.loader.collation import SharedNumbers, collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
 from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
 from shardstream.loader.replacement_samples import replace_bad_samples
@@ -132,8 +132,8 @@ class BatchDataset(SplitDataset):
         self._is_used = False
         # Epoch and samples consumed, in shared memory for persistent workers. Positions of parts need no place here:
         # loading a state ends persistent workers.
-        self._control = shared_numbers(0, 0)
-        self.current_batches = shared_numbers(*[0] * max(1, num_workers))
+        self._control = SharedNumbers(0, 0)
+        self.current_batches = SharedNumbers(*[0] * max(1, num_workers))
         """Current batch of each worker (see `track_progress`)."""
         self.rings: list[RingBuffer] = []
         """Ring buffer of each worker; empty without workers or system support."""
@@ -192,8 +192,8 @@ class BatchDataset(SplitDataset):
     def begin(self, position: LoaderPosition) -> None:
         """Set the start of the next iteration; called in the main process before workers start."""
         self._position = position
-        self._control[0], self._control[1] = position.epoch, position.consumed
-        self.current_batches.zero_()
+        self._control.values[:] = position.epoch, position.consumed
+        self.current_batches.values[:] = 0
 
     @contextmanager
     def serve_loader(self) -> Iterator[None]:
@@ -296,7 +296,7 @@ class BatchDataset(SplitDataset):
         if not self._is_in_worker:
             return worker_batches
         tune_worker_process()
-        tracked = track_progress(worker_batches, self.current_batches, worker_info.worker)
+        tracked = track_progress(worker_batches, self.current_batches.values, worker_info.worker)
         steps = None
         if partition is not None:
             steps = WorkerSteps(partition, worker_info.worker, worker_info.num_workers)
@@ -331,7 +331,7 @@ class BatchDataset(SplitDataset):
         if not self._is_in_worker or not self._is_used:
             self._is_used = self._is_in_worker
             return self._position
-        epoch, consumed = self._control.tolist()
+        epoch, consumed = self._control.values.tolist()
         return LoaderPosition(epoch=epoch, consumed=consumed)
 
     def _read_steps(

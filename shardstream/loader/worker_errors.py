@@ -52,20 +52,19 @@ def track_progress(
         current_batches: Shape (workers,), int64, in shared memory.
         worker: Its place there.
     """
-    place = current_batches.numpy()
     with closing(worker_batches):
         number = 0
         while True:
             number += 1
-            place[worker] = number
+            current_batches[worker] = number
             try:
                 worker_batch = next(worker_batches, None)
             except (
                 Exception
             ):  # the worker sends it and ends by itself; after exit() the number stays
-                place[worker] = -number
+                current_batches[worker] = -number
                 raise
-            place[worker] = -number
+            current_batches[worker] = -number
             if worker_batch is None:
                 return
             yield worker_batch

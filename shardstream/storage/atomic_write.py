@@ -215,7 +215,6 @@ class LocalFile(PendingFile):
             return
         with translate_errors(self._place):
             self.stream.flush()
-            os.fchmod(self.stream.fileno(), 0o644)
             os.fsync(self.stream.fileno())
             self.stream.close()
 
@@ -258,24 +257,23 @@ class _RemoteFile(PendingFile):
         self._storage, self._url = storage, url
         folder = tempfile.gettempdir()
         with translate_errors(folder):
-            handle, name = tempfile.mkstemp(prefix="shardstream-")
-        self._spool = Path(name)
-        super().__init__(f"{folder} (where it waits to be sent to {url})", os.fdopen(handle, "wb"))
+            spool = tempfile.TemporaryFile()  # noqa: SIM115  (`discard` closes it; a killed process leaves nothing)
+        super().__init__(f"{folder} (where it waits to be sent to {url})", cast("BinaryIO", spool))
 
     def commit(self) -> None:
         with translate_errors(self._place):
-            self.stream.close()
-            size = self._spool.stat().st_size
+            self.stream.flush()
+            size = os.fstat(self.stream.fileno()).st_size
         filesystem, path = self._storage.resolve(self._url)
         with self._storage.translate_errors(self._url):
-            _send(filesystem, self._spool, path)
+            # Clients of fsspec send a file by its path; this is one of a file without a name.
+            _send(filesystem, Path(f"/proc/self/fd/{self.stream.fileno()}"), path)
         sent = self._storage.info(self._url).size
         if sent != size:
             raise StorageError(f"{sent} of {size} bytes arrived; pack it again", shard=self._url)
 
     def discard(self) -> None:
         _close_unsaved(self.stream)
-        self._spool.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import shardstream as ss
 from shardstream.errors import SampleError
-from shardstream.loader import collate, load_tensors, shared_numbers, to_tensor
+from shardstream.loader import collate, load_tensors, to_tensor
 from shardstream.pipeline import Context, MapTuple, split_batch
 from shardstream.testing import ListRun
 from tests.small_datasets import numbered
@@ -139,12 +139,6 @@ def test_saved_tensors_are_loaded_without_running_code() -> None:
     stream = io.BytesIO()
     torch.save({"x": torch.arange(3)}, stream)
     assert load_tensors(stream.getvalue())["x"].tolist() == [0, 1, 2]
-
-
-def test_shared_numbers_are_shared() -> None:
-    numbers = shared_numbers(1, 1 << 62, -1)
-    assert numbers.is_shared()  # type: ignore[no-untyped-call]
-    assert numbers.tolist() == [1, 1 << 62, -1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

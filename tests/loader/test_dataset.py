@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import random
 from collections.abc import Iterator
@@ -201,6 +202,53 @@ def test_datasets_chained_from_a_dataset_follow_its_epoch(folder: str) -> None:
     assert (parent.epoch, chained.epoch) == (3, 5)
     parent.set_epoch(3)
     assert chained.epoch == 3
+
+
+def test_spawned_persistent_workers_follow_the_epoch(folder: str) -> None:
+    others = [ss.ShardDataset(folder) for _ in range(3)]
+    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8)
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_size=8,
+        num_workers=1,
+        persistent_workers=True,
+        collate_fn=len_and_keys,
+        multiprocessing_context="spawn",
+    )
+    first = list(loader)
+    others[-1].set_epoch(1)
+    assert list(loader) == first
+    dataset.set_epoch(1)
+    assert list(loader) != first
+
+
+def test_datasets_and_loaders_hold_no_descriptors(folder: str) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, held = count(), list[Any]()
+    for _ in range(40):
+        dataset = ss.ShardDataset(folder).decode().map(len)
+        held += [ss.ShardLoader(dataset, batch_size=2), ss.ShardMapDataset(folder).decode()]
+    assert count() - before < 10
+
+
+def test_datasets_of_a_forked_process_have_epochs_of_their_own(folder: str) -> None:
+    first = ss.ShardDataset(folder)
+    child_made, parent_made = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:
+        own = ss.ShardDataset(folder)
+        os.write(child_made[1], b".")
+        os.read(parent_made[0], 1)
+        os._exit(own.epoch or first.epoch != 3)
+    os.read(child_made[0], 1)
+    ss.ShardDataset(folder).set_epoch(7)
+    first.set_epoch(3)
+    os.write(parent_made[1], b".")
+    assert os.waitpid(pid, 0)[1] == 0
+    for handle in (*child_made, *parent_made):
+        os.close(handle)
 
 
 def len_and_keys(samples: list[dict[str, Any]]) -> list[str]:

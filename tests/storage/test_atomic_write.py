@@ -290,11 +290,6 @@ def test_bucket_that_is_missing_is_reported(request: pytest.FixtureRequest) -> N
 # --- on a local disk
 
 
-def test_published_file_is_readable_by_all(tmp_path: Path) -> None:
-    publish_bytes(Storage(), str(tmp_path / "a.tar"), b"1")
-    assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o644
-
-
 def test_temporary_file_is_in_the_folder_of_the_final_file(tmp_path: Path) -> None:
     with publish(Storage(), f"file://{tmp_path}/a.tar") as stream:
         stream.write(b"1")
@@ -336,13 +331,30 @@ def test_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_pa
     assert shards == sorted(str(tmp_path / name) for name in found)
 
 
-def test_published_file_is_readable_by_all_for_any_umask(tmp_path: Path) -> None:
-    before = os.umask(0o077)
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_published_file_has_the_permissions_of_the_umask(
+    umask: int, mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
     try:
         publish_bytes(Storage(), str(tmp_path / "deep" / "er" / "a.tar"), b"1")
     finally:
         os.umask(before)
-    assert (tmp_path / "deep" / "er" / "a.tar").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "deep" / "er" / "a.tar").stat().st_mode & 0o777 == mode
+
+
+def test_killed_writer_to_a_store_leaves_nothing_in_the_temporary_folder(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "import shardstream as ss\n"
+        "with ss.ShardWriter('memory://killed/set') as writer:\n"
+        "    writer.write({'bin': bytes(1 << 20)})\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    options = {"cwd": ROOT, "env": os.environ | {"TMPDIR": str(tmp_path)}}
+    done = subprocess.run([sys.executable, "-c", code], check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
 
 
 def open_files(folder: Path) -> list[str]:
