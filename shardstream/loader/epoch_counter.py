@@ -20,7 +20,12 @@ from shardstream.storage import new_lock
 
 _MAX_READERS = 64
 _MAX_LOADERS = 16  # that start their workers at the same time
-_CHOSEN = struct.Struct("=qq")  # epoch and calls of `set_epoch`, before the JSON of the readers
+_CHOSEN = struct.Struct(
+    "=qq"
+)  # epoch and calls of `set_epoch`, before the readers: length and JSON
+_LENGTH = struct.Struct("=q")
+_PLACE_BYTES = 1 << 20  # of address space, for each counter; 64 readers take a tenth
+_PLACES = 64  # in a file: a process may have 256 files open
 _lock = new_lock()  # `lockf` excludes other processes only
 
 
@@ -89,25 +94,30 @@ class EpochCounter:
     """
 
     def __init__(self, epoch: int = 0, calls: int = 0) -> None:
-        self._attach(_new_memory())
-        os.pwrite(self._memory, _CHOSEN.pack(epoch, calls), 0)
+        with _lock:
+            if not _last or _last[0].places == _PLACES:
+                _last[:] = [_new_memory()]
+            memory = _last[0]
+            start, memory.places = memory.places * _PLACE_BYTES, memory.places + 1
+        self._attach(memory, start)
+        os.pwrite(self._memory.handle, _CHOSEN.pack(epoch, calls), self._start)
 
-    def _attach(self, memory: int) -> None:
-        self._memory = memory
-        weakref.finalize(self, os.close, memory).atexit = False
+    def _attach(self, memory: _Memory, start: int) -> None:
+        self._memory, self._start = memory, start
         # Of this process, if it is a worker: the number of its passes, the epoch of the last one, and the calls before it.
         self._passes, self._epoch, self._calls = 0, 0, 0
 
     @property
     def chosen(self) -> tuple[int, int]:
         """The epoch of the last call of `set_epoch`, and the number of calls. An epoch that is read after a number is not older."""
-        epoch, calls = _CHOSEN.unpack(os.pread(self._memory, _CHOSEN.size, 0))
+        epoch, calls = _CHOSEN.unpack(os.pread(self._memory.handle, _CHOSEN.size, self._start))
         return epoch, calls
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
         with self._locked():
-            os.pwrite(self._memory, _CHOSEN.pack(epoch, self.chosen[1] + 1), 0)
+            data = _CHOSEN.pack(epoch, self.chosen[1] + 1)
+            os.pwrite(self._memory.handle, data, self._start)
 
     def current(self, worker: Worker | None) -> int:
         """Return the epoch of the latest iteration of this process, or the chosen one if there was none since."""
@@ -172,11 +182,11 @@ class EpochCounter:
     def _locked(self) -> Iterator[None]:
         """Lock the memory. If the process is killed, the system releases the lock."""
         with _lock:
-            fcntl.lockf(self._memory, fcntl.LOCK_EX)
+            fcntl.lockf(self._memory.handle, fcntl.LOCK_EX, 1, self._start)
             try:
                 yield
             finally:
-                fcntl.lockf(self._memory, fcntl.LOCK_UN)
+                fcntl.lockf(self._memory.handle, fcntl.LOCK_UN, 1, self._start)
 
     @contextmanager
     def _reader_of(self, worker: Worker | None) -> Iterator[_Reader]:
@@ -184,8 +194,9 @@ class EpochCounter:
         parent = None if worker is None else parent_process()
         process = str(os.getpid() if parent is None else parent.pid)
         with self._locked():
-            size = os.fstat(self._memory).st_size - _CHOSEN.size
-            content = os.pread(self._memory, size, _CHOSEN.size)
+            handle, start = self._memory.handle, self._start + _CHOSEN.size
+            (size,) = _LENGTH.unpack(os.pread(handle, _LENGTH.size, start))
+            content = os.pread(handle, size, start + _LENGTH.size)
             readers: dict[str, Any] = json.loads(content or "{}")
             epoch, calls = self.chosen
             reader = _Reader(epoch, calls)
@@ -197,27 +208,59 @@ class EpochCounter:
                 reader.epoch, reader.calls, reader.iterations = epoch, calls, 0
             yield reader
             kept = [*readers.items()][1 - _MAX_READERS :]
-            content = json.dumps(dict(kept) | {process: asdict(reader)}).encode().ljust(size)
-            os.pwrite(self._memory, content, _CHOSEN.size)  # at once: the process may be killed
+            content = json.dumps(dict(kept) | {process: asdict(reader)}).encode()
+            # At once: the process may be killed.
+            os.pwrite(handle, _LENGTH.pack(len(content)) + content, start)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is not None:
-            return _attached, (DupFd(self._memory),)
+            return _attached, (self._memory, self._start)
         return EpochCounter, self.chosen
 
 
-def _new_memory() -> int:
-    """Return the descriptor of an empty file in memory, or where the system has none, as in some sandboxes, on the disk."""
+@dataclass(eq=False)
+class _Memory:
+    """A file in memory with places for some counters. The place of one that has ended is not used again: a forked child may read it.
+
+    Args:
+        handle: Its descriptor.
+        places: Places that are used.
+    """
+
+    handle: int
+    places: int = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:  # of a counter that is sent to a spawned process
+        return _attached_memory, (DupFd(self.handle),)
+
+
+# The file of this process with free places. A forked child needs another one: else both would use the same places.
+_last: list[_Memory] = []
+os.register_at_fork(after_in_child=_last.clear)
+
+
+def _new_memory() -> _Memory:
+    """Return a file of zeros in memory, or where the system has none, as in some sandboxes, on the disk; its last counter closes it."""
     try:
-        return os.memfd_create("dataset-epochs")
+        handle = os.memfd_create("dataset-epochs")
     except (AttributeError, OSError):
         with TemporaryFile() as file:
-            return os.dup(file.fileno())
+            handle = os.dup(file.fileno())
+    os.ftruncate(handle, _PLACES * _PLACE_BYTES)
+    memory = _Memory(handle)
+    weakref.finalize(memory, os.close, handle).atexit = False
+    return memory
 
 
-def _attached(memory: Any) -> EpochCounter:
+def _attached_memory(handle: Any) -> _Memory:
+    return _Memory(
+        handle.detach()
+    )  # never closed: that would release the locks of its other counters
+
+
+def _attached(memory: _Memory, start: int) -> EpochCounter:
     counter = object.__new__(EpochCounter)
-    counter._attach(memory.detach())
+    counter._attach(memory, start)
     return counter
 
 

@@ -216,6 +216,7 @@ def test_spawned_persistent_workers_follow_the_epoch(folder: str) -> None:
         multiprocessing_context="spawn",
     )
     first = list(loader)
+    dataset.set_epoch(0)
     others[-1].set_epoch(1)
     assert list(loader) == first
     dataset.set_epoch(1)
