@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import threading
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import weakref
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from shardstream.catalog import Catalog, IndexChunk
 from shardstream.errors import ChangedError, StorageError
 from shardstream.fetch.coalesce import ByteRange
+from shardstream.fetch.daemon_threads import DaemonThreads
 from shardstream.fetch.shared_blocks import Block, SharedBlocks
-from shardstream.storage import AdaptiveLimit, ReceiveBuffer, Slot
+from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, ReceiveBuffer, Slot
 
 _MAX_REQUESTS = 32  # of a process
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
 # Requests of all workers of a machine at the start, unless each would have fewer than two.
 _MACHINE_REQUESTS, _CORE_REQUESTS, _MIN_REQUESTS = 48, 16, 2
 _HEDGE_POLL_S = 0.05  # interval of the check for slow requests
+# At the end of the process: a thread that leaves a client's native code after it could abort the process.
+_LAST_RESPONSES_S = 2.0
 
 Data = bytes | memoryview | list[Block]
 """The bytes of a range, in one piece or in a block of each sample."""
@@ -82,10 +87,9 @@ class RequestPool:
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
         self._lock = threading.Lock()  # guards the three counts and the list above
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="shardstream-fetch")
-        self._side_pool = ThreadPoolExecutor(
-            min(most, _SIDE_THREADS), thread_name_prefix="shardstream-aside"
-        )
+        self._pool = DaemonThreads(most, "shardstream-fetch")
+        self._side_pool = DaemonThreads(min(most, _SIDE_THREADS), "shardstream-aside")
+        _open_pools.add(self)
 
     def submit(self, span: ByteRange, sizes: list[int] | None = None) -> InFlightRange:
         """Request a range; in a block of each sample if their sizes are given, and there is memory for them."""
@@ -141,10 +145,15 @@ class RequestPool:
         }
 
     def close(self) -> None:
-        """Send no more requests, without waiting for those in flight."""
+        """Send no more requests, and end those in flight where their client can, without waiting for it."""
         self.concurrency.close()
         for pool in (self._pool, self._side_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.close()
+
+    def join(self, until: float) -> None:
+        """Wait until no request is in flight, at most until a time of the monotonic clock."""
+        for pool in (self._pool, self._side_pool):
+            pool.join(until)
 
     def _fetch(self, in_flight: InFlightRange) -> Data:
         """Read a range in a thread of the pool, when a slot is free."""
@@ -196,6 +205,8 @@ class RequestPool:
 
     def _wait_for_success(self, in_flight: InFlightRange) -> Data:
         timeout_s, begin = self._catalog.timeout_s, time.monotonic()
+        # Each client limits the time of its responses; some do not tell of bytes before the last has arrived.
+        timeout_s += in_flight.span.size / SLOWEST_BYTES_PER_S
         failed: set[Future[Data]] = set()
         while True:
             requests = in_flight.requests - failed
@@ -215,3 +226,17 @@ class RequestPool:
                 )
             if self._hedges:
                 self._hedge_late()
+
+
+_open_pools: weakref.WeakSet[RequestPool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pools() -> None:
+    """End the requests of loops that were left by an interrupt: the process does not wait for their bodies."""
+    pools = list(_open_pools)
+    for pool in pools:
+        pool.close()
+    until = time.monotonic() + _LAST_RESPONSES_S
+    for pool in pools:
+        pool.join(until)

@@ -9,6 +9,7 @@ A URL becomes bytes in these steps:
     local_files                  list, read and map files of this machine; notice that one is overwritten
     s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
     s3_http_client, obstore_client, fsspec_readers   send one request; return a ``response``
+    transfer, aiohttp_limits     limit time and bytes of a response; end it from another thread
     http_status, response_head   meaning of a status; compare a response with its request
     s3_request                   which servers a plain GET fits, and its signature
     read_small_files             read a manifest before an S3 client is imported
@@ -104,6 +105,7 @@ from shardstream.storage.row_file import RowFile, sort_rows
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url, parent_url
 from shardstream.storage.temporary_file import TemporaryFile
+from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
 from shardstream.storage.url_globs import is_glob
 from shardstream.storage.url_patterns import expand_braces
 
@@ -114,10 +116,12 @@ __all__ = [
     "CACHE_CHUNK_BYTES",
     "HEADER_BYTES",
     "PART_BYTES",
+    "SLOWEST_BYTES_PER_S",
     "TAR_SUFFIXES",
     "AdaptiveLimit",
     "Cache",
     "CacheSpace",
+    "Cancellation",
     "Clients",
     "FieldFile",
     "FieldPlace",

@@ -42,6 +42,7 @@ from shardstream.storage.s3_config import (
 )
 from shardstream.storage.s3_http_client import S3HttpReader
 from shardstream.storage.s3_request import are_plain, server_url
+from shardstream.storage.transfer import Transfer
 
 if TYPE_CHECKING:
     from shardstream.storage.obstore_client import ObstoreReader
@@ -53,7 +54,6 @@ _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 _HTTP = ("http", "https")
 _UNCHAINED = {*_KINDS, *_HTTP, "file", "local"}  # they open no other URL
-_HTTP_ANSWER_S = 300.0  # the default of aiohttp for a whole response
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
 # Errors after which s3fs can read: another region (s3fs finds it), a chunked response, a self-signed certificate
 # (webpki refuses one that may sign others as the server's own; OpenSSL accepts it). No client follows a redirect.
@@ -213,13 +213,13 @@ class Clients:
         filesystem, path = self.filesystem(url, reading=True)
         s3fs = sys.modules.get("s3fs")
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-            return S3fsReader(filesystem, self.timeouts.read_timeout_s), path
+            return S3fsReader(filesystem), path
         if _is_http(filesystem):
-            return HttpReader(filesystem, self.timeouts.read_timeout_s), path
+            return HttpReader(filesystem), path
         hub = sys.modules.get("huggingface_hub.hf_file_system")
         if hub is not None and isinstance(filesystem, hub.HfFileSystem):
-            return HubReader(filesystem, self.timeouts.read_timeout_s), path
-        return FilesystemReader(filesystem, self.timeouts.read_timeout_s), path
+            return HubReader(filesystem), path
+        return FilesystemReader(filesystem), path
 
     def read(
         self,
@@ -229,14 +229,22 @@ class Clients:
         **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request bytes of a file once, as `RangeReader.read`; errors of the client are not translated."""
-        reader, path = self.reader(url, reads_whole_file=(start, end) == (0, None))
+
+        def read(*, reads_whole_file: bool) -> RangeResponse:
+            reader, path = self.reader(url, reads_whole_file=reads_whole_file)
+            transfer = Transfer(
+                self.timeouts.read_timeout_s,
+                on_receive=options.get("on_receive"),
+                cancelled=options.get("cancelled"),
+            )
+            return reader.read(path, start, end, transfer, **options)
+
         try:
-            response = reader.read(path, start, end, **options)
+            response = read(reads_whole_file=(start, end) == (0, None))
         except Exception as error:
             if not self.is_s3(url) or not self._switch_to_s3fs(error):
                 raise
-            reader, path = self.reader(url, reads_whole_file=False)
-            response = reader.read(path, start, end, **options)
+            response = read(reads_whole_file=False)
         self._read_bytes += response.nbytes
         return response
 
@@ -429,14 +437,12 @@ class Clients:
         return filesystem, path
 
     def _http_options(self) -> dict[str, Any]:
-        """Add time limits to the options of an ``HTTPFileSystem``, which waits five minutes for a silent server."""
-        import aiohttp  # noqa: PLC0415  (fsspec needs it for HTTP alone)
+        """Add limits to the options of an ``HTTPFileSystem``, which waits five minutes for a silent server."""
+        # fsspec needs aiohttp for HTTP alone
+        from shardstream.storage.aiohttp_limits import session_options  # noqa: PLC0415
 
-        read_timeout_s = self.timeouts.read_timeout_s
-        timeouts = aiohttp.ClientTimeout(
-            total=_HTTP_ANSWER_S, sock_connect=min(10.0, read_timeout_s), sock_read=read_timeout_s
-        )
-        client = {"timeout": timeouts, **(self._options.get("client_kwargs") or {})}
+        client = session_options(self.timeouts.read_timeout_s)
+        client |= self._options.get("client_kwargs") or {}
         return {**self._options, "client_kwargs": client}
 
     def _open_obstore(self, kind: str, *, reading: bool) -> Any:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from statistics import median
 
 from shardstream.storage.retry import ReadHints
+from shardstream.storage.transfer import Cancellation
 
 _INITIAL_LIMIT, _MAX_LIMIT = 8, 32
 _GAIN = 1.08  # a rate this much higher justifies more connections
@@ -52,7 +53,7 @@ class AdaptiveLimit:
     ) -> None:
         self.limit = initial
         self.num_throttled = 0
-        self.closed = threading.Event()
+        self.closed = Cancellation()
         """Set when no response is needed any more."""
         self.last_response_at = clock()
         self._latencies_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
@@ -115,9 +116,8 @@ class AdaptiveLimit:
             self._admit_waiting()
 
     def record_activity(self) -> None:
-        """Record that a hedged request has received the bytes that another one waits for."""
-        with self._changed:
-            self.last_response_at = self._clock()
+        """Record that bytes have arrived, for this request or for another one that waits for them."""
+        self.last_response_at = self._clock()
 
     def record_throttling(self) -> None:
         """Record that the server asked for fewer requests."""
@@ -132,8 +132,8 @@ class AdaptiveLimit:
 
     def close(self) -> None:
         """Release all waiting threads, now and later."""
+        self.closed.set()
         with self._changed:
-            self.closed.set()
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
@@ -164,4 +164,8 @@ def hints_of(concurrency: AdaptiveLimit | None) -> ReadHints:
     """Return the arguments of `Storage.read` that apply a limit."""
     if concurrency is None:
         return {}
-    return {"on_throttle": concurrency.record_throttling, "cancelled": concurrency.closed}
+    return {
+        "on_throttle": concurrency.record_throttling,
+        "on_receive": concurrency.record_activity,
+        "cancelled": concurrency.closed,
+    }

@@ -81,6 +81,7 @@ _TIMED_OUT = _temporary(
 # Codes of servers and errors of clients that say more than the status of the response.
 _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
+    (("not needed any more",), _final("the request was cancelled")),
     (("SocketTimeoutError",), _TIMED_OUT),  # of aiohttp; it is a ConnectionError, too
     (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
       "ServerDisconnected", "IncompleteMessage", "RemoteProtocolError"),

@@ -7,72 +7,65 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any
-
-from fsspec.asyn import sync
+from collections.abc import AsyncIterator
+from typing import Any, Unpack
 
 from shardstream.errors import StorageError
 from shardstream.storage.response import (
     RangeResponse,
-    ReceiveBuffer,
+    RequestOptions,
     max_response_bytes,
 )
 from shardstream.storage.response_head import check_head, range_header
+from shardstream.storage.transfer import (
+    SLOWEST_BYTES_PER_S,
+    TooSlowError,
+    Transfer,
+    collect,
+    run_on_loop,
+)
 
-# A server that sends fewer bytes per second, averaged over a response, is treated like one that sends none.
-_SLOWEST_FILESYSTEM = 100_000
-_SLOWEST_HTTP = 10_000
-_SLOWEST_S3 = 1000
 _BODY_READ_BYTES = 1 << 20
 
 
 class FilesystemReader:
     """Reads with ``cat_file``, which returns neither the length of a file nor its version.
 
+    The time of a response is limited where the file system allows it.
+
     Args:
         filesystem: Opened in this process.
-        read_timeout_s: Limit of the time for the first byte. Where the file system allows it, 100 kB per second are expected after
-            that.
     """
 
-    def __init__(self, filesystem: Any, read_timeout_s: float) -> None:
+    def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
-        self._read_timeout_s = read_timeout_s
 
     def read(
         self,
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,  # noqa: ARG002
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,  # noqa: ARG002
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
+        filesystem, max_bytes = self._filesystem, options.get("max_bytes")
         # start=0, end=None is a plain GET: a range of an empty object would be refused
-        options = {} if (start, end) == (0, None) else {"start": start, "end": end}
-        filesystem = self._filesystem
+        span = {} if (start, end) == (0, None) else {"start": start, "end": end}
         is_async = getattr(filesystem, "async_impl", False)
         if max_bytes is not None and not is_async:  # these cut a range at the end of the file
-            options = {"start": start, "end": start + max_bytes}
-        if end is not None and is_async:
-            limit_s = self._read_timeout_s + (end - start) / _SLOWEST_FILESYSTEM
-            data = sync(filesystem.loop, filesystem._cat_file, path, timeout=limit_s, **options)
-        else:
-            data = filesystem.cat_file(path, **options)
-        return RangeResponse(data=bytes(data))
+            span = {"start": start, "end": start + max_bytes}
+        if end is None or not is_async:
+            return RangeResponse(data=bytes(filesystem.cat_file(path, **span)))
+        limit_s = transfer.left_s + (end - start) / SLOWEST_BYTES_PER_S
+        work = asyncio.wait_for(filesystem._cat_file(path, **span), limit_s)
+        return RangeResponse(data=bytes(run_on_loop(filesystem.loop, work, transfer.cancelled)))
 
 
 class HttpReader(FilesystemReader):
     """Reads through the session of fsspec's ``HTTPFileSystem``, whose ``cat_file`` keeps all bytes that arrive.
 
     A server may send more than the requested range, or a file without end.
-
-    Args:
-        filesystem: Opened in this process.
-        read_timeout_s: Limit of the time for the first byte; 10 kB per second are expected after that.
     """
 
     def read(
@@ -80,54 +73,44 @@ class HttpReader(FilesystemReader):
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,  # noqa: ARG002
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,  # noqa: ARG002
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
-        limit = max_response_bytes(start, end, max_bytes)
-        response: RangeResponse = sync(self._filesystem.loop, self._read, path, start, end, limit)
-        return response
+        limit = max_response_bytes(start, end, options.get("max_bytes"))
+        work = self._read(path, start, end, transfer, limit)
+        return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
 
     async def _read(
-        self, path: str, start: int, end: int | None, max_bytes: float
+        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
     ) -> RangeResponse:
-        filesystem, loop = self._filesystem, asyncio.get_running_loop()
+        filesystem = self._filesystem
         options = dict(filesystem.kwargs)
         # Ranges of a compressed body would be other bytes.
         wanted = {"Accept-Encoding": "identity"} | range_header(start, end)
         options["headers"] = {**options.get("headers", {}), **wanted}
         session = await filesystem.set_session()
-        data = bytearray()
-        begin = loop.time()
-        async with asyncio.timeout(self._read_timeout_s) as limit:
-            async with session.get(filesystem.encode_url(path), **options) as response:
-                filesystem._raise_not_found_for_status(response, path)
-                size, version = check_head(path, start, end, response.status, response.headers)
-                is_compressed = response.headers.get("Content-Encoding", "") not in ("", "identity")
-                if is_compressed and (start, end) != (0, None):
-                    raise StorageError("the server compresses ranges; serve the file as it is")
-                async for chunk in response.content.iter_any():
-                    data += chunk
-                    if len(data) > max_bytes:
-                        break
-                    allowed_s = len(data) / _SLOWEST_HTTP
-                    limit.reschedule(begin + self._read_timeout_s + allowed_s)
-        # A compressed body was unpacked.
-        return RangeResponse(
-            data=bytes(data), size=None if is_compressed else size, version=version
-        )
+        async with asyncio.timeout(transfer.left_s):
+            response = await session.get(filesystem.encode_url(path), **options)
+        async with response:
+            filesystem._raise_not_found_for_status(response, path)
+            size, version = check_head(path, start, end, response.status, response.headers)
+            is_compressed = response.headers.get("Content-Encoding", "") not in ("", "identity")
+            if is_compressed and (start, end) != (0, None):
+                raise StorageError("the server compresses ranges; serve the file as it is")
+            transfer.begin_body()
+            data, error = await collect(response.content.iter_any(), transfer, max_bytes)
+        if is_compressed:  # the body was unpacked: a position in it is none of the file
+            if error is not None:
+                raise error
+            size = None
+        return RangeResponse(data=data, size=size, version=version, error=error)
 
 
 class S3fsReader(FilesystemReader):
     """Reads objects through the client of an `s3fs.S3FileSystem`; the bytes before a cut are kept.
 
     Its ``cat_file`` starts again after a cut, returns neither length nor ETag, and waits a minute for a server that stalls.
-
-    Args:
-        filesystem: Opened in this process.
-        read_timeout_s: Limit of the time without a byte.
     """
 
     def read(
@@ -135,71 +118,51 @@ class S3fsReader(FilesystemReader):
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,  # noqa: ARG002
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,  # noqa: ARG002
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
-        limit = max_response_bytes(start, end, max_bytes)
-        response: RangeResponse = sync(self._filesystem.loop, self._read, path, start, end, limit)
-        return response
+        limit = max_response_bytes(start, end, options.get("max_bytes"))
+        work = self._read(path, start, end, transfer, limit)
+        return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
 
     async def _read(
-        self, path: str, start: int, end: int | None, max_bytes: float
+        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
     ) -> RangeResponse:
         bucket, key, version_id = self._filesystem.split_path(path)
         request = {"Bucket": bucket, "Key": key, **range_header(start, end)}
         if version_id is not None:
             request["VersionId"] = version_id
         # 10 s more: it may connect and look up credentials first
-        async with asyncio.timeout(self._read_timeout_s + 10):
+        limit_s = transfer.left_s + 10
+        async with asyncio.timeout(limit_s):
             response = await self._filesystem._call_s3("get_object", **request)
-        about = response["ResponseMetadata"]
-        parts: list[bytes] = []
-        error: Exception | None = None
+        about, body = response["ResponseMetadata"], response["Body"]
         try:
             size, version = check_head(
                 path, start, end, about["HTTPStatusCode"], about["HTTPHeaders"]
             )
-        except Exception:
-            response["Body"].close()
-            raise
-        try:
-            await self._collect(response["Body"], parts, max_bytes)
-        except _TooSlowError:
-            raise
-        except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
-            error = broken
+            transfer.begin_body()
+            data, error = await collect(_chunks(body), transfer, max_bytes)
         finally:
-            response["Body"].close()
+            body.close()
         if size is None:  # a chunked response, whose end looks like a cut
-            async with asyncio.timeout(self._read_timeout_s):
+            async with asyncio.timeout(limit_s):
                 head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
             size = head["ContentLength"]
-        return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
+        return RangeResponse(data=data, size=size, version=version, error=error)
 
-    async def _collect(self, body: Any, parts: list[bytes], max_bytes: float) -> None:
-        loop = asyncio.get_running_loop()
-        size, begin = 0, loop.time()
-        async with asyncio.timeout(self._read_timeout_s) as limit:
-            while size <= max_bytes and (chunk := await body.read(_BODY_READ_BYTES)):
-                parts.append(chunk)
-                size += len(chunk)
-                passed_s = loop.time() - begin
-                if passed_s > self._read_timeout_s + size / _SLOWEST_S3:
-                    raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
-                limit.reschedule(loop.time() + self._read_timeout_s)
+
+async def _chunks(body: Any) -> AsyncIterator[bytes]:
+    """Yield the bytes of a body as they arrive; at its end the client compares their number with Content-Length."""
+    while chunk := await body.read(_BODY_READ_BYTES):
+        yield chunk
 
 
 class HubReader(FilesystemReader):
     """Reads files of the Hugging Face Hub, in ranges of any size, through the HTTP client of huggingface_hub.
 
     ``cat_file`` of its `HfFileSystem` reads 5 MiB ahead at each call, retries by itself, and returns no ETag.
-
-    Args:
-        filesystem: Opened in this process.
-        read_timeout_s: Limit of the time without a byte; 10 kB per second are expected.
     """
 
     def read(
@@ -207,10 +170,8 @@ class HubReader(FilesystemReader):
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,  # noqa: ARG002
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,  # noqa: ARG002
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
         from huggingface_hub import get_session  # noqa: PLC0415  (only for hf://)
@@ -222,18 +183,24 @@ class HubReader(FilesystemReader):
         headers = build_hf_headers(token=self._filesystem.token)
         headers["Accept-Encoding"] = "identity"
         headers |= range_header(start, end)
+        limit = max_response_bytes(start, end, options.get("max_bytes"))
         parts: list[bytes] = []
         error: Exception | None = None
         with get_session().stream(
-            "GET", self._url(path), headers=headers, timeout=self._read_timeout_s
+            "GET", self._url(path), headers=headers, timeout=transfer.left_s
         ) as response:
             if response.is_error:
                 response.read()  # for the message
                 hf_raise_for_status(response)
             size, version = check_head(path, start, end, response.status_code, response.headers)
+            transfer.begin_body()
             try:
-                self._collect(response, parts, max_response_bytes(start, end, max_bytes))
-            except _TooSlowError:
+                for chunk in response.iter_raw(_BODY_READ_BYTES):
+                    parts.append(chunk)
+                    transfer.receive(len(chunk))
+                    if transfer.nbytes > limit:
+                        break
+            except TooSlowError:
                 raise
             except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
                 error = broken
@@ -253,18 +220,3 @@ class HubReader(FilesystemReader):
             revision=resolved.revision,
             endpoint=self._filesystem.endpoint,
         )
-
-    def _collect(self, response: Any, parts: list[bytes], max_bytes: float) -> None:
-        size, begin = 0, time.monotonic()
-        for chunk in response.iter_raw(_BODY_READ_BYTES):
-            parts.append(chunk)
-            size += len(chunk)
-            passed_s = time.monotonic() - begin
-            if passed_s > self._read_timeout_s + size / _SLOWEST_HTTP:
-                raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
-            if size > max_bytes:
-                break
-
-
-class _TooSlowError(TimeoutError):
-    """Bytes arrive too slowly."""

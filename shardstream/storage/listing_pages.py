@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shardstream.errors import StorageError
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -54,6 +56,7 @@ class _S3Listing:
         self._filesystem, self._bucket = filesystem, bucket
         self._request = {"Bucket": bucket, "Delimiter": "" if recursive else "/"}
         self._request["Prefix"] = self._prefix = f"{key.lstrip('/')}/" if key else ""
+        self._tokens: set[str] = set()
         self.is_complete = False
 
     def next_page(self) -> Page:
@@ -71,8 +74,25 @@ class _S3Listing:
         ]
         self.is_complete = not response.get("IsTruncated")
         if not self.is_complete:
-            self._request["ContinuationToken"] = response["NextContinuationToken"]
+            self._request["ContinuationToken"] = self._next_token(response)
         return Page(entries, folders)
+
+    def _next_token(self, response: Mapping[str, Any]) -> str:
+        """Return the token of the next page.
+
+        Raises:
+            StorageError: If there is none, or it is the one of an earlier page: the listing would have no end.
+        """
+        token = response.get("NextContinuationToken")
+        if not token or token in self._tokens:
+            problem = "repeats a page" if token else "does not say where to go on"
+            raise StorageError(
+                f"the listing is not complete, but the server {problem}",
+                remedy="list it again, or look for a fault of the server or of a proxy before it",
+                shard=f"s3://{self._bucket}/{self._prefix}",
+            )
+        self._tokens.add(token)
+        return str(token)
 
 
 class _ObstoreListing:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import obstore
 from obstore.fsspec import FsspecStore
@@ -21,11 +21,12 @@ from shardstream.storage.error_messages import classify_error
 from shardstream.storage.gcs_azure_config import CloudSettings
 from shardstream.storage.response import (
     RangeResponse,
-    ReceiveBuffer,
+    RequestOptions,
     max_response_bytes,
     plain_etag,
 )
 from shardstream.storage.s3_config import S3Settings
+from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, TooSlowError, Transfer
 
 _AT_ONCE_BYTES = 8 << 20
 _STREAM_CHUNK_BYTES = 256 << 10
@@ -50,29 +51,30 @@ class ObstoreReader:
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,  # noqa: ARG002
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
         bucket, _, key = path.partition("/")
         fork_safety.note_obstore_started()
         response = self._get(self._store(bucket), key, start, end)
+        transfer.begin_body()
         meta = response.meta
         parts: list[Any] = []
         error: Exception | None = None
         first, last = response.range
         try:
-            if last - first <= _AT_ONCE_BYTES and not keep_partial:
+            if last - first <= _AT_ONCE_BYTES and not options.get("keep_partial"):
                 parts.append(response.bytes())
             else:
-                left = max_response_bytes(start, end, max_bytes)
+                limit = max_response_bytes(start, end, options.get("max_bytes"))
                 for part in response.stream(_STREAM_CHUNK_BYTES):
                     parts.append(part)
-                    left -= len(part)
-                    if left < 0:
+                    transfer.receive(len(part))
+                    if transfer.nbytes > limit:
                         break
+        except TooSlowError:
+            raise
         except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
             error = broken
         data = memoryview(parts[0]) if len(parts) == 1 else b"".join(parts)
@@ -154,7 +156,7 @@ def open_bucket(
         retries: Whether obstore retries requests by itself.
     """
     options: dict[str, Any] = {
-        "client_options": _client_options(settings),
+        "client_options": _client_options(settings, retries=retries),
         "retry_config": None if retries else {"max_retries": 0},
     }
     if isinstance(settings, S3Settings):
@@ -185,12 +187,14 @@ def _s3_config(settings: S3Settings) -> Any:
     return config
 
 
-def _client_options(settings: S3Settings | CloudSettings) -> dict[str, Any]:
+def _client_options(settings: S3Settings | CloudSettings, *, retries: bool) -> dict[str, Any]:
+    # Of a whole response: one that is read at once may arrive as slowly as any other; a longer one is resumed. Uploads may take longer.
+    total_s = settings.read_timeout_s + _AT_ONCE_BYTES / SLOWEST_BYTES_PER_S
     client: dict[str, Any] = {
         "allow_http": bool(settings.endpoint and settings.endpoint.startswith("http://")),
         "connect_timeout": timedelta(seconds=settings.connect_s),
         "read_timeout": timedelta(seconds=settings.read_timeout_s),
-        "timeout": timedelta(days=1),  # of a whole response; the time without a byte is limited
+        "timeout": timedelta(days=1) if retries else timedelta(seconds=total_s),
     }
     if isinstance(settings, S3Settings) and settings.verify is False:
         client["allow_invalid_certificates"] = True

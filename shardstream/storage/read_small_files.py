@@ -6,24 +6,21 @@ GET that botocore signs (0.03 s). It is tried once. The clients, with their retr
 
 from __future__ import annotations
 
-import http.client
+import http
+import socket
 import ssl
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from urllib.parse import SplitResult
 
 from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.s3_request import (
-    are_plain,
-    request_signer,
-    request_target,
-    server_url,
-)
+from shardstream.storage.s3_http_client import receive_head
+from shardstream.storage.s3_request import are_plain, request_signer, server_url, signed_get
+from shardstream.storage.transfer import Transfer
 
 _CONCURRENT_REQUESTS = 8
 _TIMEOUT_S = 5.0  # without a byte
-_TIMEOUTS = 6  # of these, for all responses: a server may send a byte now and then
+_RECEIVE_BYTES = 1 << 16
 
 
 def read_small_files(
@@ -62,23 +59,20 @@ def _read_all(
     """Append files to ``found`` until one is missing, too large or late."""
     sign = request_signer(settings)
     timeout_s = min(_TIMEOUT_S, settings.read_timeout_s)
-    deadline = time.monotonic() + _TIMEOUTS * timeout_s
     with ExitStack() as stack:
         connections = [
-            stack.enter_context(closing(_connect(settings, url, timeout_s)))
+            stack.enter_context(_connect(settings, url, timeout_s))
             for _ in paths[:_CONCURRENT_REQUESTS]
         ]
 
         def send(number: int) -> None:
-            target = request_target(url, paths[number])
-            headers = sign(f"{url.scheme}://{url.netloc}{target}")
-            connections[number % len(connections)].request("GET", target, headers=headers)
+            request = signed_get(url, sign, paths[number])
+            connections[number % len(connections)].sendall(request)
 
         for number in range(len(connections)):
             send(number)
         for number in range(len(paths)):
-            response = connections[number % len(connections)].getresponse()
-            data = _read_body(response, max_bytes, deadline)
+            data = _receive(connections[number % len(connections)], max_bytes, timeout_s)
             if data is None:
                 return
             found.append(data)
@@ -86,24 +80,37 @@ def _read_all(
                 send(number + len(connections))
 
 
-def _connect(
-    settings: S3Settings, url: SplitResult, timeout_s: float
-) -> http.client.HTTPConnection:
+def _connect(settings: S3Settings, url: SplitResult, timeout_s: float) -> socket.socket:
+    host = str(url.hostname)
     if url.scheme == "http":
-        return http.client.HTTPConnection(url.netloc, timeout=timeout_s)
+        return socket.create_connection((host, url.port or 80), timeout_s)
     trusted = settings.verify if isinstance(settings.verify, str) else None
     context = ssl.create_default_context(cafile=trusted)
-    return http.client.HTTPSConnection(url.netloc, timeout=timeout_s, context=context)
+    connection = socket.create_connection((host, url.port or 443), timeout_s)
+    try:
+        return context.wrap_socket(connection, server_hostname=host)
+    except BaseException:
+        connection.close()
+        raise
 
 
-def _read_body(response: http.client.HTTPResponse, max_bytes: int, deadline: float) -> bytes | None:
-    size = int(response.headers["Content-Length"])
-    if response.status != http.client.OK or not 0 <= size <= max_bytes:
+def _receive(connection: socket.socket, max_bytes: int, timeout_s: float) -> bytes | None:
+    """Receive a file; None if the response is another one.
+
+    Raises:
+        OSError: If it does not arrive whole, and in time.
+    """
+    transfer = Transfer(timeout_s)
+    head = receive_head(connection, transfer)
+    size = head.length
+    if head.status != http.HTTPStatus.OK or size is None or size > max_bytes:
         return None
-    body = bytearray()
-    while len(body) < size and (piece := response.read1(size - len(body))):
-        body += piece
-        if time.monotonic() > deadline:
+    body = bytearray(head.rest)
+    while len(body) < size:
+        connection.settimeout(transfer.left_s)
+        piece = connection.recv(_RECEIVE_BYTES)
+        if not piece:
             return None
-    response.read()  # read1 does not note the end, after which the connection can be used again
+        body += piece
+        transfer.receive(len(piece))
     return bytes(body) if len(body) == size else None

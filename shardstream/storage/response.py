@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+
+if TYPE_CHECKING:
+    from shardstream.storage.transfer import Cancellation, Transfer
 
 _MAX_PIECES = 256  # of one call: systems have a limit (IOV_MAX, 1024 on Linux)
 
@@ -83,8 +86,15 @@ class RequestOptions(TypedDict, total=False):
     """Optional arguments of `RangeReader.read`."""
 
     keep_partial: bool
+    """Keep the bytes before a cut, which costs a copy."""
     max_bytes: int | None
+    """Bytes that are needed of a file that is read to its end; a client may read more."""
     into: ReceiveBuffer | None
+    """Memory that a client which can do so receives the bytes into."""
+    on_receive: Callable[[], None] | None
+    """Called each time bytes have arrived."""
+    cancelled: Cancellation | None
+    """Set when the bytes are not needed any more."""
 
 
 class RangeReader(Protocol):
@@ -95,22 +105,19 @@ class RangeReader(Protocol):
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; None is the end of the file.
 
-        It returns or raises within a bounded time after the last byte.
+        It returns or raises when no byte arrives in time, or the bytes arrive too slowly.
 
         Args:
             path: The path on the file system; "bucket/key" on S3.
             start: Offset of the first byte.
             end: Offset after the last byte.
-            keep_partial: Keep the bytes before a cut, which costs a copy.
-            max_bytes: Bytes that are needed of a file that is read to its end; a client may read more.
-            into: Memory that a client which can do so receives the bytes into.
+            transfer: Has the limit of its time, and is told of its bytes.
+            options: See `RequestOptions`.
 
         Raises:
             Exception: Any error of the client, if no byte arrived.

@@ -19,6 +19,7 @@ from shardstream.storage.error_messages import (
     safe_cause,
 )
 from shardstream.storage.response_head import ranges_ignored_error, response_version
+from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
 
 if TYPE_CHECKING:
     from shardstream.storage.response import RangeResponse, ReceiveBuffer
@@ -44,8 +45,10 @@ class ReadHints(TypedDict, total=False):
     """Limit of the bytes of a file that is read to its end, whatever length a hostile server claims."""
     on_throttle: Callable[[], None] | None
     """Called each time the server throttles (503 SlowDown, 429)."""
-    cancelled: threading.Event | None
-    """Set when the bytes are not needed any more: ends a pause and prevents further requests."""
+    on_receive: Callable[[], None] | None
+    """Called each time bytes have arrived, where the client tells."""
+    cancelled: Cancellation | None
+    """Set when the bytes are not needed any more: ends a pause and a receive, and prevents further requests."""
 
 
 def read_remote(
@@ -72,6 +75,8 @@ def read_remote(
                 url,
                 range_read.position,
                 end,
+                on_receive=hints.get("on_receive"),
+                cancelled=hints.get("cancelled"),
                 keep_partial=range_read.has_broken_off,
                 max_bytes=range_read.bytes_left,
                 into=into,
@@ -82,7 +87,7 @@ def read_remote(
         range_read.add(response)
         backoff.note_response()
         if not range_read.is_complete:
-            if response.nbytes:
+            if response.nbytes and not range_read.is_slow:
                 backoff.reset()
             backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
     return range_read.data
@@ -268,6 +273,7 @@ class _RangeRead:
         self._parts: list[bytes | memoryview] = []
         self._start = self.position = start
         self.is_complete = end is not None and end <= start
+        self._begin = time.monotonic()
         self.has_broken_off = False
 
     @property
@@ -280,6 +286,12 @@ class _RangeRead:
     def bytes_left(self) -> int | None:
         """Bytes of ``max_bytes`` that have not arrived."""
         return None if self.max_bytes is None else self._start + self.max_bytes - self.position
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether all responses together were too slow: a server that sends a byte before each cut would be read from for ever."""
+        received_s = (self.position - self._start) / SLOWEST_BYTES_PER_S
+        return time.monotonic() - self._begin > self.storage.timeouts.total_s + received_s
 
     def add(self, response: RangeResponse) -> None:
         """Append the bytes of a response.

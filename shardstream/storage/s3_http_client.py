@@ -7,10 +7,12 @@ it would take Python's lock for each 16 KiB, so there obstore reads.
 
 from __future__ import annotations
 
+import re
 import select
 import socket
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Unpack
 from urllib.parse import SplitResult
 
 import numpy as np
@@ -19,22 +21,25 @@ from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response import (
     RangeResponse,
     ReceiveBuffer,
+    RequestOptions,
     max_response_bytes,
 )
 from shardstream.storage.response_head import (
     FileFacts,
     check_head,
-    range_header,
     ranges_ignored_error,
 )
 from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.s3_request import request_signer, request_target
+from shardstream.storage.s3_request import request_signer, signed_get
+from shardstream.storage.transfer import Transfer
 
 _HEAD_BYTES = 64 << 10  # limit of a response's headers, and of an error's body
 _RECEIVE_BYTES = 16 << 10
 # A thread is woken when so many bytes of a body have arrived (SO_RCVLOWAT, socket(7)) or after this time, not for each packet.
 _WAKE_BYTES, _WAKE_AFTER_S = 256 << 10, 1.0
 _END = b"\r\n\r\n"
+_STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-5]\d\d)(?![^ ])", re.ASCII)
+_LENGTH = re.compile(r"\d{1,18}", re.ASCII)
 
 
 class _Head(NamedTuple):
@@ -52,7 +57,8 @@ class _Head(NamedTuple):
     def length(self) -> int | None:
         """Length of the body; None if the server does not send it."""
         value = self.headers.get("content-length", "")
-        return int(value) if value.isdigit() and "transfer-encoding" not in self.headers else None
+        is_sent = _LENGTH.fullmatch(value) and "transfer-encoding" not in self.headers
+        return int(value) if is_sent else None
 
 
 class S3HttpReader:
@@ -66,7 +72,6 @@ class S3HttpReader:
     def __init__(self, settings: S3Settings, server: SplitResult) -> None:
         self._idle: list[socket.socket] = []
         self._server, self._settings = server, settings
-        self._host = server.netloc.removesuffix(":80")  # as it is signed
         self._sign = request_signer(settings)
 
     def __del__(self) -> None:
@@ -78,22 +83,24 @@ class S3HttpReader:
         path: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool = False,  # noqa: ARG002  (the bytes before a cut are always kept)
-        max_bytes: int | None = None,
-        into: ReceiveBuffer | None = None,
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
-        """Request the bytes ``start`` to ``end`` once."""
-        request = self._request(path, start, end)
+        """Request the bytes ``start`` to ``end`` once; the bytes before a cut are always kept."""
+        request = signed_get(self._server, self._sign, path, start, end)
         connection = self._idle_connection() or self._connect()
+        into = options.get("into")
         is_reusable = False
         try:
-            connection.sendall(request)
-            head = _receive_head(connection)
-            length, facts = _check_head(connection, head, path, start, end)
-            wanted = int(min(length, max_response_bytes(start, end, max_bytes)))
-            body = np.empty(0 if into else wanted, np.uint8).data  # not filled with zeros first
-            got, error = _receive_body(connection, head.rest, into or ReceiveBuffer([body]), wanted)
+            with transfer.cancelled.ending(partial(_end, connection)):
+                connection.sendall(request)
+                head = receive_head(connection, transfer)
+                length, facts = _check_head(connection, head, transfer, (path, start, end))
+                limit = max_response_bytes(start, end, options.get("max_bytes"))
+                wanted = int(min(length, limit))
+                body = np.empty(0 if into else wanted, np.uint8).data  # not filled with zeros first
+                buffer = into or ReceiveBuffer([body])
+                got, error = _receive_body(connection, head.rest, buffer, wanted, transfer)
             is_at_end = got == length >= len(head.rest)
             is_reusable = is_at_end and head.headers.get("connection", "").lower() != "close"
         finally:
@@ -108,13 +115,6 @@ class S3HttpReader:
             version=facts.version,
             error=error,
         )
-
-    def _request(self, path: str, start: int, end: int | None) -> bytes:
-        target = request_target(self._server, path)
-        headers = {"Host": self._host, **self._sign(f"http://{self._host}{target}")}
-        headers |= range_header(start, end)
-        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
-        return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
     def _idle_connection(self) -> socket.socket | None:
         """Return an open connection that the server has not closed; None if there is none."""
@@ -134,19 +134,26 @@ class S3HttpReader:
         address = str(self._server.hostname), self._server.port or 80
         connection = socket.create_connection(address, self._settings.connect_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(self._settings.read_timeout_s)
         return connection
 
 
-def _receive_head(connection: socket.socket) -> _Head:
+def _end(connection: socket.socket) -> None:
+    """End what another thread receives: a close would not wake it."""
+    with suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def receive_head(connection: socket.socket, transfer: Transfer) -> _Head:
     """Receive status and headers of the answer, after any that only announce it (100 Continue, 103 Early Hints).
 
     Raises:
+        TimeoutError: If they have not arrived whole in time.
         OSError: If the connection ends before, or they are not those of an HTTP response.
     """
     data, received = b"", 0
     while True:
         while (size := data.find(_END)) < 0:
+            connection.settimeout(transfer.left_s)
             more = connection.recv(_RECEIVE_BYTES)
             if not more:
                 raise ConnectionResetError("the server closed the connection without a response")
@@ -156,24 +163,29 @@ def _receive_head(connection: socket.socket) -> _Head:
                 raise OSError(f"no end of the response's headers in {_HEAD_BYTES} bytes")
         head = _parse_head(data[:size], data[size + len(_END) :])
         if head.status >= 200 or head.status == 101:
+            transfer.begin_body()
             return head
         data = head.rest
 
 
 def _parse_head(data: bytes, rest: bytes) -> _Head:
     first, *lines = data.decode("latin-1").split("\r\n")
-    version, _, text = first.partition(" ")
-    if not version.startswith("HTTP/1.") or not text[:3].isdigit():
+    found = _STATUS_LINE.match(first)
+    if found is None:
         raise OSError(f"not a response of HTTP/1.1: {first[:80]!r}")
-    pairs = (line.partition(":") for line in lines)
-    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    if version == "HTTP/1.0":
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        value = value.strip()
+        if headers.setdefault(name.lower(), value) != value and name.lower() == "content-length":
+            raise OSError("two different lengths of one response")
+    if found[1] == "HTTP/1.0":
         headers["connection"] = "close"
-    return _Head(int(text[:3]), text, headers, rest)
+    return _Head(int(found[2]), f"{found[2]}{first[found.end() :]}", headers, rest)
 
 
 def _check_head(
-    connection: socket.socket, head: _Head, path: str, start: int, end: int | None
+    connection: socket.socket, head: _Head, transfer: Transfer, asked: tuple[str, int, int | None]
 ) -> tuple[int, FileFacts]:
     """Return the length of the body of a response that has the requested range, and what it says about the file.
 
@@ -182,7 +194,8 @@ def _check_head(
         StorageError: If the server sends other bytes.
     """
     if head.status not in (200, 206):
-        raise _status_error(connection, head)
+        raise _status_error(connection, head, transfer)
+    path, start, end = asked
     facts = check_head(path, start, end, head.status, head.headers)
     if head.length is None:
         raise OSError("Content-Length Header missing")
@@ -192,15 +205,18 @@ def _check_head(
 
 
 def _receive_body(
-    connection: socket.socket, rest: bytes, body: ReceiveBuffer, size: int
+    connection: socket.socket, rest: bytes, body: ReceiveBuffer, size: int, transfer: Transfer
 ) -> tuple[int, Exception | None]:
     """Receive ``size`` bytes, the first of which came with the headers; return how many arrived, and why no more."""
     got = min(len(rest), size)
     body.fill(rest[:got])
     try:
-        while got < size and (more := _receive_some(connection, body, size - got)):
+        while got < size and (more := _receive_some(connection, body, size - got, transfer)):
             body.advance(more)
             got += more
+            transfer.receive(more)
+    except TimeoutError:
+        return got, transfer.late()
     except OSError as broken:
         return got, broken
     if got < size:
@@ -208,32 +224,34 @@ def _receive_body(
     return got, None
 
 
-def _receive_some(connection: socket.socket, body: ReceiveBuffer, size: int) -> int:
+def _receive_some(
+    connection: socket.socket, body: ReceiveBuffer, size: int, transfer: Transfer
+) -> int:
     """Receive the next bytes of a body; return how many, 0 if the connection has ended.
 
     Raises:
         TimeoutError: If none arrives in time.
     """
     if size > _WAKE_BYTES:
-        timeout_s = connection.gettimeout() or _WAKE_AFTER_S
-        _set_wake(connection, _WAKE_BYTES, min(timeout_s, _WAKE_AFTER_S))
+        _set_wake(connection, _WAKE_BYTES)
+        connection.settimeout(min(transfer.left_s / 2, _WAKE_AFTER_S))
         try:
             return connection.recvmsg_into(body.next_pieces(size))[0]
         except TimeoutError:  # fewer bytes: a slow connection
             pass
         finally:
-            _set_wake(connection, 1, timeout_s)
+            _set_wake(connection, 1)
+    connection.settimeout(transfer.left_s)
     return connection.recvmsg_into(body.next_pieces(size))[0]
 
 
-def _set_wake(connection: socket.socket, nbytes: int, timeout_s: float) -> None:
-    connection.settimeout(timeout_s)
+def _set_wake(connection: socket.socket, nbytes: int) -> None:
     with suppress(OSError):  # a sandbox that does not know it
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
-def _status_error(connection: socket.socket, head: _Head) -> HttpStatusError:
-    """Return the error of a response, with the server's code and message."""
+def _status_error(connection: socket.socket, head: _Head, transfer: Transfer) -> HttpStatusError:
+    """Return the error of a response, with the server's code and message, or as much of it as arrives in time."""
     body = head.rest
     is_sent = head.length != 0 and (head.length or "transfer-encoding" in head.headers)
     # The length may be missing, and a chunked body need not be decoded to find its code.
@@ -242,7 +260,11 @@ def _status_error(connection: socket.socket, head: _Head) -> HttpStatusError:
         and b"</Error>" not in body
         and len(body) < min(head.length or _HEAD_BYTES, _HEAD_BYTES)
     ):
-        more = connection.recv(_RECEIVE_BYTES)
+        try:
+            connection.settimeout(transfer.left_s)
+            more = connection.recv(_RECEIVE_BYTES)
+        except OSError:
+            break
         if not more:
             break
         body += more

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies
 
+from shardstream.storage.response_head import range_header
 from shardstream.storage.s3_config import S3Settings
 
 _REGION = re.compile(r"[a-z0-9-]+")  # it becomes part of a host name
@@ -43,6 +44,19 @@ def are_plain(paths: Iterable[str]) -> bool:
 def request_target(server: SplitResult, path: str) -> str:
     """Return the target of a GET of a path, "bucket/key"."""
     return f"{server.path.rstrip('/')}/{quote(path, safe='/~')}"
+
+
+def signed_get(
+    server: SplitResult, sign: Signer, path: str, start: int = 0, end: int | None = None
+) -> bytes:
+    """Return the request of a range of an object."""
+    default_port = {"http": ":80", "https": ":443"}[server.scheme]
+    host = server.netloc.removesuffix(default_port)  # as it is signed
+    target = request_target(server, path)
+    headers = {"Host": host, **sign(f"{server.scheme}://{host}{target}")}
+    headers |= range_header(start, end)
+    lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 def request_signer(settings: S3Settings) -> Signer:

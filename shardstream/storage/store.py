@@ -33,6 +33,8 @@ _log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
 SIDECAR_LIMIT_BYTES = 1 << 30
 """Limit of the files beside a shard: index, member index, columns."""
+MAX_LISTED_FILES = 5_000_000
+"""Limit of a listing that is held in memory (2 GB); loose files are listed page by page, without a limit."""
 _NO_PATH = (
     "~",
     "file:",
@@ -234,6 +236,8 @@ class Storage:
         for some_files, some_folders in self.folder_pages(url):
             files += some_files
             folders += some_folders
+            if len(files) + len(folders) > MAX_LISTED_FILES:
+                raise _too_many_files(url)
         return _in_order(files), sorted(folders)
 
     def folder_pages(self, url: str) -> Iterator[tuple[list[FileInfo], list[str]]]:
@@ -279,7 +283,12 @@ class Storage:
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
-        return _in_order(file for page in self.find_pages(url) for file in page)
+        files: list[FileInfo] = []
+        for page in self.find_pages(url):
+            files += page
+            if len(files) > MAX_LISTED_FILES:
+                raise _too_many_files(url)
+        return _in_order(files)
 
     def find_pages(self, url: str) -> Iterator[list[FileInfo]]:
         """Yield what `find` returns, some at a time, in any order; all at once where the client cannot do so.
@@ -472,6 +481,15 @@ class Storage:
         if "://" not in url_asked or "://" in name:
             return name
         return f"{url_asked.split('://', 1)[0]}://{name if url_asked.startswith(('file:', 'local:')) else name.lstrip('/')}"
+
+
+def _too_many_files(url: str) -> StorageError:
+    """Return the error of a listing that would fill the memory, such as one without end."""
+    return StorageError(
+        f"there are over {MAX_LISTED_FILES:,} files here, the limit of a listing in memory",
+        remedy="check the URL; name a folder with fewer files",
+        shard=url,
+    )
 
 
 def _in_order(files: Iterable[FileInfo]) -> list[FileInfo]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import socket
 import subprocess
@@ -139,12 +138,11 @@ def test_no_request_is_sent_to_an_unusual_endpoint(
 ) -> None:
     asked: list[str] = []
 
-    def connect(connection: http.client.HTTPConnection) -> None:
-        asked.append(connection.host)
+    def connect(address: tuple[str, int], *_: object) -> None:
+        asked.append(address[0])
         raise ConnectionRefusedError
 
-    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
-    monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     assert read_small_files(
         replace(settings, endpoint=endpoint, region=region), ["b/key"], MOST
     ) == [None]
@@ -205,7 +203,17 @@ def test_server_that_sends_nothing_times_out(silent: str, settings: S3Settings) 
     ) == [None]
 
 
-def test_server_that_sends_slowly_times_out(settings: S3Settings) -> None:
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x"),
+        (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    ],
+)
+def test_server_that_sends_slowly_times_out(
+    begin: bytes, piece: bytes, settings: S3Settings
+) -> None:
     """Each byte arrives within the timeout; all of them would take hours."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -213,9 +221,9 @@ def test_server_that_sends_slowly_times_out(settings: S3Settings) -> None:
         def drip() -> None:
             connection = server.accept()[0]
             with connection, suppress(OSError):
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                connection.sendall(begin)
                 while not ended.wait(0.01):
-                    connection.sendall(b"x")
+                    connection.sendall(piece)
 
         thread = threading.Thread(target=drip)
         thread.start()

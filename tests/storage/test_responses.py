@@ -66,6 +66,19 @@ def test_session_token_is_not_sent_to_the_server_of_a_redirect(
     assert not other.requests
 
 
+def test_obstore_sends_no_signature_to_the_server_of_a_redirect() -> None:
+    """It cannot be told not to follow it; the other server could as well be asked through the first one."""
+    with raw_server(lambda request: file_response(request, DATA)) as other:
+        elsewhere = other.url.replace("127.0.0.1", "localhost")
+        with raw_server(lambda _: response(307, Location=f"{elsewhere}/a.bin")) as server:
+            storage, url = open_file("obstore", server)
+            assert storage.read(url, 0, 100) == DATA[:100]
+    assert "AWS4" in server.requests[0].headers["authorization"]
+    sent = other.requests[0].headers
+    assert not {"authorization", "x-amz-security-token", "cookie"} & sent.keys()
+    assert not [value for value in sent.values() if "some" in value or "thing" in value]
+
+
 def test_redirect_that_names_the_region_is_requested_from_the_same_server() -> None:
     def answer(request: Request) -> bytes:
         if "/eu-x/" in request.headers["authorization"]:

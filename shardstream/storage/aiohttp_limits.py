@@ -1,0 +1,60 @@
+"""Limit the time and the bytes of responses that a file system on aiohttp takes whole: pages of listings, look-ups, errors.
+
+aiohttp limits the time between two bytes, and a whole response to five minutes; a server can send gigabytes in that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from typing import Any
+
+import aiohttp
+
+from shardstream.storage.transfer import TooSlowError, Transfer, collect
+
+_PAGE_BYTES, _ERROR_BYTES = 32 << 20, 64 << 10
+_CONNECT_S = 10.0
+
+
+def session_options(read_timeout_s: float) -> dict[str, Any]:
+    """Return the options of an `aiohttp.ClientSession` whose responses have limits."""
+
+    class LimitedResponse(aiohttp.ClientResponse):
+        async def start(self, connection: Any) -> aiohttp.ClientResponse:
+            """Receive the headers, in time: else they may arrive byte by byte, or be announced without end (100 Continue)."""
+            async with asyncio.timeout(read_timeout_s):
+                return await super().start(connection)
+
+        async def read(self) -> bytes:
+            """Receive the body."""
+            if self._body is None:
+                self._body = await read_whole(self, read_timeout_s, _PAGE_BYTES)
+            return await super().read()
+
+    timeouts = aiohttp.ClientTimeout(
+        total=None, sock_connect=min(_CONNECT_S, read_timeout_s), sock_read=read_timeout_s
+    )
+    return {"timeout": timeouts, "response_class": LimitedResponse}
+
+
+async def read_whole(
+    response: aiohttp.ClientResponse, read_timeout_s: float, max_bytes: int
+) -> bytes:
+    """Receive the whole body of a response that is no file; of an error as much as arrives in time.
+
+    Raises:
+        OSError: If it is too long, or arrives too slowly.
+    """
+    is_error = response.status >= http.HTTPStatus.BAD_REQUEST
+    limit, transfer = _ERROR_BYTES if is_error else max_bytes, Transfer(read_timeout_s)
+    try:
+        data, error = await collect(response.content.iter_any(), transfer, limit)
+    except TooSlowError as slow:
+        data, error = b"", slow
+    if error is None and len(data) <= limit:
+        return data
+    response.close()
+    if is_error:
+        return data
+    raise error or OSError(f"the response has over {limit:,} bytes, the limit of its kind")
