@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import functools
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,6 +110,13 @@ def memory_is_emptied() -> Iterator[None]:
     yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Iterator[ProcessPoolExecutor]:
+    """Two spawned processes, which import the package once for all tests that do not stop or break them."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

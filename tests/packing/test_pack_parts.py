@@ -6,6 +6,7 @@ import csv
 import itertools
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -84,12 +85,14 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("job", JOBS)
 def test_parts_write_the_dataset_of_one_process(
-    job: str, tmp_path: Path, request: pytest.FixtureRequest
+    job: str, tmp_path: Path, request: pytest.FixtureRequest, two_processes: ProcessPoolExecutor
 ) -> None:
     fixture, options = JOBS[job]
     source = request.getfixturevalue(fixture)
     plain = ss.pack(source, tmp_path / "plain", **options)
-    report = ss.pack(source, tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options)
+    own = job == "split"
+    executor = ss.LocalExecutor(processes=2) if own else ss.FuturesExecutor(two_processes)
+    report = ss.pack(source, tmp_path / "two", executor=executor, **options)
     for part in (2, 3, 1):
         ss.pack(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
     merged = ss.merge(tmp_path / "parts")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -152,12 +153,13 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_executors_and_parts_write_the_same_bytes(
-    source: str, tmp_path: Path, options: dict[str, Any]
+    source: str, tmp_path: Path, options: dict[str, Any], two_processes: ProcessPoolExecutor
 ) -> None:
     limits: dict[str, Any] = {"max_samples": 100, "max_bytes": "50kB"}
     ss.reshard(source, tmp_path / "one", **limits, **options)
-    processes = ss.LocalExecutor(processes=2)
-    ss.reshard(source, tmp_path / "two", executor=processes, **limits, **options)
+    own = "batch_size" in options
+    executor = ss.LocalExecutor(processes=2) if own else ss.FuturesExecutor(two_processes)
+    ss.reshard(source, tmp_path / "two", executor=executor, **limits, **options)
     for part in (3, 1, 2, 1):
         ss.reshard(source, tmp_path / "parts", executor=ss.Parts(part, 3), **limits, **options)
     with pytest.raises(ss.UnfinishedError):

@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -229,12 +229,17 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
 def test_executors_and_parts_write_the_same_bytes(
-    places: dict[str, str], tmp_path: Path, options: dict[str, Any]
+    places: dict[str, str],
+    tmp_path: Path,
+    options: dict[str, Any],
+    two_processes: ProcessPoolExecutor,
 ) -> None:
     options = {"max_samples": 70, "max_bytes": "60kB", "add": add_all(places), **options}
     source = places["train"]
     ss.reshard(source, tmp_path / "one", **options)
-    ss.reshard(source, tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options)
+    own = "map" in options
+    executor = ss.LocalExecutor(processes=2) if own else ss.FuturesExecutor(two_processes)
+    ss.reshard(source, tmp_path / "two", executor=executor, **options)
     for part in (3, 1, 2, 1):
         ss.reshard(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
     ss.merge(tmp_path / "parts")

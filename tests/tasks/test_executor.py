@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -79,23 +79,22 @@ def forked() -> Iterator[ss.Executor]:
         yield ss.FuturesExecutor(pool)
 
 
-@contextmanager
-def spawned() -> Iterator[ss.Executor]:
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        yield ss.FuturesExecutor(pool, in_flight=3)
+OPENED = {one.__name__: one for one in (local_1, local_2, threads, forked)}
+PROCESSES = ("local_2", "forked", "spawned")
 
 
-Open = Callable[[], Any]
-ALL: list[Open] = [local_1, local_2, threads, forked, spawned]
-PROCESSES: list[Open] = [local_2, forked, spawned]
+@pytest.fixture(params=[*OPENED, "spawned"])
+def executor(request: pytest.FixtureRequest) -> Iterator[ss.Executor]:
+    if request.param == "spawned":
+        yield ss.FuturesExecutor(request.getfixturevalue("two_processes"), in_flight=3)
+    else:
+        with OPENED[request.param]() as opened:
+            yield opened
 
 
-def name_of(one: Open) -> str:
-    return one.__name__
-
-
-@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_each_task_runs_once_and_done_is_called_in_the_callers_thread(open_executor: Open) -> None:
+def test_each_task_runs_once_and_done_is_called_in_the_callers_thread(
+    executor: ss.Executor, request: pytest.FixtureRequest
+) -> None:
     results: dict[str, Mapping[str, Any]] = {}
 
     def done(task: ss.Task, result: Mapping[str, Any]) -> None:
@@ -103,27 +102,27 @@ def test_each_task_runs_once_and_done_is_called_in_the_callers_thread(open_execu
         assert task.name not in results
         results[task.name] = result
 
-    with open_executor() as executor:
-        executor.run(map(Square, range(20)), done)
-        assert {name: result["square"] for name, result in results.items()} == {
-            f"square {n}": n**2 for n in range(20)
-        }
-        executor.run([], done)
-    has_processes = open_executor in PROCESSES
+    executor.run(map(Square, range(20)), done)
+    assert {name: result["square"] for name, result in results.items()} == {
+        f"square {n}": n**2 for n in range(20)
+    }
+    executor.run([], done)
+    has_processes = request.node.callspec.params["executor"] in PROCESSES
     assert (os.getpid() in {result["process"] for result in results.values()}) != has_processes
 
 
-@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_error_keeps_its_type_and_names_its_task(open_executor: Open) -> None:
-    with open_executor() as executor, pytest.raises(ss.ShardError, match="is damaged") as caught:
+def test_error_keeps_its_type_and_names_its_task(executor: ss.Executor) -> None:
+    with pytest.raises(ss.ShardError, match="is damaged") as caught:
         executor.run([Square(1), Fails(2), Square(3)], lambda _task, _result: None)
     assert caught.value.__notes__ == ["in task 'square 2'"]
     assert (caught.value.shard, caught.value.offset) == ("s3://b/a.tar", 512)
 
 
-@pytest.mark.parametrize("open_executor", PROCESSES, ids=name_of)
-def test_killed_process_raises_without_hanging(open_executor: Open) -> None:
-    with open_executor() as executor, pytest.raises(ss.WorkerError, match="died: killed.*square 7"):
+@pytest.mark.parametrize("opened", [local_2, forked])
+def test_killed_process_raises_without_hanging(
+    opened: Callable[[], AbstractContextManager[ss.Executor]],
+) -> None:
+    with opened() as executor, pytest.raises(ss.WorkerError, match="died: killed.*square 7"):
         executor.run([DiesOfSigkill(7), *map(Square, range(50))], lambda _task, _result: None)
 
 
@@ -134,12 +133,11 @@ def test_after_an_error_local_processes_are_not_waited_for() -> None:
     assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_error_of_done_ends_the_run(open_executor: Open) -> None:
+def test_error_of_done_ends_the_run(executor: ss.Executor) -> None:
     def fail(_task: ss.Task, _result: Mapping[str, Any]) -> None:
         raise KeyError("mine")
 
-    with open_executor() as executor, pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine"):
         executor.run(map(Square, range(10_000)), fail)
 
 
@@ -220,8 +218,9 @@ def test_process_that_cannot_import_the_program_is_explained(
     )
 
 
-@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_index_and_verify_are_equal_with_all_executors(open_executor: Open, tmp_path: Path) -> None:
+def test_index_and_verify_are_equal_with_all_executors(
+    executor: ss.Executor, tmp_path: Path
+) -> None:
     paths = make_dataset(tmp_path)
     expected = ss.index(str(tmp_path), members=True)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -231,23 +230,20 @@ def test_index_and_verify_are_equal_with_all_executors(open_executor: Open, tmp_
         if path.suffix != ".tar":
             path.unlink()
     progress: list[Progress] = []
-    with open_executor() as executor:
-        report = ss.index(
-            str(tmp_path),
-            members=True,
-            executor=executor,
-            progress=progress.append,
-        )
-        assert report == expected
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-        assert (progress[-1].size_bytes, progress[-1].total_bytes) == (
-            report.manifest.total_bytes,
-        ) * 2
-        assert (progress[-1].shards, progress[-1].samples) == (3, 12)
-        assert len(progress) == len(paths)
-        paths[0].write_bytes(damaged)
-        found = ss.verify(str(tmp_path), executor=executor, progress=progress.append)
-        assert (progress[-1].shards, progress[-1].failures) == (3, 1)
+    report = ss.index(
+        str(tmp_path),
+        members=True,
+        executor=executor,
+        progress=progress.append,
+    )
+    assert report == expected
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    assert (progress[-1].size_bytes, progress[-1].total_bytes) == (report.manifest.total_bytes,) * 2
+    assert (progress[-1].shards, progress[-1].samples) == (3, 12)
+    assert len(progress) == len(paths)
+    paths[0].write_bytes(damaged)
+    found = ss.verify(str(tmp_path), executor=executor, progress=progress.append)
+    assert (progress[-1].shards, progress[-1].failures) == (3, 1)
     assert found == ss.verify(str(tmp_path))
     assert "sha256" in found.errors[0].what
 
