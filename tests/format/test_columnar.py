@@ -180,13 +180,14 @@ def test_damage_gives_the_same_errors_as_single_reads(
     assert together(shard_slices) == one_by_one(shard_slices)
 
 
-@pytest.mark.parametrize("column", range(512))
-def test_every_byte_of_a_header_counts(column: int) -> None:
+def test_every_byte_of_a_header_counts() -> None:
     tar = bytearray(crowd(45))
     starts, ends = extents(bytes(tar))
-    tar[int(starts[7]) + column] ^= 1
-    shard_slices = [ShardSlice(0, URL, bytes(tar), 0, starts, ends)]
-    assert together(shard_slices) == one_by_one(shard_slices)
+    for column in range(512):
+        tar[int(starts[7]) + column] ^= 1
+        shard_slices = [ShardSlice(0, URL, bytes(tar), 0, starts, ends)]
+        assert together(shard_slices) == one_by_one(shard_slices), column
+        tar[int(starts[7]) + column] ^= 1
 
 
 @pytest.mark.parametrize("shift", [-1024, -512, -1, 1, 512, 10**12, -(10**12)])
