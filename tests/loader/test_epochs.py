@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -34,6 +35,7 @@ def make(folder: str, steps: str = "plan", **options: Any) -> ss.ShardLoader:
     return ss.ShardLoader(dataset, 8, **options)
 
 
+@cache
 def epoch_of(folder: str, epoch: int, steps: str = "plan", **options: Any) -> list[list[int]]:
     loader = make(folder, steps, **options)
     loader.set_epoch(epoch)
