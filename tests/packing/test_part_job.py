@@ -17,6 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
+from shardstream.cli import main
 from shardstream.storage import Storage, publish_bytes
 from tests.small_tars import make_dataset
 
@@ -290,11 +291,13 @@ def test_verify_in_parts_reads_each_shard_once(source: str) -> None:
     assert damaged.name in str(found[1][0])
 
 
-def test_commands_run_parts_and_publish(source: str, tmp_path: Path) -> None:
+def test_commands_run_parts_and_publish(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "shardstream", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout + done.stderr + f"exit {done.returncode}"
+        code = main(arguments)
+        said = capsys.readouterr()
+        return said.out + said.err + f"exit {code}"
 
     dest = str(tmp_path / "new")
     options = ("--max-samples", "2", "--shuffle", "--seed", "4")
