@@ -76,6 +76,14 @@ _Allow = Annotated[
         show_default=False,
     ),
 ]
+_Header = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,…",
+        help="For CSV and TSV without names in their first line: the names of all columns.",
+        show_default=False,
+    ),
+]
 _Classes = Annotated[
     str | None,
     typer.Option(
@@ -172,6 +180,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     mapping: _Mapping = None,
     root: _Root = None,
     allow: _Allow = None,
+    header: _Header = None,
     classes: _Classes = None,
     key: _Key = None,
     split: _Split = None,
@@ -225,9 +234,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             shuffle=shuffle,
             seed=seed,
             split=parse_split(split),
-            fields=parse_mapping(mapping),
-            root=root,
-            allow=allow or (),
+            **_table_options(mapping, root, allow, header),
             classes=classes,
             max_side=max_side,
             quality=quality,
@@ -239,6 +246,13 @@ def pack(  # noqa: PLR0913  (the options of a command)
             **{"progress": progress, **parse_stores(option, source_option)},
         )
     _show(packed, part, skips_path=report)
+
+
+def _table_options(
+    mapping: list[str] | None, root: str | None, allow: list[str] | None, header: str | None
+) -> dict[str, Any]:
+    names = [name.strip() for name in header.split(",")] if header else ()
+    return {"fields": parse_mapping(mapping), "root": root, "allow": allow or (), "header": names}
 
 
 def _executor_options(

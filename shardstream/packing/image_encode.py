@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 from PIL import Image, UnidentifiedImageError
 
-from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.errors import ImageWarning, OptionError, SampleError, SourceError
 from shardstream.format import (
     IMAGE_FORMATS,
     PILLOW_FORMATS,
@@ -35,6 +35,7 @@ _SPACES = {b"CMYK": "CMYK", b"Lab ": "LAB"}  # colours of ICC profiles -> mode
 _ORIENTATION = 0x0112  # the EXIF tag: 1 is upright
 _AVERAGED = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes of photos; all others hold numbers
 _MASK_SHADES = 32  # a grey image of no more shades may be a mask
+_ID_SHADES = frozenset(range(_MASK_SHADES))
 _ACCEPTED = (
     "a PIL image, a uint8 array (height, width[, 1, 3 or 4]), a uint16 array (height, width) for png or tif, "
     "a uint8 tensor (channels, height, width), or the bytes of an image file"
@@ -51,6 +52,7 @@ class ImageOptions:
         format: Field that all images but masks become: "jpg", "png" or "webp". None: each stays what it is.
         masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
             None: by their names, see `mask_fields`.
+        are_pictures: Whether grey images of few shades are pictures, as those in folders of classes, unless their shades are small numbers.
 
     Raises:
         OptionError: If one is invalid.
@@ -60,6 +62,7 @@ class ImageOptions:
     quality: int = DEFAULT_QUALITY
     format: str | None = None
     masks: tuple[str, ...] | None = None
+    are_pictures: bool = False
 
     def __post_init__(self) -> None:
         if self.max_side is not None and self.max_side < 1:
@@ -89,7 +92,9 @@ class ImageOptions:
         """Return the options that decide the bytes of images, with the version of the encoder if images are encoded again."""
         if self.changes_nothing:
             return {}
-        return {**asdict(self), "pillow": PIL.__version__}
+        options = asdict(self)
+        del options["are_pictures"]  # which the source decides
+        return {**options, "pillow": PIL.__version__}
 
 
 def is_image_field(field: str) -> bool:
@@ -230,7 +235,8 @@ def _encode_again(
     nearest_pixel = is_mask or image.mode not in _AVERAGED
     shrinks = options.max_side is not None and max(image.size) > options.max_side
     if not nearest_pixel and options.masks is None and (shrinks or file_format in _LOSSY):
-        _check_shades(image, field, "max_side" if shrinks else "image_format")
+        option = "max_side" if shrinks else "image_format"
+        _check_shades(image, field, option, are_pictures=options.are_pictures)
     if "transparency" in image.info and image.mode in ("L", "RGB") and not is_mask:
         image = image.convert("RGBA")  # one colour is clear: an average of it is not
     shrunk = _shrink(image, options.max_side, nearest_pixel=nearest_pixel)
@@ -268,17 +274,37 @@ def _check_loss(image: Image.Image, depth: BitDepth, file_format: str, *, is_mas
         )
 
 
-def _check_shades(image: Image.Image, field: str, option: str) -> None:
-    """Refuse a grey image that looks like a mask if an option would mix its shades."""
+def _check_shades(image: Image.Image, field: str, option: str, *, are_pictures: bool) -> None:
+    """Refuse a grey image that looks like a mask if an option would mix its shades, or warn of it if it is a picture."""
     if image.format == "JPEG" or image.mode != "L":
         return
-    shades = image.getcolors(_MASK_SHADES)
-    if shades is not None and len(shades) > 1:
-        raise _LossyEncodeError(
-            f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; pass the fields that are masks, "
-            f"masks=[{field!r}] (--masks {field}), or, if none are, masks=[] (--masks none). A stopped pack with finished "
-            "shards must then start again, with overwrite=True (--overwrite)"
+    counted = image.getcolors(_MASK_SHADES)
+    if counted is None or len(counted) == 1:
+        return
+    shades = {shade for _, shade in counted}
+    if are_pictures and not _are_ids(shades):
+        warnings.warn(
+            f"grey images of few shades in the field {field!r} are taken for pictures, because they are in folders of classes, and {option} mixes "
+            f"the shades; if they are masks, pass masks=[{field!r}] (--masks {field})",
+            ImageWarning,
+            stacklevel=2,
         )
+        return
+    raise _LossyEncodeError(
+        f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; pass the fields that are masks, "
+        f"masks=[{field!r}] (--masks {field}), or, if none are, masks=[] (--masks none). A stopped pack with finished "
+        "shards must then start again, with overwrite=True (--overwrite)"
+    )
+
+
+def _are_ids(shades: Collection[object]) -> bool:
+    """Return whether shades are small numbers, and 255, as class ids are: a picture of them is nearly black.
+
+    >>> _are_ids({0, 1, 255}), _are_ids({0, 255}), _are_ids({0, 90, 200})
+    (True, False, False)
+    """
+    ids = {*shades} - {0, 255}
+    return bool(ids) and ids <= _ID_SHADES
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def pack(  # noqa: PLR0913  (public door)
     fields: Mapping[str, str] | None = None,
     root: str | None = None,
     allow: Sequence[str] = (),
+    header: Sequence[str] = (),
     classes: AnyClasses | None = None,
     max_side: int | None = None,
     quality: int | None = None,
@@ -99,6 +100,7 @@ def pack(  # noqa: PLR0913  (public door)
         root: For a table: the folder that its paths are relative to; by default its own.
         allow: For a remote table: beginnings of URLs, such as "https://" or "s3://bucket/images", that it may name although they are not
             under ``root``. A local table may name anything that you can read.
+        header: For CSV and TSV without names in their first line: the names of the columns, e.g. ["path", "caption"].
         classes: Class names in the order of their numbers, or the URL of a ``classes.json`` or of the folder of a packed
             dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for
             ``out/val``), else those of the sorted names. For a table: the names are in the column of the field ``cls``.
@@ -127,12 +129,16 @@ def pack(  # noqa: PLR0913  (public door)
             published. If a published split cannot be unpublished, a note of the error names it.
     """
     _check_options(processes, executor, on_error)
-    images = _image_options(max_side, quality, image_format, masks)
     request = PackRequest(
         source=source,
         dest=dest,
         source_options=SourceOptions(
-            kind=kind, key=key, fields=fields or {}, root=root, allow=_names(allow)
+            kind=kind,
+            key=key,
+            fields=fields or {},
+            root=root,
+            allow=_names(allow),
+            header=_names(header),
         ),
         limits=WriterOptions(
             max_samples=max_samples,
@@ -144,7 +150,7 @@ def pack(  # noqa: PLR0913  (public door)
         seed=seed,
         split=split or {},
         classes=classes,
-        images=images,
+        images=_image_options(max_side, quality, image_format, masks),
         reading=storage_options if source_options is None else source_options,
         writing=storage_options,
         skips=on_error == "skip",

@@ -103,13 +103,18 @@ class PackRequest:
         asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
         if options.allow:
             asked |= {"allow": list(options.allow)}
+        if options.header:
+            asked |= {"header": list(options.header)}
         if self.limits.columns is not None:
             asked |= {"columns": columns_identity(self.limits.columns)}
         return OpenedPack(
             plan=_plan(opened, shuffle=self.shuffle, seed=self.seed, split=self.split),
             names=names,
             task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
-            encoder=RecordEncoder(storage=reading, images=self.images),
+            encoder=RecordEncoder(
+                storage=reading,
+                images=replace(self.images, are_pictures=getattr(opened, "holds_pictures", False)),
+            ),
         )
 
 

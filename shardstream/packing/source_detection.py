@@ -37,6 +37,7 @@ class SourceOptions:
         fields: For a table: field -> column.
         root: For a table: URL of the folder that its paths are relative to.
         allow: For a remote table: beginnings of URLs that it may name outside this folder.
+        header: For CSV and TSV whose first line is a row: names of the columns.
 
     Raises:
         OptionError: If the kind is unknown.
@@ -47,6 +48,7 @@ class SourceOptions:
     fields: Mapping[str, str] = field(default_factory=dict)
     root: str | None = None
     allow: Sequence[str] = ()
+    header: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in KINDS:
@@ -69,9 +71,9 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
     kind = options.kind or guess_kind(url, storage)
     metadata = _find_metadata(url, storage) if kind == "folder" else None
     kind = kind if metadata is None else "table"
-    if kind != "table" and (options.fields or options.root or options.allow):
+    if kind != "table" and (options.fields or options.root or options.allow or options.header):
         raise OptionError(
-            f"fields, root and allow (--map, --root, --allow) apply to tables, but this is packed as {kind}",
+            f"fields, root, allow and header (--map, --root, --allow, --header) apply to tables, but this is packed as {kind}",
             shard=url,
         )
     if kind == "table":
@@ -82,7 +84,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
             key=options.key,
             root=options.root,
             allow=options.allow,
-        )
+        ).with_header(options.header)
         return rows if metadata is None or options.fields else rows.with_files_of(FILE_COLUMN)
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
@@ -94,7 +96,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
 def _python_source(source: Source | Iterable[Mapping[str, Any]], options: SourceOptions) -> Source:
     if options != SourceOptions():
         raise OptionError(
-            "kind, key, fields, root and allow apply to files; leave them out for samples from Python"
+            "kind, key, fields, root, allow and header apply to files; leave them out for samples from Python"
         )
     if hasattr(source, "extras"):
         return cast("Source", source)

@@ -25,7 +25,7 @@ from shardstream.packing.encode import (
     number_array,
 )
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
-from shardstream.packing.tables import Row, count_rows, iter_rows
+from shardstream.packing.tables import Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
 
 _log = get_logger(__name__)
@@ -75,6 +75,7 @@ class TableSource:
         self._key_columns = [column for _, column, _, _ in Formatter().parse(self._key) if column]
         self._root = root
         self._allowed = tuple(allow)
+        self._header: tuple[str, ...] = ()
         self._file_column: str | None = None
         # Rows that an iteration has left, with the number of the next: parts of a job go on there.
         self._left: list[tuple[int, Iterator[tuple[int, str, Row]]]] = []
@@ -110,6 +111,12 @@ class TableSource:
         changed._file_column = column
         return changed
 
+    def with_header(self, names: Sequence[str]) -> TableSource:
+        """Return the rows of CSV or TSV whose first line is a row, with these names of columns; without names the same rows."""
+        changed = self._copy()
+        changed._header = tuple(names)
+        return changed
+
     def with_class_numbers(self, classes: Classes, where: str) -> TableSource:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
 
@@ -139,7 +146,7 @@ class TableSource:
             return self
         names: set[str] = set()
         for url in self._urls:
-            for row in iter_rows(url, self._storage, columns=[column]):
+            for row in iter_rows(url, self._storage, columns=[column], header=self._header):
                 cell = row.cells.get(column)
                 if _exact(cell) is not None:
                     return self
@@ -181,9 +188,13 @@ class TableSource:
         """
         make_key = KeyMaker(self._key, source=self._urls[0])
         rows = self._rows_from(first)
+        checked = None
         for index, url, row in rows:
             if index < first:
                 continue
+            if url != checked:
+                self._check_names(row, url)
+                checked = url
             try:
                 yield self._record(index, url, row, make_key)
             except GeneratorExit:
@@ -196,7 +207,27 @@ class TableSource:
             index, rows = self._left.pop()
             if index <= first:
                 return rows
-        return _iter_tables(self._urls, self._storage, self._columns(), first)
+        return _iter_tables(self._urls, self._storage, self._columns(), first, self._header)
+
+    def _check_names(self, row: Row, url: str) -> None:
+        """Look at the names of the columns of a table, if all of them are packed: they may be a row.
+
+        Raises:
+            SourceError: If one is the path or URL of a file.
+        """
+        if self._fields or self._header or not row.is_text:
+            return
+        names = [name for name in row.cells if name]
+        found = next(filter(is_value, names), None)
+        if found is None or names == [str(number) for number in range(len(names))]:  # of pandas
+            return
+        problem = f"the first line may be a row, not the names of the columns: {found!r}"
+        if "/" in found:
+            raise SourceError(
+                f"{problem}; name the columns with header=['path', …] (--header path,caption)",
+                shard=url,
+            )
+        _log.warning("%s: %s; if it is, name the columns with --header path,caption", url, problem)
 
     def _record(self, index: int, url: str, row: Row, make_key: KeyMaker) -> Record:
         root = self._root or parent_url(url)
@@ -301,7 +332,11 @@ class TableSource:
 
 
 def _iter_tables(
-    urls: Sequence[str], storage: Storage, columns: list[str] | None, first: int
+    urls: Sequence[str],
+    storage: Storage,
+    columns: list[str] | None,
+    first: int,
+    header: Sequence[str],
 ) -> Iterator[tuple[int, str, Row]]:
     """Yield number, table and row from a number on; where a table does not store its length, from its first row on."""
     index = 0
@@ -311,7 +346,7 @@ def _iter_tables(
         index += skipped
         if skipped and skipped == count:
             continue
-        for row in iter_rows(url, storage, columns=columns, first=skipped):
+        for row in iter_rows(url, storage, columns=columns, first=skipped, header=header):
             yield index, url, row
             index += 1
 

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.codecs import iter_tsv
-from shardstream.errors import SourceError, get_logger, plural
+from shardstream.errors import OptionError, SourceError, get_logger, plural
 from shardstream.packing.parquet_table import iter_parquet, open_parquet
 from shardstream.storage import Storage
 
@@ -24,6 +25,10 @@ METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILE_COLUMN = "file_name"
 """Column of the files in a table of these names, which Hugging Face's ``imagefolder`` reads."""
 _HEADER_CHARS = 1 << 16  # below the limit of csv for one cell
+_VALUE = re.compile(
+    r"(?i)[-+]?[0-9.]*[0-9](e[-+]?[0-9]+)?|[a-z0-9+]+://.*"
+    r"|.*\.(jpe?g|png|webp|gif|bmp|tiff?|wav|mp3|flac|ogg|opus|m4a|mp4|avi|mov|mkv|webm|npy|npz|txt|json)"
+)
 _CELL_CHARS = 64 << 20  # a quote that is not closed makes a cell of the rest of the table
 
 
@@ -64,13 +69,24 @@ class Row:
         try:
             return self.cells[column]
         except KeyError:
+            has_values = self.is_text and any(map(is_value, self.cells))
+            advice = "; if its first line is a row, name the columns with header= (--header)"
             raise self.error(
-                f"no column {column!r}; there are: {', '.join(map(repr, self.cells)) or 'none'}"
+                f"no column {column!r}; there are: {', '.join(map(repr, self.cells)) or 'none'}{advice if has_values else ''}"
             ) from None
 
     def error(self, message: str) -> SourceError:
         """Make an error that names the row."""
         return SourceError(message, shard=self.where)
+
+
+def is_value(name: str) -> bool:
+    """Return whether a name of a column seems to be a value of a row: a number, a file or a URL.
+
+    >>> [name for name in ("label", "seg.png", "12.5", "caption (en)", "s3://b/a") if is_value(name)]
+    ['seg.png', '12.5', 's3://b/a']
+    """
+    return _VALUE.fullmatch(name) is not None
 
 
 def is_table(name: str) -> bool:
@@ -79,7 +95,12 @@ def is_table(name: str) -> bool:
 
 
 def iter_rows(
-    url: str, storage: Storage, *, columns: Sequence[str] | None, first: int = 0
+    url: str,
+    storage: Storage,
+    *,
+    columns: Sequence[str] | None,
+    first: int = 0,
+    header: Sequence[str] = (),
 ) -> Iterator[Row]:
     """Yield the rows of a table, read in small pieces.
 
@@ -88,21 +109,27 @@ def iter_rows(
         storage: The storage of the files.
         columns: Columns that are needed; None for all.
         first: Rows to leave out.
+        header: Names of the columns of CSV or TSV whose first line is a row; by default the first line names them.
 
     Raises:
-        OptionError: If it is Parquet and pyarrow is not installed.
+        OptionError: If it is Parquet and pyarrow is not installed, or names are given to another format than CSV and TSV.
         SourceError: If the table is malformed, or lacks a column; a malformed row tells it by `Row.checked`.
         StorageError: If it cannot be reached.
     """
+    if header and not url.lower().endswith((".csv", ".tsv")):
+        raise OptionError(
+            "header (--header) names the columns of CSV and TSV; this table names its own",
+            shard=url,
+        )
     if url.lower().endswith(".parquet"):
         cells_and_dtypes = iter_parquet(url, storage, columns=columns, first=first)
         for number, (cells, dtypes) in enumerate(cells_and_dtypes, start=first + 1):
             yield Row(cells=cells, where=f"{url}, row {number}", is_text=False, dtypes=dtypes)
         return
-    yield from itertools.islice(_iter_text(url, storage), first, None)
+    yield from itertools.islice(_iter_text(url, storage, header), first, None)
 
 
-def _iter_text(url: str, storage: Storage) -> Iterator[Row]:
+def _iter_text(url: str, storage: Storage, header: Sequence[str]) -> Iterator[Row]:
     name = url.lower()
     with storage.open(url) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -110,7 +137,7 @@ def _iter_text(url: str, storage: Storage) -> Iterator[Row]:
         rows = (
             _iter_json(text)
             if is_json
-            else _iter_separated(text, url, is_tsv=name.endswith(".tsv"))
+            else _iter_separated(text, url, header, is_tsv=name.endswith(".tsv"))
         )
         number = 0
         try:
@@ -134,16 +161,20 @@ def count_rows(url: str, storage: Storage) -> int | None:
 
 
 def _iter_separated(
-    text: Iterable[str], url: str, *, is_tsv: bool
+    text: Iterable[str], url: str, header: Sequence[str], *, is_tsv: bool
 ) -> Iterator[dict[str, str] | str]:
     """Yield the cells of each row, or what is wrong with it."""
-    rows = enumerate(iter_tsv(text), start=1) if is_tsv else _iter_commas(text, url)
-    _, header = next(rows, (0, []))
+    rows = enumerate(iter_tsv(text), start=1) if is_tsv else _iter_commas(text, url, len(header))
+    if not header:
+        _, header = next(rows, (0, []))
     if not header:
         raise SourceError("the table is empty; its first line names the columns", shard=url)
     repeated_name = next((name for name in header if header.count(name) > 1), None)
     if repeated_name is not None:
-        raise SourceError(f"two columns are named {repeated_name!r}; rename one", shard=url)
+        raise SourceError(
+            f"two columns are named {repeated_name!r}; rename one, or, if the first line is a row, name the columns with header= (--header)",
+            shard=url,
+        )
     for line, cells in rows:
         if not cells:  # a blank line
             continue
@@ -158,15 +189,17 @@ def _iter_separated(
             yield dict(zip(header, cells, strict=True))
 
 
-def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]]]:
+def _iter_commas(
+    text: Iterable[str], url: str, num_columns: int
+) -> Iterator[tuple[int, list[str]]]:
     lines = iter(text)
-    header = next(lines, "")
-    separator = _separator(header)
+    first = next(lines, "")
+    separator = _separator(first, num_columns)
     if separator != ",":
         _log.warning("%s: the header has no commas; columns are separated by %r", url, separator)
     # Python has one limit for all readers of a process, 128 KiB: it is raised, never lowered.
     csv.field_size_limit(max(csv.field_size_limit(), _CELL_CHARS))
-    reader = csv.reader(itertools.chain([header], lines), strict=True, delimiter=separator)
+    reader = csv.reader(itertools.chain([first], lines), strict=True, delimiter=separator)
     try:
         for cells in reader:
             yield reader.line_num, cells
@@ -177,12 +210,13 @@ def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]
         raise SourceError(f"line {reader.line_num}: {problem}", shard=url) from error
 
 
-def _separator(header: str) -> str:
-    """Return the separator of a header: a comma, unless it has none and another one makes columns."""
-    columns = (
-        (one, next(csv.reader([header[:_HEADER_CHARS]], delimiter=one), [])) for one in ",;|\t"
-    )
-    return next((one for one, names in columns if len(names) > 1), ",")
+def _separator(first: str, num_columns: int) -> str:
+    """Return the separator of a first line: of "," ";" "|" and tab the first that makes several cells; as many as there are columns, if known."""
+    for separator in ",;|\t":
+        count = len(next(csv.reader([first[:_HEADER_CHARS]], delimiter=separator), []))
+        if count > 1 and num_columns in (0, count):
+            return separator
+    return ","
 
 
 def _iter_json(text: io.TextIOWrapper) -> Iterator[dict[str, Any] | str]:

@@ -522,7 +522,8 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         missing = next((name for name in names if name not in by_name), None)
         if missing is not None:
             raise NotFoundError(
-                "the shard is missing; check the URL or the pattern's range", shard=names[missing]
+                "the shard is missing; check the path or the pattern's range",
+                shard=names[missing],
             )
         tars = [
             FileInfo(url=url, size_or_none=by_name[name].size, version=by_name[name].version)

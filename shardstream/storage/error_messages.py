@@ -150,7 +150,10 @@ _OTHER_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",
     _REFUSED: "access refused; check the credentials in storage_options, or those of the protocol's own tools",
 }
-_LOCAL_REMEDIES = {_REFUSED: "access refused; check the permissions of the file and of its folders"}
+_LOCAL_REMEDIES = {
+    _REFUSED: "access refused; check the permissions of the file and of its folders",
+    "check the URL": "check the path",
+}
 _RETRYABLE_TYPES = (
     OSError,
     RuntimeError,

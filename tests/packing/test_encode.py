@@ -561,3 +561,45 @@ def saved(image: Image.Image, file_format: str, **options: Any) -> bytes:
     out = io.BytesIO()
     image.save(out, file_format, **options)
     return out.getvalue()
+
+
+def class_folders(root: Path, pixels: np.ndarray[Any, Any]) -> Path:
+    for name in ("a", "b"):
+        (root / name).mkdir(parents=True)
+        (root / name / "1.jpg").write_bytes(jpeg(210, 200))
+        (root / name / "2.png").write_bytes(file_of(pixels))
+    return root
+
+
+@pytest.mark.parametrize("shades", [(0, 255, 255), (0, 90, 200)])
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()])
+def test_grey_pictures_of_few_shades_in_folders_of_classes_are_averaged_with_a_warning(
+    shades: tuple[int, ...], executor: Any, tmp_path: Path
+) -> None:
+    root = class_folders(
+        tmp_path / "in", np.array(shades, np.uint8)[np.searchsorted(np.unique(IDS), IDS)]
+    )
+    with pytest.warns(ss.ImageWarning, match=r"taken for pictures.*pass masks=\['png'\]"):
+        assert ss.pack(root, tmp_path / "out", max_side=50, executor=executor).samples == 4
+    ss.pack(root, tmp_path / "masks", max_side=50, masks=["png"], executor=executor)
+    counts = [
+        {
+            len(np.unique(stored(sample["png"])))
+            for sample in ss.ShardDataset(tmp_path / name)
+            if "png" in sample
+        }
+        for name in ("out", "masks")
+    ]
+    assert min(counts[0]) > 3
+    assert counts[1] == {len({*shades})}
+
+
+@pytest.mark.parametrize("shades", [(0, 1, 2), (0, 1, 255)])
+def test_class_ids_in_folders_of_classes_are_not_averaged(
+    shades: tuple[int, ...], tmp_path: Path
+) -> None:
+    root = class_folders(
+        tmp_path / "in", np.array(shades, np.uint8)[np.searchsorted(np.unique(IDS), IDS)]
+    )
+    with pytest.raises(SourceError, match=r"3 shades of grey, as a mask has"):
+        ss.pack(root, tmp_path / "out", max_side=50)

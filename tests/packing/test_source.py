@@ -804,7 +804,7 @@ def test_files_outside_the_folder_of_a_remote_table_are_allowed_by_name(tmp_path
     assert packed("parts", allow=["memory://", str(tmp_path)], executor=ss.LocalExecutor()) == 2
     with pytest.raises(SourceError, match="no sample is left"):
         packed("none", allow=f"{tmp_path}/loc")
-    with pytest.raises(OptionError, match=r"--allow\) apply to tables"):
+    with pytest.raises(OptionError, match=r"--allow, --header\) apply to tables"):
         ss.pack(tmp_path / "local", tmp_path / "no", allow="s3://")
 
 

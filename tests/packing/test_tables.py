@@ -17,7 +17,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import shardstream as ss
-from shardstream.errors import SourceError
+from shardstream.errors import OptionError, SourceError
 from shardstream.format import limit_of_rows
 from shardstream.tasks import LocalExecutor
 from tests.limits import set_limits
@@ -271,3 +271,66 @@ def test_long_cell_of_a_csv_is_read(tmp_path: Path) -> None:
     ss.pack(tmp_path / "t.csv", tmp_path / "out", fields={"txt": "txt", "cls": "cls"})
     found = [s["txt"] for s in ss.ShardDataset(str(tmp_path / "out"), shuffle=False).decode()]
     assert found == ["short", text]
+
+
+ROWS = [["img/1.jpg", "a, cat", "0"], ["img/2.jpg", "a dog", "1"]]
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("executor", [None, LocalExecutor()], ids=["", "executor"])
+def test_table_without_names_takes_those_that_are_given(
+    separator: str, executor: Any, tmp_path: Path
+) -> None:
+    url = tmp_path / ("t.tsv" if separator == "\t" else "t.csv")
+    cells = [[f'"{cell}"' for cell in row] for row in ROWS]
+    url.write_text("".join(separator.join(row) + "\n" for row in cells))
+    packed = ss.pack(
+        url,
+        tmp_path / "out",
+        header=["path", "caption", "label"],
+        fields={"txt": "caption", "cls": "label"},
+        split={"train": 0.5, "val": 0.5},
+        executor=executor,
+    )
+    assert packed.samples == 2
+    samples = [s for one in packed.splits for s in ss.ShardDataset(one.url).decode()]
+    assert sorted((s["txt"], s["cls"]) for s in samples) == [("a dog", 1), ("a, cat", 0)]
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "message"),
+    [
+        ("img/1.jpg,a cat", {}, r"may be a row, .*'img/1\.jpg'; name the columns with header="),
+        ("https://h/1,a cat", {}, r"may be a row, .*'https://h/1'; name the columns"),
+        ("1.jpg,a cat", {"fields": {"jpg": "path"}}, r"no column 'path'.*if its first line is a row"),
+        ("1,1", {}, r"two columns are named '1'; .*if the first line is a row.*--header"),
+        ("a,b", {"header": ["a", "a"]}, "two columns are named 'a'"),
+        ("a,b", {"header": ["a"]}, r"2 cells, the header 1 \(line 1\)"),
+    ],
+)  # fmt: skip
+def test_first_line_that_is_a_row_is_an_error(
+    first: str, options: Any, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(f"{first}\nimg/2.jpg,a dog\n")
+    with pytest.raises(SourceError, match=message):
+        ss.pack(tmp_path / "t.csv", tmp_path / "out", **options)
+
+
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [("1.jpg,a cat", "1.jpg"), ("0001,a cat", "0001"), ("0,1", ""), (",0", ""), ("a,b c", "")],
+)
+def test_first_line_that_may_be_a_row_is_named(
+    first: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "t.csv").write_text(f"{first}\n2.jpg,a dog\n")
+    ss.pack(tmp_path / "t.csv", tmp_path / "out")
+    assert (f"may be a row, not the names of the columns: {name!r}" in caplog.text) == bool(name)
+    ss.pack(tmp_path / "t.csv", tmp_path / "out2", fields={"txt": first.rpartition(",")[2]})
+    assert caplog.text.count("may be a row") == bool(name)
+
+
+def test_names_are_given_to_csv_and_tsv_only(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"a": 1}')
+    with pytest.raises(OptionError, match=r"header \(--header\) names the columns of CSV and TSV"):
+        ss.pack(tmp_path / "t.jsonl", tmp_path / "out", header=["b"])
