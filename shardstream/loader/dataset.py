@@ -33,6 +33,7 @@ from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redac
 from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.epoch_counter import EpochCounter, Worker
 from shardstream.loader.iterator import WorkerIterator
+from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.notebook_view import catalog_html, stream_html
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
@@ -83,7 +84,9 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         self._is_placement_of_parent = False
         self._length: int | None = None
         self._epochs = EpochCounter()
-        self._is_of_several_ranks = False
+        self._is_of_several_ranks = self._is_overfit = (
+            False  # if that is known by the process that spawned this worker
+        )
 
     @property
     def placement(self) -> Placement:
@@ -159,14 +162,15 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
 
         If several ranks read, it stays the same until `set_epoch`, as with torch's ``DistributedSampler``: else a rank that looked at a
         batch alone would be an epoch ahead, and samples would be repeated and missed. In a worker of another dataset it is that of
-        `set_epoch`, so that what a step returns does not depend on the worker.
+        `set_epoch`, so that what a step returns does not depend on the worker. It stays the same where Lightning overfits some batches.
         """
         worker = get_worker_info()
         if worker is not None and not _is_served(self, worker.dataset):
             return self.chosen_epoch
-        counts = placement.world_size == 1 and not self._has_several_ranks()
-        epoch, is_repeated = self._epochs.begin(_torch_worker(), counts=counts)
-        if is_repeated and self.pipeline.differs_by_epoch:
+        has_several_ranks = placement.world_size > 1 or self._has_several_ranks()
+        repeats = has_several_ranks or self._has_to_overfit()
+        epoch, is_repeated = self._epochs.begin(_torch_worker(), counts=not repeats)
+        if is_repeated and has_several_ranks and self.pipeline.differs_by_epoch:
             warnings.warn(_repeats_epoch(self, epoch), stacklevel=3)
         return epoch
 
@@ -177,6 +181,9 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
     def _has_several_ranks(self) -> bool:
         """Return whether other ranks run, whatever part of the samples this one reads; a spawned worker knows it by its parent."""
         return self._is_of_several_ranks or is_one_of_several()
+
+    def _has_to_overfit(self) -> bool:
+        return self._is_overfit or is_overfit_by_lightning()
 
     def __len__(self) -> int:
         if self._length is not None:
@@ -215,6 +222,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
                 "given_placement": self.placement,
                 "_is_placement_of_parent": is_of_parent,
                 "_is_of_several_ranks": self._has_several_ranks(),
+                "_is_overfit": self._has_to_overfit(),
             }
         else:
             state["_epochs"] = copy.copy(self._epochs)

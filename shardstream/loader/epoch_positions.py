@@ -23,6 +23,7 @@ class EpochPositions:
         """Number of the current iteration."""
         self.agreement: EpochAgreement | None = None
         """Comparison with other ranks, until the user chooses an epoch."""
+        self._step = 1
         self.place(LoaderPosition(epoch=epoch))
 
     def place(self, position: LoaderPosition) -> None:
@@ -43,8 +44,13 @@ class EpochPositions:
             self.next = LoaderPosition(epoch=epoch)
         return is_other
 
-    def begin(self) -> LoaderPosition:
-        """Begin an iteration; return its position."""
+    def begin(self, *, repeats: bool) -> LoaderPosition:
+        """Begin an iteration; return its position.
+
+        Args:
+            repeats: Whether the iteration after it reads the same epoch again.
+        """
+        self._step = 0 if repeats else 1
         self.place(self.next)
         return self.current
 
@@ -62,7 +68,7 @@ class EpochPositions:
         if is_handed_out:
             is_first = self.next is self._start
             if is_first:
-                self.next = LoaderPosition(epoch=position.epoch + 1)
+                self.next = LoaderPosition(epoch=position.epoch + self._step)
             if self.agreement is not None:
                 self.agreement.add_batch(position.epoch, is_first=is_first, is_last=is_last)
             self._before_last = self.current
@@ -81,7 +87,8 @@ class EpochPositions:
         """End the current iteration."""
         if self.agreement is not None:
             self.agreement.end()
-        self.next = self._start = self.current = LoaderPosition(epoch=self.current.epoch + 1)
+        after = LoaderPosition(epoch=self.current.epoch + self._step)
+        self.next = self._start = self.current = after
 
     def saved(self, fetched: Fetched) -> LoaderPosition:
         """Return the position of a state: after the last batch that the training has received.

@@ -1,4 +1,4 @@
-"""Find the batches that Lightning has taken from a loader, but has not trained on.
+"""Find out what Lightning does with a loader: the batches that it has taken, but not trained on, and whether it overfits.
 
 Where the length of a loader is not known, Lightning takes a batch ahead, to know which one is the last; and it stops after
 ``limit_train_batches``. Its checkpoints ask for the state of the loader in the middle of that. Only the call stack shows it.
@@ -7,6 +7,7 @@ Where the length of a loader is not known, Lightning takes a batch ahead, to kno
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -27,14 +28,26 @@ class Fetched(NamedTuple):
 
 def fetched_by_lightning(loader: Any) -> Fetched:
     """Return the batches that a calling training loop of Lightning has fetched from a loader."""
+    for loop in _calling_loops():
+        fetcher: Any = getattr(loop, "_data_fetcher", None)
+        combined = getattr(fetcher, "_combined_loader", None)
+        if combined is not None and any(one is loader for one in combined.flattened):
+            return Fetched(len(getattr(fetcher, "batches", ())), bool(fetcher.done))
+    return Fetched()
+
+
+def is_overfit_by_lightning() -> bool:
+    """Return whether a calling Trainer has ``overfit_batches``: it takes the same batches in each epoch."""
+    trainers = (getattr(loop, "trainer", None) for loop in _calling_loops())
+    return any(getattr(trainer, "overfit_batches", 0) > 0 for trainer in trainers)
+
+
+def _calling_loops() -> Iterator[Any]:
+    """Yield the loops of Lightning on the call stack, which a forked worker inherits from its parent."""
     if sys.modules.keys().isdisjoint(_MODULES):
-        return Fetched()
+        return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_MODULES):
-            fetcher: Any = getattr(frame.f_locals.get("self"), "_data_fetcher", None)
-            combined = getattr(fetcher, "_combined_loader", None)
-            if combined is not None and any(one is loader for one in combined.flattened):
-                return Fetched(len(getattr(fetcher, "batches", ())), bool(fetcher.done))
+            yield frame.f_locals.get("self")
         frame = frame.f_back
-    return Fetched()

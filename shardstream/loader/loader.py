@@ -34,9 +34,9 @@ from shardstream.loader.device_transfer import (
     prefetch,
 )
 from shardstream.loader.epoch_positions import EpochPositions
-from shardstream.loader.lightning import fetched_by_lightning
+from shardstream.loader.lightning import fetched_by_lightning, is_overfit_by_lightning
 from shardstream.loader.message_batching import TakenOverError
-from shardstream.loader.option_checks import check_options, warn_of_lanes
+from shardstream.loader.option_checks import check_options, given_to_first, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.serialize import new_tensor
@@ -105,6 +105,7 @@ class ShardLoader(DataLoader[Any]):
         prefetch_to_device: int = 2,
         **options: Any,
     ) -> None:
+        dataset, collate_fn = given_to_first(dataset, collate_fn, options)
         batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
         own = {"drop_last": drop_last, "prefetch_to_device": prefetch_to_device}
         check_options(dataset, batch_size, shuffle, options | own)
@@ -307,7 +308,7 @@ class ShardLoader(DataLoader[Any]):
         self._refuse_second_split()
         self._partition = None
         self._follow_dataset()
-        begin = self._positions.begin()
+        begin = self._positions.begin(repeats=is_overfit_by_lightning())
         self._partition = self._batches.partition(begin)
         self._compare_ranks()
         self._skipped, self._samples_per_dataset, self._refilled = {}, {}, {}
@@ -329,9 +330,7 @@ class ShardLoader(DataLoader[Any]):
             )
         if pinned_memory is not None or self.device is not None:
             worker_batches = self._place_batches(worker_batches, pinned_memory)
-        if (
-            not self.persistent_workers
-        ):  # frees the rings with the workers: a ring keeps its peak memory
+        if not self.persistent_workers:  # else a ring keeps its peak memory
             self._batches.rings = []
         yield_batches = self._serve_accelerate if self._serves_accelerate else self._yield_batches
         return yield_batches(worker_batches, workers, begin, self._positions.iteration)

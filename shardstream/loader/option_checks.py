@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -17,6 +17,24 @@ _DATASET_OPTIONS = {"fields", "num_samples", "replacement", "subset", "weights"}
     field.name for field in fields(ReadOptions)
 )
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
+
+
+def given_to_first(
+    dataset: StreamDataset | BatchDataset,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    options: dict[str, Any],
+) -> tuple[StreamDataset, Callable[[list[Any]], Any] | None]:
+    """Return the dataset and collate function of a loader, or of the one whose attributes Lightning builds it of (overfit_batches).
+
+    Args:
+        dataset: The argument of the loader.
+        collate_fn: The argument of the loader.
+        options: Of torch's loader; the generator is removed if it is that of the other loader.
+    """
+    if not isinstance(dataset, BatchDataset):
+        return dataset, collate_fn
+    options["generator"] = None
+    return dataset.source_dataset, dataset.collate_fn
 
 
 def check_options(
@@ -37,7 +55,9 @@ def check_options(
     if batch_size is None and options["drop_last"]:
         raise OptionError("drop_last needs a batch_size: single items have no last batch")
     if not isinstance(dataset, StreamDataset):
-        raise OptionError(_wrong_dataset(dataset))
+        raise OptionError(
+            f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"
+        )
     if shuffle is not None and shuffle != dataset.pipeline.source.shuffle:
         raise OptionError(
             f"shuffle={shuffle} differs from the dataset's; pass shuffle={shuffle} to ShardDataset(...), not to the loader"
@@ -104,12 +124,3 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
             UserWarning,
             stacklevel=4,
         )
-
-
-def _wrong_dataset(dataset: object) -> str:
-    if isinstance(dataset, BatchDataset):  # of a loader that is built again
-        return (
-            "this ShardLoader cannot be built again with another sampler, as Lightning's overfit_batches does; to train on a few samples "
-            "make a loader of ss.ShardDataset(..., subset=slice(64)), or use limit_train_batches"
-        )
-    return f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"

@@ -92,3 +92,94 @@ def test_lightning_reads_another_order_in_each_epoch_and_resumes(way: str, tmp_p
     assert resumed
     for step, rest in resumed.items():
         assert rest == seen[int(step) :], step
+
+
+PLAIN = """
+import json, logging, sys, warnings
+warnings.simplefilter("ignore")
+import lightning
+import torch
+from torch.utils.data import DataLoader
+import shardstream as ss
+
+folder, out, _ = sys.argv[1:]
+logging.disable(logging.CRITICAL)
+
+def shard_loader(workers):
+    return ss.ShardLoader(dataset(), 8, num_workers=workers, collate_fn=collate)
+
+def plain_loader(num_workers, **options):
+    return DataLoader(dataset(), 8, num_workers=num_workers, collate_fn=collate, **options)
+
+def dataset():
+    return ss.ShardDataset(folder, shuffle=True, microbatch=8).decode().to_tuple("cls")
+
+def collate(samples):
+    return torch.tensor([number for (number,) in samples])
+
+class Model(lightning.LightningModule):
+    def __init__(self, make=None):
+        super().__init__()
+        self.layer, self.seen, self.make = torch.nn.Linear(1, 1), [[]], make
+
+    def train_dataloader(self):  # where Lightning keeps the arguments of the loader
+        return self.make()
+
+    def training_step(self, batch, index):
+        self.seen[-1].append(batch.tolist())
+        return self.layer(batch.float()[:, None]).mean()
+
+    def on_train_epoch_end(self):
+        self.seen.append([])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+def fit(make, in_hook, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=3, enable_checkpointing=False, **quiet, **options
+    )
+    model = Model(make)
+    trainer.fit(model) if in_hook else trainer.fit(model, make())
+    return model.seen[:-1]
+
+def main():
+    ways = {
+        "shard loader": lambda: shard_loader(0),
+        "with workers": lambda: shard_loader(2),
+        "plain loader": lambda: plain_loader(0),
+        "with persistent workers": lambda: plain_loader(2, persistent_workers=True),
+    }
+    found = {
+        way: {"overfit": fit(make, False, overfit_batches=2), "whole": fit(make, True)}
+        for way, make in ways.items()
+    }
+    in_hook = {"overfit": fit(ways["shard loader"], True, overfit_batches=2)}
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True}
+    found["spawned"] = {"overfit": fit(lambda: plain_loader(**spawned), True, overfit_batches=2)}
+    print(json.dumps(found | {"made in a hook": in_hook}))
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_lightning_overfits_the_same_batches_and_else_reads_all(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"  # a file, for spawned workers
+    program.write_text(PLAIN)
+    folder = numbered(tmp_path / "set", 80, 20)
+    command: list[Any] = [sys.executable, program, folder, tmp_path / "out", ""]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for way, found in json.loads(done.stdout.splitlines()[-1]).items():
+        epochs = found["overfit"]
+        assert [len(epoch) for epoch in epochs] == [2, 2, 2], way
+        assert epochs[0] == epochs[1] == epochs[2], way
+        if whole := found.get("whole"):
+            orders = [[number for batch in epoch for number in batch] for epoch in whole]
+            assert [sorted(order) for order in orders] == [list(range(80))] * 3, way
+            assert orders[0] != orders[1] != orders[2], way
