@@ -38,8 +38,11 @@ def fetched_by_lightning(loader: Any) -> Fetched:
 
 def is_overfit_by_lightning() -> bool:
     """Return whether a calling Trainer has ``overfit_batches``: it takes the same batches in each epoch."""
-    trainers = (getattr(loop, "trainer", None) for loop in _calling_loops())
-    return any(getattr(trainer, "overfit_batches", 0) > 0 for trainer in trainers)
+    for loop in _calling_loops():
+        trainer = getattr(loop, "trainer", None)
+        if getattr(trainer, "overfit_batches", 0) > 0:
+            return True
+    return False
 
 
 def _calling_loops() -> Iterator[Any]:
