@@ -149,6 +149,13 @@ _Quality = Annotated[
         min=1, max=100, help="Quality of re-encoded JPEG and WebP images.", show_default="90"
     ),
 ]
+_Check = Annotated[
+    bool,
+    typer.Option(
+        "--check",
+        help="Decode all pixels of each image: a truncated one is an error, or left out with --skip-errors.",
+    ),
+]
 _Processes = Annotated[
     int,
     typer.Option(
@@ -193,6 +200,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     image_format: _ImageFormat = None,
     masks: _Masks = None,
     quality: _Quality = None,
+    check: _Check = False,
     processes: _Processes = 1,
     part: Part = None,
     ray: Ray = False,
@@ -221,6 +229,8 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
+    images: dict[str, Any] = {"max_side": max_side, "quality": quality, "check": check}
+    images |= {"image_format": image_format, "masks": parse_masks(masks)}
     with report_interruption(), job_bar("packing") as progress:
         packed = ss.pack(
             source,
@@ -236,10 +246,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             split=parse_split(split),
             **_table_options(mapping, root, allow, header),
             classes=classes,
-            max_side=max_side,
-            quality=quality,
-            image_format=image_format,
-            masks=parse_masks(masks),
+            **images,
             **_executor_options(processes, part, ray=ray, ray_address=ray_address),
             overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",

@@ -53,6 +53,7 @@ class ImageOptions:
         masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
             None: by their names, see `mask_fields`.
         are_pictures: Whether grey images of few shades are pictures, as those in folders of classes, unless their shades are small numbers.
+        check: Decode all pixels of images that stay as they are.
 
     Raises:
         OptionError: If one is invalid.
@@ -63,6 +64,7 @@ class ImageOptions:
     format: str | None = None
     masks: tuple[str, ...] | None = None
     are_pictures: bool = False
+    check: bool = False
 
     def __post_init__(self) -> None:
         if self.max_side is not None and self.max_side < 1:
@@ -89,12 +91,16 @@ class ImageOptions:
         return mask_fields(fields) if self.masks is None else frozenset(self.masks)
 
     def encoding_options(self) -> dict[str, Any]:
-        """Return the options that decide the bytes of images, with the version of the encoder if images are encoded again."""
+        """Return the options that decide the bytes of images, with the version of the encoder if images are encoded again.
+
+        A pack with a check does not keep the shards of one without.
+        """
+        checked = {"check": True} if self.check else {}
         if self.changes_nothing:
-            return {}
+            return checked
         options = asdict(self)
-        del options["are_pictures"]  # which the source decides
-        return {**options, "pillow": PIL.__version__}
+        del options["are_pictures"], options["check"]  # the source decides the first; see `checked`
+        return {**options, **checked, "pillow": PIL.__version__}
 
 
 def is_image_field(field: str) -> bool:

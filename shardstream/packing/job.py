@@ -66,6 +66,7 @@ def pack(  # noqa: PLR0913  (public door)
     quality: int | None = None,
     image_format: str | None = None,
     masks: Sequence[str] | None = None,
+    check: bool = False,
     columns: str | Sequence[str] | Mapping[str, str] | None = None,
     processes: int | None = None,
     executor: Executor | None = None,
@@ -109,6 +110,7 @@ def pack(  # noqa: PLR0913  (public door)
         image_format: Turn all images but masks into "jpg", "png" or "webp".
         masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
+        check: Decode all pixels of each image, as `verify` with ``decode=True``: a truncated one cannot be packed. By default its header is read.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         processes: Processes that read and encode, by default 1; an executor has its own. They are used if there is something to encode or files are remote; local
             files that are packed unchanged are read in this process.
@@ -129,6 +131,7 @@ def pack(  # noqa: PLR0913  (public door)
             published. If a published split cannot be unpublished, a note of the error names it.
     """
     _check_options(processes, executor, on_error)
+    limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
     request = PackRequest(
         source=source,
         dest=dest,
@@ -140,17 +143,12 @@ def pack(  # noqa: PLR0913  (public door)
             allow=_names(allow),
             header=_names(header),
         ),
-        limits=WriterOptions(
-            max_samples=max_samples,
-            max_bytes=parse_bytes(max_bytes),
-            name=name,
-            columns=checked_columns(columns),
-        ),
+        limits=replace(limits, columns=checked_columns(columns)),
         shuffle=shuffle,
         seed=seed,
         split=split or {},
         classes=classes,
-        images=_image_options(max_side, quality, image_format, masks),
+        images=replace(_image_options(max_side, quality, image_format, masks), check=check),
         reading=storage_options if source_options is None else source_options,
         writing=storage_options,
         skips=on_error == "skip",

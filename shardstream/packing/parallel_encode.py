@@ -23,7 +23,7 @@ from shardstream.errors import (
     StorageError,
 )
 from shardstream.packing.encode import encode_field
-from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
+from shardstream.packing.image_encode import ImageOptions, decode_error, is_image_field, reencode
 from shardstream.packing.source import FileRef, Record, named
 from shardstream.storage import Storage
 from shardstream.tasks import ProcessPool
@@ -76,12 +76,16 @@ class RecordEncoder:
 
     def only_copies(self, records: Sequence[Record]) -> bool:
         """Return whether the work is only to read local files: sending them between processes takes longer."""
-        return self.images.changes_nothing and all(
-            self.storage.local_path(value.url) is not None
-            if isinstance(value, FileRef)
-            else isinstance(value, bytes | str | int)
-            for record in records
-            for value in record.fields.values()
+        return (
+            self.images.changes_nothing
+            and not self.images.check
+            and all(
+                self.storage.local_path(value.url) is not None
+                if isinstance(value, FileRef)
+                else isinstance(value, bytes | str | int)
+                for record in records
+                for value in record.fields.values()
+            )
         )
 
     def _encode(self, record: Record, ahead: Mapping[str, bytes | StorageError]) -> Encoded:
@@ -129,7 +133,14 @@ class RecordEncoder:
             return field, data
         if not data:
             raise SourceError("the image is empty: it has no bytes", shard=where)
-        return reencode(data, field, self.images, where=where, is_mask=is_mask)
+        name, encoded = reencode(data, field, self.images, where=where, is_mask=is_mask)
+        cause = decode_error(data) if self.images.check and encoded is data else None
+        if cause is not None:
+            raise SourceError(
+                f"the image cannot be decoded ({cause}); fix it, or skip such files with on_error='skip' (--skip-errors)",
+                shard=where,
+            )
+        return name, encoded
 
     def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | StorageError]:
         """Read remote files concurrently."""

@@ -35,6 +35,7 @@ from shardstream.packing import (
     pack,
     shuffled_order,
     split_counts,
+    verify,
 )
 from shardstream.storage import LocalFolder, Storage, locate_shards, publish_bytes
 from shardstream.tasks import LocalExecutor
@@ -215,6 +216,51 @@ def test_broken_image_names_its_file_when_images_are_changed(photos: Path, tmp_p
     (photos / "bee" / "07.jpeg").write_bytes(b"no image")
     with pytest.raises(SourceError, match=r"not a readable image.*bee/07\.jpeg"):
         pack(photos, tmp_path / "out", max_side=8, processes=2)
+
+
+def cut_image(photos: Path) -> Path:
+    path = photos / "bee" / "07.jpeg"
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"processes": 2}, {"executor": LocalExecutor()}],
+    ids=["here", "processes", "parts"],
+)
+def test_check_finds_images_whose_pixels_are_cut(
+    options: dict[str, Any], photos: Path, tmp_path: Path
+) -> None:
+    cut = cut_image(photos)
+    assert pack(photos, tmp_path / "unchecked", **options).samples == 90
+    with pytest.raises(SourceError, match=r"cannot be decoded \(.*truncated.*bee/07\.jpeg"):
+        pack(photos, tmp_path / "out", check=True, **options)
+    report = pack(photos, tmp_path / "out", check=True, on_error="skip", **options)
+    assert (report.samples, [skip.where for skip in report.skipped]) == (89, [str(cut)])
+    assert not verify(str(tmp_path / "out"), decode=True).problems
+
+
+def test_pack_with_a_check_keeps_no_shards_of_one_without(photos: Path, tmp_path: Path) -> None:
+    rows = ["path", *(f"ant/{i:02d}.jpeg" for i in range(30)), "no/such.jpeg"]
+    (photos / "t.csv").write_text("\n".join(rows))
+    options: dict[str, Any] = {"fields": {"jpg": "path"}, "max_samples": 1}
+    with pytest.raises(SourceError, match="not found"):
+        pack(photos / "t.csv", tmp_path / "out", **options)
+    with pytest.raises(OptionError, match="check was None, now True"):
+        pack(photos / "t.csv", tmp_path / "out", check=True, **options)
+
+
+def test_command_checks_and_skips_images_that_cannot_be_decoded(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut_image(photos)
+    command = ["pack", str(photos), str(tmp_path / "out"), "--check"]
+    assert main(command) == 1
+    assert main([*command, "--skip-errors"]) == 0
+    assert "07.jpeg" in capsys.readouterr().err
 
 
 def test_everything_skipped_is_an_error(tmp_path: Path) -> None:
