@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,7 @@ from shardstream.errors import (
 from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import ImageOptions, decode_error, is_image_field, reencode
 from shardstream.packing.source import FileRef, Record, named
-from shardstream.storage import Storage
+from shardstream.storage import Storage, broken_link
 from shardstream.tasks import ProcessPool
 
 _CHUNK_RECORDS = 32
@@ -124,7 +123,7 @@ class RecordEncoder:
             read = ahead.get(value.url)
             read = self._read(value.url) if read is None else read
             if isinstance(read, NotFoundError):
-                raise _missing(read, value.url, where, self.storage.local_path(value.url))
+                raise _missing(read, value.url, where)
             if isinstance(read, StorageError):
                 raise SourceError(str(read)) from read
             where, value = value.url, read
@@ -178,15 +177,10 @@ def _is_of_one_file(error: StorageError, url: str, is_local: bool) -> bool:
     return cause is None or isinstance(cause, ValueError)  # a FIFO; a NUL in the name
 
 
-def _missing(
-    error: NotFoundError, url: str, where: str, path: str | None
-) -> NotFoundError | SourceError:
-    """Return an error with the likely reason why a file is missing; ``path`` is its local one."""
-    if path is not None and os.path.islink(path):
-        target = os.readlink(path)
-        return SourceError(
-            f"a link to {target!r}, which does not exist; correct the link", shard=url
-        )
+def _missing(error: NotFoundError, url: str, where: str) -> NotFoundError | SourceError:
+    """Return an error with the likely reason why a file is missing."""
+    if (link := broken_link(url)) is not None:
+        return SourceError(link, shard=url)
     if "\\" in url:
         return SourceError("not found; write paths with / instead of \\", shard=url)
     if url != where:

@@ -20,7 +20,7 @@ from shardstream.packing.tables import (
     iter_rows,
 )
 from shardstream.packing.tar_source import TarSource
-from shardstream.storage import Storage, is_glob, is_tar, join_url
+from shardstream.storage import Storage, broken_link, is_glob, is_tar, join_url
 
 KINDS = ("images", "files", "table", "tars")
 
@@ -89,7 +89,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
     if not storage.exists(url):
-        raise SourceError("not found; check the path", shard=url)
+        raise SourceError(broken_link(url) or "not found; check the path", shard=url)
     return folder_source(url, storage, kind=options.kind, key=options.key)
 
 
@@ -112,7 +112,7 @@ def guess_kind(url: str, storage: Storage) -> str:
     if "{" in url or is_glob(url, storage):
         return "tars"
     if not storage.exists(url):
-        raise SourceError("not found; check the path", shard=url)
+        raise SourceError(broken_link(url) or "not found; check the path", shard=url)
     is_empty = are_tables = True
     has_files = False
     for files, folders in storage.folder_pages(url):

@@ -54,7 +54,7 @@ from shardstream.storage.discover import (
     read_manifest,
     warn_of_links,
 )
-from shardstream.storage.error_messages import classify_error, translate_errors
+from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
@@ -155,6 +155,7 @@ __all__ = [
     "Urls",
     "absolute_url",
     "absolute_urls",
+    "broken_link",
     "check_finished",
     "check_folder_finished",
     "check_map",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -137,6 +138,7 @@ _TYPES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("NotADirectoryError", "File name too long", "Too many levels of symbolic links", "embedded null byte"),
      _final("no file can have this name; correct it")),
     (("Read-only file system",), _final("the disk is read-only; write elsewhere")),
+    (("Too many levels of symbolic links",), _final("the link leads back to itself; correct it")),
     (("No space left", "Disk quota exceeded", "File too large"),
      _final("the disk is full; free some space, or write elsewhere")),
 )  # fmt: skip
@@ -167,6 +169,18 @@ _NOT_RETRYABLE = (
     "UnknownConfigurationKeyError",
     "InvalidPathError",
 )
+
+
+def broken_link(url: str) -> str | None:
+    """Return problem and action for a path of this machine in which a link has no target; None for any other."""
+    if "://" in url and not url.startswith("file://"):
+        return None
+    path = os.path.abspath(url.removeprefix("file://"))
+    places = (path[:end] for end in range(1, len(path) + 1) if path[end : end + 1] in ("", os.sep))
+    link = next((one for one in places if os.path.islink(one) and not os.path.exists(one)), None)
+    if link is None:
+        return None
+    return f"{link} is a link to {os.readlink(link)!r}, which does not exist; correct the link"
 
 
 def classify_error(
@@ -200,6 +214,8 @@ def classify_error(
     meaning = _find(text, _CODES)
     if meaning is None:
         meaning = _find(text, _TYPES) if status is None else meaning_of_status(status)
+    if isinstance(error, FileNotFoundError | FileExistsError) and (link := broken_link(url)):
+        meaning = _final(link, NotFoundError)
     if meaning is not None:
         what, remedy = _problem_and_remedy(meaning.advice, url)
         if remedy:

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 
 import shardstream as ss
+from tests.static_server import serve_files
 
 SCRIPT = """
 import sys
@@ -44,4 +46,34 @@ def test_script_exit_prints_nothing(photos: str, tmp_path: Path) -> None:
         [sys.executable, script, photos],
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+REMOTE_SCRIPT = """
+import sys
+import shardstream as ss
+
+held = []
+for url, client in zip(sys.argv[1:], ("http", "obstore", "s3fs", None)):
+    options = {"s3_client": client} if client else None
+    dataset = ss.ShardDataset(url, storage_options=options, prefetch_bytes=30_000)
+    streamed = ss.ShardDataset(url, storage_options=options, index="ignore")
+    held += iter(dataset), iter(streamed), iter(ss.ShardLoader(dataset, batch_size=2))
+    for iterator in held:
+        next(iterator)
+"""
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_exit_with_open_remote_iterators_prints_nothing(
+    photos: str, bucket: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(REMOTE_SCRIPT)
+    fsspec.filesystem("s3").put(photos, f"{bucket}/photos", recursive=True)
+    with serve_files(Path(photos)) as server:
+        done = subprocess.run(
+            [sys.executable, script, *[f"{bucket}/photos"] * 3, server.url],
+            capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

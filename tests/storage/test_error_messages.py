@@ -5,13 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 import botocore.exceptions
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
+import shardstream as ss
+from shardstream.errors import (
+    AccessDeniedError,
+    NotFoundError,
+    OptionError,
+    SourceError,
+    StorageError,
+)
 from shardstream.storage import Storage, classify_error, translate_errors
 
 URL = "s3://bucket/train/a.tar"
@@ -190,3 +198,23 @@ def test_cause_without_secrets_is_kept() -> None:
     with pytest.raises(StorageError) as raised, translate_errors(URL, lambda: (SECRET,)):
         raise cause
     assert raised.value.__cause__ is cause
+
+
+def test_broken_link_is_named_with_its_target(tmp_path: Path) -> None:
+    (tmp_path / "data").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "1.jpg").symlink_to("/gone/1.jpg")
+    message = rf"{tmp_path}/data is a link to 'gone', which does not exist; correct the link"
+    for url in ("data", "data/0.tar", "data/index.json"):
+        with pytest.raises(NotFoundError, match=message):
+            ss.ShardDataset(f"{tmp_path}/{url}")
+    with pytest.raises(SourceError, match=message):
+        ss.pack(tmp_path / "data", tmp_path / "out")
+    with pytest.raises(StorageError, match="loop.*leads back to itself|leads back to itself.*loop"):
+        ss.ShardDataset(tmp_path / "loop")
+    with pytest.raises(NotFoundError, match=r"1\.jpg is a link to '/gone/1\.jpg'"):
+        list(ss.ObjectDataset(photos))
+    with pytest.raises(NotFoundError, match=message):
+        ss.ShardWriter(tmp_path / "data" / "out").__enter__()
