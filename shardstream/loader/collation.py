@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from shardstream.codecs import Audio, import_extra
 from shardstream.errors import SampleError
 from shardstream.format import Columns, TupleColumns, Values
-from shardstream.loader.serialize import MAX_TENSOR_BYTES
+from shardstream.loader.serialize import MAX_TENSOR_BYTES, unsendable_error
 from shardstream.pipeline import like_tuple
 from shardstream.storage import new_lock
 
@@ -206,9 +206,10 @@ def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
     if worker is None or (has_ring and count * like.nbytes <= MAX_TENSOR_BYTES):
         return like.new_empty((count, *like.shape))
     typed: Any = like._typed_storage()  # type: ignore[no-untyped-call]
-    storage = typed._new_shared(
-        count * like.numel(), device=like.device
-    )  # as torch's default_collate
+    try:  # as torch's default_collate
+        storage = typed._new_shared(count * like.numel(), device=like.device)
+    except RuntimeError as error:
+        raise unsendable_error(error) from error
     return like.new(storage).resize_(count, *like.shape)
 
 

@@ -92,7 +92,9 @@ def tensor_from_bytes(kind: TensorLayout, data: memoryview, allocate: NewTensor)
 def unsendable_error(error: Exception) -> SampleError:
     """Return the error for a batch that cannot be sent."""
     remedy = "convert unpicklable values to arrays, numbers or text in a map, or pass collate_fn"
-    if isinstance(error, OSError):
+    if isinstance(error, RuntimeError) and "shared memory" in str(error):  # of torch
+        remedy = "/dev/shm is full: enlarge it (docker run --shm-size), or use smaller batches, fewer workers or a smaller prefetch_factor"
+    elif isinstance(error, OSError):
         remedy = (
             "give TMPDIR a short path, /dev/shm more room, or the process more files (ulimit -n)"
         )
