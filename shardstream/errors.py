@@ -55,6 +55,15 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
+def describe_error(error: BaseException) -> str:
+    """Format type and message of an error of another library or of the user's code, without addresses of objects.
+
+    >>> describe_error(ValueError("no image"))
+    'ValueError: no image'
+    """
+    return f"{type(error).__name__}: {without_addresses(str(error))}"
+
+
 class _RedactUrls(logging.Filter):
     """Remove possible secrets from the URLs of a log record."""
 

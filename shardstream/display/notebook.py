@@ -21,7 +21,7 @@ import PIL.Image
 
 from shardstream.display.field_kinds import kinds_of
 from shardstream.display.pictures import Picture, render, render_value
-from shardstream.errors import plural, redact
+from shardstream.errors import describe_error, plural, redact
 
 _P = ParamSpec("_P")
 _PAGE_BYTES = 100_000
@@ -438,7 +438,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def _wrong(error: Exception) -> str:
     try:
-        text = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+        text = describe_error(error)[:_ERROR_CHARACTERS]
     except Exception:  # noqa: BLE001  (of the user's __str__)
         text = type(error).__name__
     return f'<span style="{_WRONG}">{_escaped(_cut(text, _ERROR_CHARACTERS))}</span>'

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
-from shardstream.errors import IndexMismatchError, ManifestError, OptionError, SampleError, plural
+from shardstream.errors import (
+    IndexMismatchError,
+    ManifestError,
+    OptionError,
+    SampleError,
+    describe_error,
+    plural,
+)
 from shardstream.format.parquet import import_parquet, limit_of_rows, read_parquet
 from shardstream.format.shard_info import ShardInfo
 
@@ -204,7 +211,7 @@ def _open_file(data: bytes, url: str) -> tuple[_ParquetFile, Mapping[str, Any]]:
         AttributeError,
     ) as error:
         raise ManifestError(
-            f"not a file of columns: {type(error).__name__}: {error}", remedy=_REMEDY, shard=url
+            f"not a file of columns: {describe_error(error)}", remedy=_REMEDY, shard=url
         ) from error
     if not is_ours:
         raise ManifestError("not a file of columns of this version", remedy=_REMEDY, shard=url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
@@ -24,6 +25,7 @@ _REPEATED_LIMIT_BYTES = 1 << 30
 _PAGE_NUMBERS = 512  # 4 KiB, the smallest shared memory
 _lock = new_lock()
 _free_numbers: list[torch.Tensor] = []  # the unused numbers of the last page of this process
+_WEIGHTS_ONLY = re.compile(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\. |\n|$)")
 _BYTEARRAY = b"\nbytearray\n"  # its name in a pickle; under `weights_only` 300 bytes can allocate one of 8 GiB
 
 
@@ -49,7 +51,15 @@ def load_tensors(data: bytes) -> Any:
         raise ValueError(
             "a bytearray is refused, it could allocate any amount of memory; store a tensor or bytes"
         )
-    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = _WEIGHTS_ONLY.search(str(error))
+        if reason is None:
+            raise
+        # torch's text has escape codes, and tells how to run the code of the data.
+        message = f"it holds more than tensors, containers and numbers: {reason[1]}"
+        raise type(error)(message) from error
     _check_extent(loaded)
     return loaded
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardstream.errors import DecodeError, ImageWarning, OptionError
+from shardstream.errors import DecodeError, ImageWarning, OptionError, describe_error
 from shardstream.loader.device_transfer import indexed_device
 from shardstream.loader.nested_batches import map_nested
 from shardstream.pipeline import EncodedImage, ImageDecoder
@@ -124,7 +124,7 @@ class TorchvisionDecoder:
             import torchvision.io  # noqa: F401, PLC0415  (optional, and slow to import)
         except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
             raise OptionError(
-                f"decode(device={str(self.device)!r}) needs torchvision ({type(error).__name__}: {error}); install the one for "
+                f"decode(device={str(self.device)!r}) needs torchvision ({describe_error(error)}); install the one for "
                 f"torch {torch.__version__}, or leave device out of decode"
             ) from error
 
@@ -154,7 +154,7 @@ def _decode_on_cpu(image: EncodedImage) -> torch.Tensor:
             content = ImageDecoder(spec="rgb8")(content)
         except Exception as error:
             raise DecodeError(
-                f"cannot be decoded: {type(error).__name__}: {error}",
+                f"cannot be decoded: {describe_error(error)}",
                 remedy="repack this sample, or leave device out of decode, so that on_error can skip it in the worker",
                 shard=image.shard,
                 key=image.key,

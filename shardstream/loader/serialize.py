@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardstream.errors import SampleError
+from shardstream.errors import SampleError, describe_error
 from shardstream.fetch import MIN_LARGE_BYTES, SharedBytes
 from shardstream.pipeline import EncodedImage
 
@@ -93,13 +93,13 @@ def unsendable_error(error: Exception) -> SampleError:
     """Return the error for a batch that cannot be sent."""
     remedy = "convert unpicklable values to arrays, numbers or text in a map, or pass collate_fn"
     if isinstance(error, RuntimeError) and "shared memory" in str(error):  # of torch
-        remedy = "/dev/shm is full: enlarge it (docker run --shm-size), or use smaller batches, fewer workers or a smaller prefetch_factor"
+        remedy = "there is no room in /dev/shm: enlarge it (docker run --shm-size), or use smaller batches, fewer workers or a smaller prefetch_factor"
     elif isinstance(error, OSError):
         remedy = (
             "give TMPDIR a short path, /dev/shm more room, or the process more files (ulimit -n)"
         )
     return SampleError(
-        f"a batch cannot be sent to the main process ({type(error).__name__}: {error}); {remedy}"
+        f"a batch cannot be sent to the main process ({describe_error(error)}); {remedy}"
     )
 
 

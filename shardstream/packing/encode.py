@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack, import_extra
-from shardstream.errors import OptionError, SampleError
+from shardstream.errors import OptionError, SampleError, describe_error
 from shardstream.format import IMAGE_FORMATS
 from shardstream.packing.image_encode import encode_image
 
@@ -158,7 +158,7 @@ def _encode_by(function: Callable[[Any], bytes]) -> Callable[[str, object], byte
             raise
         except Exception as error:
             raise SampleError(
-                f"cannot be encoded: {type(error).__name__}: {error}; give plain values, or bytes",
+                f"cannot be encoded: {describe_error(error)}; give plain values, or bytes",
                 field=field,
             ) from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Self, cast
 
-from shardstream.errors import OptionError, SampleError, SourceError, plural
+from shardstream.errors import OptionError, SampleError, SourceError, describe_error, plural
 from shardstream.format import Sample
 from shardstream.packing.encode import encode_sample
 
@@ -144,7 +144,7 @@ def _function_error(
     name = getattr(function, "__qualname__", type(function).__qualname__)
     last = f" to {samples[-1]['__key__']!r}" if len(samples) > 1 else ""
     return SourceError(
-        f"{step}({name}) raised {type(error).__name__}: {error}{' (samples' + last + ')' if last else ''}",
+        f"{step}({name}) raised {describe_error(error)}{' (samples' + last + ')' if last else ''}",
         shard=str(samples[0]["__url__"]),
         key=str(samples[0]["__key__"]),
     )

@@ -12,6 +12,7 @@ from shardstream.errors import (
     OptionError,
     SkipBudgetError,
     StorageError,
+    describe_error,
     get_logger,
     plural,
     shown,
@@ -105,7 +106,7 @@ class SkipTracker:
         if self.counts.total() <= _LISTED:
             self.drained.append(BadSample.of(error, item, number))
         notes = "; ".join(getattr(error, "__notes__", ()))
-        text = shown(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))
+        text = shown(describe_error(error) + (f" ({notes})" if notes else ""))
         _log.log(
             logging.WARNING if self.budget.warn else logging.INFO, "skipped a sample: %s", text
         )

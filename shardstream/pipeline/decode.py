@@ -29,9 +29,9 @@ from shardstream.errors import (
     DecodeError,
     OptionError,
     StorageError,
+    describe_error,
     get_logger,
     redact,
-    without_addresses,
 )
 from shardstream.format import FIELDS_LIMIT, Columns, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
@@ -328,7 +328,7 @@ class Decode(ItemStage):
                 raise
             except Exception as error:
                 raise DecodeError(
-                    f"cannot be decoded: {type(error).__name__}: {without_addresses(str(error))}",
+                    f"cannot be decoded: {describe_error(error)}",
                     remedy="" if isinstance(error, LossyDecodeError) else _REMEDY,
                     shard=sample.get("__url__"),
                     key=sample.get("__key__"),

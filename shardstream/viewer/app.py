@@ -19,7 +19,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardstream.display import Picture, played_type
-from shardstream.errors import ChangedError, OptionError, ShardStreamError, StorageError, get_logger
+from shardstream.errors import (
+    ChangedError,
+    OptionError,
+    ShardStreamError,
+    StorageError,
+    describe_error,
+    get_logger,
+)
 from shardstream.viewer.guard import (
     DOWNLOAD_POLICY,
     HEADERS,
@@ -311,7 +318,7 @@ def _answered(answer: Callable[[], Response]) -> Response:
         return _json({"error": message_of(error), "kind": "DecodeError"}, 422)
     except Exception as error:  # noqa: BLE001  (the server goes on, and the page shows it)
         _log.exception("a request failed")
-        return _json({"error": f"{type(error).__name__}: {error}", "kind": "Error"}, 500)
+        return _json({"error": describe_error(error), "kind": "Error"}, 500)
 
 
 def _json(value: Any, status: int = 200) -> Response:

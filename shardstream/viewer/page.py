@@ -22,7 +22,7 @@ from shardstream.display import (
     played_type,
     statistics,
 )
-from shardstream.errors import DecodeError, redact
+from shardstream.errors import DecodeError, describe_error, redact
 from shardstream.pipeline import BASIC, BadSample, parse_json
 from shardstream.viewer.samples import BrokenSample, FoundSample, Place, Shown
 
@@ -251,7 +251,7 @@ def message_of(error: Exception) -> str:
         return str(error)
     if isinstance(error, PIL.UnidentifiedImageError):  # whose message has an address in memory
         return "the bytes are no picture of a format that is decoded"
-    return f"{type(error).__name__}: {error}"
+    return describe_error(error)
 
 
 def _place(place: Place) -> dict[str, Any]:

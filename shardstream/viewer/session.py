@@ -12,7 +12,7 @@ import numpy as np
 
 from shardstream.catalog import Classes, Numbers
 from shardstream.display import Picture, choose_thumbnail, kinds_of, render, render_value
-from shardstream.errors import OptionError, ShardStreamError, get_logger, redact
+from shardstream.errors import OptionError, ShardStreamError, describe_error, get_logger, redact
 from shardstream.pipeline import BadSample
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
@@ -316,7 +316,7 @@ class Session:
         try:
             values = self._decoded(sample)
         except Exception as error:  # noqa: BLE001  (the user's code raises any error)
-            return [{"name": "", "error": f"{type(error).__name__}: {error}"}]
+            return [{"name": "", "error": describe_error(error)}]
         return [
             {"name": str(name), "is_picture": render_value(value, 16) is not None}
             | ({} if isinstance(value, bytes) else describe_value(value))

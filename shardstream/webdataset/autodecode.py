@@ -20,7 +20,7 @@ from shardstream.codecs import (
     decode_cbor,
     decode_msgpack,
 )
-from shardstream.errors import DecodeError, OptionError, without_addresses
+from shardstream.errors import DecodeError, OptionError, describe_error
 from shardstream.format import PILLOW_FORMATS
 from shardstream.loader import load_tensors, to_tensor
 from shardstream.pipeline import BASIC, decode_gzip
@@ -374,7 +374,7 @@ class Decoder:
             raise
         except Exception as error:
             raise DecodingError(
-                f"cannot be decoded: {type(error).__name__}: {without_addresses(str(error))}",
+                f"cannot be decoded: {describe_error(error)}",
                 url=sample.get("__url__"),
                 key=sample.get("__key__"),
                 k=name,

@@ -370,4 +370,6 @@ def test_batch_larger_than_shared_memory_names_the_remedy(folder: str) -> None:
         pytest.skip("this system lets no process mount a file system of its own")
     command = [*mount, sys.executable, "-c", _SMALL_SHARED_MEMORY, folder]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert re.search(r"SampleError: .*/dev/shm is full: enlarge it .*smaller batches", done.stderr)
+    assert re.search(
+        r"SampleError: .*no room in /dev/shm: enlarge it .*smaller batches", done.stderr
+    )

@@ -6,6 +6,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,14 @@ def test_message_of_a_bad_image_has_no_address(tmp_path: Path) -> None:
     with pytest.raises(ss.DecodeError, match="cannot identify image file; ") as caught:
         next(iter(ss.ShardDataset(folder).decode("rgb8")))
     assert "0x" not in caught.value.what
+
+
+def test_error_of_a_pt_that_holds_objects_names_them_without_advice_to_run_them(
+    tmp_path: Path,
+) -> None:
+    stream = io.BytesIO()
+    torch.save({"half": Fraction(1, 2)}, stream)
+    folder = make_shards(tmp_path, samples=[{"__key__": "a", "pt": stream.getvalue()}])
+    with pytest.raises(DecodeError, match="Unsupported global: GLOBAL fractions.Fraction") as info:
+        list(ss.ShardDataset(folder).decode())
+    assert not any(part in str(info.value) for part in ("\x1b", "x1b[", "`weights_only`", "\n"))
