@@ -135,7 +135,7 @@ _TYPES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("Timeout", "TimedOut"), _TIMED_OUT),
     (("FileNotFoundError",), NOT_FOUND),
     (("IsADirectoryError",), _final("a folder is there, not a file; name a file")),
-    (("NotADirectoryError", "File name too long", "Too many levels of symbolic links", "embedded null byte"),
+    (("NotADirectoryError", "File name too long", "embedded null byte"),
      _final("no file can have this name; correct it")),
     (("Read-only file system",), _final("the disk is read-only; write elsewhere")),
     (("Too many levels of symbolic links",), _final("the link leads back to itself; correct it")),
