@@ -143,6 +143,12 @@ _Masks = Annotated[
         show_default=False,
     ),
 ]
+_Scale16Bits = Annotated[
+    bool,
+    typer.Option(
+        "--scale-16-bits", help="Scale images of 9 to 16 bits to 8 bits; masks keep all bits."
+    ),
+]
 _Quality = Annotated[
     int | None,
     typer.Option(
@@ -199,6 +205,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     max_side: _MaxSide = None,
     image_format: _ImageFormat = None,
     masks: _Masks = None,
+    scale_16_bits: _Scale16Bits = False,
     quality: _Quality = None,
     check: _Check = False,
     processes: _Processes = 1,
@@ -229,8 +236,8 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
-    images: dict[str, Any] = {"max_side": max_side, "quality": quality, "check": check}
-    images |= {"image_format": image_format, "masks": parse_masks(masks)}
+    images: dict[str, Any] = {"max_side": max_side, "check": check, "masks": parse_masks(masks)}
+    images |= {"quality": quality, "image_format": image_format, "scale_16_bits": scale_16_bits}
     with report_interruption(), job_bar("packing") as progress:
         packed = ss.pack(
             source,

@@ -19,6 +19,7 @@ from shardstream.format.bit_depth import (
     BitDepth,
     is_inverted,
     is_rendered,
+    scale_to_8_bits,
     stored_depth,
     stored_maximum,
 )
@@ -234,6 +235,7 @@ __all__ = [
     "read_sample",
     "read_samples",
     "restore_order",
+    "scale_to_8_bits",
     "scan_members",
     "scan_shard",
     "split_member_name",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -38,6 +40,11 @@ class BitDepth(NamedTuple):
         """Whether every stored number is in the range 0 to 255."""
         return self.bits <= 8 and self.kind == "unsigned"
 
+    @property
+    def can_be_scaled(self) -> bool:
+        """Whether the range of the stored numbers is known, and larger than 0 to 255."""
+        return 8 < self.bits <= 16 and self.kind == "unsigned"
+
     def __str__(self) -> str:
         return f"{self.bits}-bit {self.kind} numbers"
 
@@ -65,6 +72,26 @@ def stored_depth(image: Image, data: bytes) -> BitDepth:
     if form == "AVIF":
         return BitDepth(_avif_bits(data))
     return BitDepth(8)
+
+
+def scale_to_8_bits(image: Image, depth: BitDepth) -> Image:
+    """Return an image of 9 to 16 bits as one of 8, by the high bits of each number, as Pillow reads colours of 16 bits.
+
+    Args:
+        image: The file, opened.
+        depth: Its `stored_depth`, of which `BitDepth.can_be_scaled` is true.
+    """
+    from PIL import Image as pil  # noqa: N813, PLC0415  (other users of this room read no images)
+
+    if not image.mode.startswith("I"):
+        return image
+    # Pillow scales PGM to 16 bits.
+    shift = 8 if image.format == "PPM" else depth.bits - 8
+    scaled = pil.fromarray((np.asarray(image) >> shift).astype(np.uint8))
+    scaled.info = {**image.info}
+    if isinstance(clear := image.info.get("transparency"), int):
+        scaled.info["transparency"] = clear >> shift
+    return scaled
 
 
 def is_inverted(image: Image) -> bool:

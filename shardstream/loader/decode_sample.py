@@ -33,7 +33,7 @@ def decode_sample(
     Args:
         sample: Fields as bytes; other values stay as they are.
         handlers: As in ``decode``: names, and functions ``handler(".jpg", data)``.
-        options: As in ``decode``: ``only``, ``fields``, ``max_side``, ``upright``, ``masks``.
+        options: As in ``decode``: ``only``, ``fields``, ``max_side``, ``upright``, ``scale_16_bits``, ``masks``.
 
     Raises:
         DecodeError: If a field cannot be decoded.

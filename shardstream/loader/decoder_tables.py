@@ -40,6 +40,15 @@ KNOWN_FIELDS = frozenset(
 """Last parts of fields that some decoder takes, and the one for other bytes."""
 
 
+class PixelOptions(NamedTuple):
+    """Options of images in all fields."""
+
+    upright: bool = False
+    """Apply the EXIF orientation."""
+    scale_16_bits: bool = False
+    """Scale whole numbers of 9 to 16 bits to 8 bits, where a name has 8 bits."""
+
+
 class DecoderTables(NamedTuple):
     """Decoders by field, or by its last part."""
 
@@ -55,7 +64,7 @@ def decoder_tables(
     fields: Mapping[str, str | Decoder],
     *,
     max_side: int | None,
-    upright: bool,
+    pixels: PixelOptions,
     device: str | torch.device | None,
 ) -> DecoderTables:
     """Return the decoders that the options of `ItemSteps.decode` choose.
@@ -64,7 +73,7 @@ def decoder_tables(
         named: Names of decoders, and decoders with options, at most one for each kind of field.
         fields: Decoders of single fields.
         max_side: Longest side of images, in pixels.
-        upright: Apply the EXIF orientation.
+        pixels: Options of all images.
         device: Device that decodes images.
 
     Raises:
@@ -75,20 +84,21 @@ def decoder_tables(
     _check_one_of_a_kind(named)
     for name in named:
         if name in IMAGE_NAMES:
-            decoder = _image_decoder(name, max_side=max_side, upright=upright)
-            deferred = None if device is None else DeferredImageDecoder(spec=decoder.spec)
+            decoder = _image_decoder(name, pixels, max_side=max_side)
+            deferred = None if device is None else _deferred(decoder.spec, pixels)
             table |= dict.fromkeys(IMAGE_FORMATS, deferred or decoder)
-            mask_table |= dict.fromkeys(IMAGE_FORMATS, replace(decoder, is_mask=True))
+            mask_decoder = replace(decoder, is_mask=True, scale_16_bits=False)
+            mask_table |= dict.fromkeys(IMAGE_FORMATS, mask_decoder)
         else:
             table |= _other_decoders(name)
     single = {
-        name: _field_decoder(given, upright, max_side, defers=device is not None)
+        name: _field_decoder(given, pixels, max_side, defers=device is not None)
         for name, given in fields.items()
     }
     decoders = [*table.values(), *single.values()]
     checked_device = None
     if device is not None:
-        checked_device = _check_device(device, decoders, max_side=max_side, upright=upright)
+        checked_device = _check_device(device, decoders, max_side=max_side, upright=pixels.upright)
     return DecoderTables(table | single, table | mask_table | single, checked_device)
 
 
@@ -148,18 +158,24 @@ def _available() -> str:
     )
 
 
-def _image_decoder(spec: object, *, max_side: int | None, upright: bool) -> ImageDecoder:
-    return ImageDecoder(spec=str(spec), to_tensor=to_tensor, max_side=max_side, upright=upright)
+def _image_decoder(spec: object, pixels: PixelOptions, *, max_side: int | None) -> ImageDecoder:
+    return ImageDecoder(spec=str(spec), to_tensor=to_tensor, max_side=max_side, **pixels._asdict())
 
 
-def _field_decoder(given: object, upright: bool, max_side: int | None, *, defers: bool) -> Decoder:
+def _deferred(spec: str, pixels: PixelOptions) -> DeferredImageDecoder:
+    return DeferredImageDecoder(spec=spec, scale_16_bits=pixels.scale_16_bits)
+
+
+def _field_decoder(
+    given: object, pixels: PixelOptions, max_side: int | None, *, defers: bool
+) -> Decoder:
     """Return the decoder of a single field; a grey image name must not average a mask's numbers."""
     if isinstance(given, str):
         if given not in IMAGE_NAMES:
             return _other_decoder(given)
         if defers and given in DEVICE_SPECS:
-            return DeferredImageDecoder(spec=given)
-        decoder = _image_decoder(given, max_side=None, upright=upright)
+            return _deferred(given, pixels)
+        decoder = _image_decoder(given, pixels, max_side=None)
         mask_max_side = max_side if decoder.keeps_numbers else None
         return replace(decoder, is_mask=decoder.makes_grey, max_side=mask_max_side)
     check_decoder(given)

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
 from shardstream.loader.collation import collate
-from shardstream.loader.decoder_tables import KNOWN_FIELDS, check_decoder, decoder_tables
+from shardstream.loader.decoder_tables import (
+    KNOWN_FIELDS,
+    PixelOptions,
+    check_decoder,
+    decoder_tables,
+)
 from shardstream.loader.seeded_function import SeededFunction
 from shardstream.pipeline import (
     Batched,
@@ -68,6 +73,7 @@ class ItemSteps:
         fields: dict[str, str | Decoder] | None = None,
         max_side: int | None = None,
         upright: bool = False,
+        scale_16_bits: bool = False,
         masks: Sequence[str] | None = None,
         threads: int = 0,
         device: str | torch.device | None = None,
@@ -94,6 +100,8 @@ class ItemSteps:
                 numbers: they are resized to the nearest pixel. Images with another name in ``fields`` keep their size.
             upright: Apply the EXIF orientation. By default pixels stay in stored order, as in torchvision and WebDataset: boxes
                 and masks must match this choice.
+            scale_16_bits: Scale images of 9 to 16 bits to the 8 bits of names such as "rgb8": the high bits of their full range are
+                kept. Masks, "mask" and "raw" keep all.
             masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before the extension,
                 and a png (or another lossless format) next to a jpg of the same name.
             threads: Number of decoding threads, in order; image decoders release the GIL.
@@ -116,9 +124,14 @@ class ItemSteps:
         for function in functions:
             check_decoder(function)
         tables = decoder_tables(
-            named, fields or {}, max_side=max_side, upright=upright, device=device
+            named,
+            fields or {},
+            max_side=max_side,
+            pixels=PixelOptions(upright, scale_16_bits),
+            device=device,
         )
         given = {"images": named, "max_side": max_side, "upright": upright, "fields": fields}
+        given |= {"scale_16_bits": scale_16_bits}
         stage = Decode(
             table=tables.table,
             mask_table=tables.mask_table,

@@ -23,6 +23,7 @@ from shardstream.format import (
     is_plain_jpeg,
     is_rendered,
     mask_fields,
+    scale_to_8_bits,
     stored_depth,
 )
 
@@ -52,6 +53,7 @@ class ImageOptions:
         format: Field that all images but masks become: "jpg", "png" or "webp". None: each stays what it is.
         masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
             None: by their names, see `mask_fields`.
+        scale_16_bits: Scale whole numbers of 9 to 16 bits to 8 bits: the high bits of their full range are kept. Masks keep all.
         are_pictures: Whether grey images of few shades are pictures, as those in folders of classes, unless their shades are small numbers.
         check: Decode all pixels of images that stay as they are.
 
@@ -63,6 +65,7 @@ class ImageOptions:
     quality: int = DEFAULT_QUALITY
     format: str | None = None
     masks: tuple[str, ...] | None = None
+    scale_16_bits: bool = False
     are_pictures: bool = False
     check: bool = False
 
@@ -84,7 +87,7 @@ class ImageOptions:
     @property
     def changes_nothing(self) -> bool:
         """Whether every image stays as it is."""
-        return self.max_side is None and self.format is None
+        return self.max_side is None and self.format is None and not self.scale_16_bits
 
     def select_masks(self, fields: Iterable[str]) -> frozenset[str]:
         """Return the fields of a sample that are masks."""
@@ -100,6 +103,8 @@ class ImageOptions:
             return checked
         options = asdict(self)
         del options["are_pictures"], options["check"]  # the source decides the first; see `checked`
+        if not self.scale_16_bits:
+            del options["scale_16_bits"]
         return {**options, **checked, "pillow": PIL.__version__}
 
 
@@ -186,7 +191,11 @@ def reencode(
             # By its bytes: a PNG may be called .jpg. An MPO is a JPEG with more views.
             stored = "JPEG" if image.format == "MPO" else image.format
             keeps_format = options.format is None or is_mask or IMAGE_FORMATS[new] == stored
-            if fits_max_side and keeps_format:
+            if (
+                fits_max_side
+                and keeps_format
+                and not _scales(image, data, options, is_mask=is_mask)
+            ):
                 return field[: len(field) - len(old)] + new, data
             encoded = _encode_again(
                 image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask
@@ -236,8 +245,10 @@ def _encode_again(
 ) -> bytes:
     """Return the bytes of an image in a format and size; the field is that of the source, for messages."""
     depth = stored_depth(image, data)
-    _check_loss(image, depth, file_format, is_mask=is_mask)
+    scales = _scales(image, data, options, is_mask=is_mask)
+    _check_loss(image, BitDepth(8) if scales else depth, file_format, is_mask=is_mask)
     exif_orientation = _orientation(image)
+    image = scale_to_8_bits(image, depth) if scales else image
     nearest_pixel = is_mask or image.mode not in _AVERAGED
     shrinks = options.max_side is not None and max(image.size) > options.max_side
     if not nearest_pixel and options.masks is None and (shrinks or file_format in _LOSSY):
@@ -250,10 +261,16 @@ def _encode_again(
     if not _can_hold(file_format, converted):
         raise _LossyEncodeError(
             f"{file_format} cannot hold {depth}; leave image_format (--image-format) out"
+            + (", or pass scale_16_bits=True (--scale-16-bits)" if depth.can_be_scaled else "")
         )
     return _save(
         converted, file_format, options.quality, is_mask=is_mask, orientation=exif_orientation
     )
+
+
+def _scales(image: Image.Image, data: bytes, options: ImageOptions, *, is_mask: bool) -> bool:
+    """Return whether the numbers of an image are scaled to 8 bits."""
+    return options.scale_16_bits and not is_mask and stored_depth(image, data).can_be_scaled
 
 
 def _check_loss(image: Image.Image, depth: BitDepth, file_format: str, *, is_mask: bool) -> None:
@@ -266,8 +283,8 @@ def _check_loss(image: Image.Image, depth: BitDepth, file_format: str, *, is_mas
         )
     if not depth.fits_8_bits and image.mode in _AVERAGED and file_format not in _LOSSY:
         raise _LossyEncodeError(
-            f"{depth} of {image.format} {image.mode} would be cut to 8 bits; pack it without image options, or turn "
-            "images into jpg or webp with image_format (--image-format)"
+            f"{depth} of {image.format} {image.mode} would be cut to 8 bits; pack it without image options, allow it with "
+            "scale_16_bits (--scale-16-bits), or turn images into jpg or webp with image_format (--image-format)"
         )
     if is_mask and file_format == "JPEG":
         raise _LossyEncodeError(

@@ -66,6 +66,7 @@ def pack(  # noqa: PLR0913  (public door)
     quality: int | None = None,
     image_format: str | None = None,
     masks: Sequence[str] | None = None,
+    scale_16_bits: bool = False,
     check: bool = False,
     columns: str | Sequence[str] | Mapping[str, str] | None = None,
     processes: int | None = None,
@@ -110,6 +111,7 @@ def pack(  # noqa: PLR0913  (public door)
         image_format: Turn all images but masks into "jpg", "png" or "webp".
         masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
+        scale_16_bits: Scale images of 9 to 16 bits to 8 bits, which "rgb8" and its like can decode; masks keep all bits.
         check: Decode all pixels of each image, as `verify` with ``decode=True``: a truncated one cannot be packed. By default its header is read.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         processes: Processes that read and encode, by default 1; an executor has its own. They are used if there is something to encode or files are remote; local
@@ -132,6 +134,7 @@ def pack(  # noqa: PLR0913  (public door)
     """
     _check_options(processes, executor, on_error)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
+    pixels = {"check": check, "scale_16_bits": scale_16_bits}
     request = PackRequest(
         source=source,
         dest=dest,
@@ -148,7 +151,7 @@ def pack(  # noqa: PLR0913  (public door)
         seed=seed,
         split=split or {},
         classes=classes,
-        images=replace(_image_options(max_side, quality, image_format, masks), check=check),
+        images=replace(_image_options(max_side, quality, image_format, masks), **pixels),
         reading=storage_options if source_options is None else source_options,
         writing=storage_options,
         skips=on_error == "skip",

@@ -60,12 +60,14 @@ class DeferredImageDecoder:
 
     Args:
         spec: Image name of the result.
+        scale_16_bits: As in `ImageDecoder`.
 
     Raises:
         OptionError: If a device cannot decode to that name.
     """
 
     spec: str
+    scale_16_bits: bool = False
 
     def __post_init__(self) -> None:
         if self.spec not in DEVICE_SPECS:
@@ -79,7 +81,8 @@ class DeferredImageDecoder:
         Raises:
             Exception: Any error of `ImageDecoder`, for files that are not plain JPEGs.
         """
-        content = data if is_plain_jpeg(data) else ImageDecoder(spec="rgb8")(data)
+        decode = ImageDecoder(spec="rgb8", scale_16_bits=self.scale_16_bits)
+        content = data if is_plain_jpeg(data) else decode(data)
         return EncodedImage(content=content, spec=self.spec)
 
 

@@ -13,7 +13,13 @@ import PIL.Image
 import PIL.ImageOps
 
 from shardstream.errors import ImageWarning, OptionError
-from shardstream.format import PILLOW_FORMATS, is_rendered, stored_depth
+from shardstream.format import (
+    PILLOW_FORMATS,
+    BitDepth,
+    is_rendered,
+    scale_to_8_bits,
+    stored_depth,
+)
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, jpeg_size
 from shardstream.pipeline.raw_image_decode import (
     LossyDecodeError,
@@ -61,6 +67,7 @@ class ImageDecoder:
         to_tensor: Array -> tensor; needed for the ``torch`` names.
         max_side: Maximum of both sides in pixels; larger images are scaled down, keeping their aspect. JPEG then decodes faster.
         upright: Rotate and mirror images by their EXIF orientation. By default pixels keep their stored order.
+        scale_16_bits: Scale whole numbers of 9 to 16 bits, which ``spec`` cannot hold, to 8 bits.
         is_mask: The pixels are numbers, not shades: never average them, and refuse files whose numbers ``spec`` would change.
 
     Raises:
@@ -71,6 +78,7 @@ class ImageDecoder:
     to_tensor: Callable[[np.ndarray[Any, Any]], Any] | None = None
     max_side: int | None = None
     upright: bool = False
+    scale_16_bits: bool = False
     is_mask: bool = False
 
     def __post_init__(self) -> None:
@@ -145,13 +153,16 @@ class ImageDecoder:
     def _open(self, data: bytes, mode: str) -> PIL.Image.Image:
         """Load an image in a mode (``L``, ``RGB``, ``RGBA``), no side longer than ``max_side`` pixels."""
         with PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
-            self._check(image, data)
+            depth = stored_depth(image, data)
+            scales = self.scale_16_bits and depth.can_be_scaled
+            self._check(image, depth, scales=scales)
+            picture = scale_to_8_bits(image, depth) if scales else image
             nearest_pixel, size = self.is_mask or image.mode in _NEAREST_PIXEL, image.size
             reduced = None
             if self.max_side is not None and max(size) > self.max_side and not nearest_pixel:
                 # Decoding a JPEG at 1/2, 1/4 or 1/8 takes less time than at full size.
                 reduced = image.draft(None, _fit_size(size, self.max_side))
-            converted = image.convert(mode)
+            converted = picture.convert(mode)
             size = converted.size if reduced is None else size
             shrunk = self._shrink(converted, size, nearest_pixel=nearest_pixel)
         return PIL.ImageOps.exif_transpose(shrunk) if self.upright else shrunk
@@ -159,14 +170,20 @@ class ImageDecoder:
     def _apply_orientation(self, array: np.ndarray[Any, Any], data: bytes) -> np.ndarray[Any, Any]:
         return array if not self.upright else _ORIENTATION_TRANSFORMS[_orientation(data)](array)
 
-    def _check(self, image: PIL.Image.Image, data: bytes) -> None:
+    def _check(self, image: PIL.Image.Image, depth: BitDepth, *, scales: bool) -> None:
         """Raise an error or warn if ``spec`` would lose information of the file."""
-        depth = stored_depth(image, data)
-        if not depth.fits_8_bits:
+        if not depth.fits_8_bits and not scales:
+            scaled = depth.can_be_scaled and not self.is_mask
             raise LossyDecodeError(
                 f"{depth} do not fit {self.spec!r}, which has 8 bits; to keep them use decode(fields={{name: 'raw'}})"
+                + (
+                    f", to scale them to 8 bits decode({self.spec!r}, scale_16_bits=True)"
+                    if scaled
+                    else ""
+                )
             )
-        if self.is_mask and (image.mode in _NEAREST_PIXEL or is_rendered(image, depth)):
+        is_changed = image.mode in _NEAREST_PIXEL or is_rendered(image, depth)
+        if self.is_mask and is_changed and not scales:
             raise LossyDecodeError(
                 f"{self.spec!r} would replace the numbers of a mask ({depth.bits} bits, mode {image.mode}) by colours or shades; "
                 "to keep them use decode(fields={name: 'mask'}), or masks=() if this field is not a mask"

@@ -247,7 +247,7 @@ class ImageHandler:
         if key.rpartition(".")[2].lower() not in self.extensions:
             return None
         array_type, number_type, mode = imagespecs[self.imagespec]
-        image = _open_image(data).convert(mode.upper())
+        image = _open_image(key, data, self.imagespec).convert(mode.upper())
         if array_type == "pil":
             return image
         array = np.asarray(image)
@@ -258,7 +258,7 @@ class ImageHandler:
         return torch.from_numpy((array.transpose(2, 0, 1) if array.ndim == 3 else array).copy())
 
 
-def _open_image(data: bytes) -> PIL.Image.Image:
+def _open_image(key: str, data: bytes, imagespec: str) -> PIL.Image.Image:
     try:
         image = PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
     except PIL.UnidentifiedImageError as error:
@@ -267,9 +267,11 @@ def _open_image(data: bytes) -> PIL.Image.Image:
             remedy="convert it, or pass decode(wds.handle_extension('NAME', function))",
         ) from error
     if image.mode.startswith(("I", "F")):
+        name = key.rpartition(".")[2]
         raise DecodeError(
-            f"an image of mode {image.mode} would lose its numbers: they are clipped to 8 bits",
-            remedy="pass decode(wds.handle_extension('NAME', function)) for it",
+            f"field {key.removeprefix('.')!r}: an image of mode {image.mode} would lose its numbers: they are clipped to 8 bits",
+            remedy=f"to scale 16 bits to 8 use decode(wds.handle_extension({name!r}, lambda data: "
+            f"ss.decode_sample({{{name!r}: data}}, {imagespec!r}, scale_16_bits=True)[{name!r}]), {imagespec!r})",
         )
     image.load()
     return image

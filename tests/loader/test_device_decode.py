@@ -305,3 +305,12 @@ def test_files_pass_through_the_ring_outside_the_pickle() -> None:
     assert [one.content for one in images] == files
     assert (images[2].key, images[2].shard, images[2].field) == ("k2", "a.tar", "jpg")
     assert pixels.content.tolist() == [[[1, 1, 1], [1, 1, 1]]]
+
+
+def test_16_bit_pictures_are_scaled_in_the_worker(tmp_path: Path) -> None:
+    deep = np.full((4, 4), 40_000, np.uint16)
+    with ss.ShardWriter(tmp_path) as writer:
+        writer.write({"__key__": "0", "png": deep})
+    dataset = ss.ShardDataset(tmp_path).decode("rgb8", scale_16_bits=True, device="cpu")
+    (batch,) = ss.ShardLoader(dataset, 1, num_workers=0, device="cpu")
+    assert np.array_equal(np.asarray(batch["png"][0]), np.full((4, 4, 3), 156))

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import shardstream as ss
-from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.errors import DecodeError, OptionError, SampleError, SourceError
 from shardstream.packing import INT_FIELDS, ImageOptions, encode_field, encode_sample, reencode
 from shardstream.pipeline import BASIC, ImageDecoder
 from tests.image_files import netpbm_of, png_of
@@ -603,3 +603,54 @@ def test_class_ids_in_folders_of_classes_are_not_averaged(
     )
     with pytest.raises(SourceError, match=r"3 shades of grey, as a mask has"):
         ss.pack(root, tmp_path / "out", max_side=50)
+
+
+RAMP = np.arange(0, 65536, 13, dtype=np.uint16)[:5000].reshape(50, 100)
+DEEP_FILES = {
+    "grey.png": png_of(RAMP),
+    "colours.png": png_of(np.dstack([RAMP, RAMP[::-1], RAMP.T.reshape(RAMP.shape)])),
+    "grey.tif": file_of(RAMP, "TIFF"),
+    "12 bits.pgm": netpbm_of("P5", RAMP >> 4, 4095),
+}
+
+
+@pytest.mark.parametrize("name", DEEP_FILES)
+def test_16_bits_are_scaled_to_8_where_asked_in_pack_and_decode(name: str, tmp_path: Path) -> None:
+    data, field = DEEP_FILES[name], name.rpartition(".")[2]
+    pixels = ImageDecoder(spec="raw")(data)
+    expected = (pixels >> (4 if field == "pgm" else 8)).astype(np.uint8)
+    sample = {"__key__": "0", field: data, f"depth.{field}": data}
+    ss.pack([sample], tmp_path / "raw")
+    ss.pack([sample], tmp_path / "scaled", scale_16_bits=True)
+    image_name = "rgb8" if pixels.ndim == 3 else "l8"
+    masks: dict[str, Any] = {"fields": {f"depth.{field}": "raw"}}
+    (found,) = ss.ShardDataset(tmp_path / "raw").decode(image_name, scale_16_bits=True, **masks)
+    (packed,) = ss.ShardDataset(tmp_path / "scaled").decode(image_name, **masks)
+    for one in (found, packed):
+        assert np.abs(one[field].astype(int) - expected).max() <= (field == "pgm")
+        assert np.array_equal(one[f"depth.{field}"], pixels)  # a mask keeps all bits
+    dataset = ss.ShardDataset(tmp_path / "raw")
+    with pytest.raises(DecodeError, match=rf"decode\('{image_name}', scale_16_bits=True\)"):
+        list(dataset.decode(image_name, only=field))
+    (single,) = dataset.decode(fields={field: image_name}, scale_16_bits=True, only=field)
+    assert np.array_equal(single[field], found[field])
+
+
+def test_scaled_images_are_averaged_and_converted(tmp_path: Path) -> None:
+    for options in ({"max_side": 10}, {"image_format": "jpg"}):
+        name = next(iter(options))
+        ss.pack([{"png": DEEP_FILES["grey.png"]}], tmp_path / name, scale_16_bits=True, **options)
+        (sample,) = ss.ShardDataset(tmp_path / name).decode("l8")
+        pixels = sample["jpg" if name == "image_format" else "png"]
+        assert abs(pixels.astype(float).mean() - (RAMP >> 8).mean()) < 2
+
+
+@pytest.mark.parametrize(
+    "data", [file_of(RAMP.astype(np.float32), "TIFF"), file_of(RAMP.astype(np.int32), "TIFF")]
+)
+def test_numbers_without_a_known_range_are_not_scaled(data: bytes, tmp_path: Path) -> None:
+    ss.pack([{"tif": data}], tmp_path, scale_16_bits=True)
+    (sample,) = ss.ShardDataset(tmp_path).decode("raw")
+    assert sample["tif"].dtype.itemsize == 4
+    with pytest.raises(DecodeError, match=r"32-bit .* do not fit 'l8'"):
+        list(ss.ShardDataset(tmp_path).decode("l8", scale_16_bits=True))

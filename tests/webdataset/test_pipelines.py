@@ -204,8 +204,13 @@ def test_images_that_would_lose_numbers_are_errors(tmp_path: Path) -> None:
     stream = io.BytesIO()
     Image.fromarray(np.full((2, 2), 1000, np.uint16)).save(stream, "PNG")
     url = shard(tmp_path / "a.tar", "a", png=stream.getvalue())
-    with pytest.raises(wds.DecodingError, match="clipped to 8 bits"):
-        list(wds.WebDataset(url, shardshuffle=False).decode("rgb8"))
+    with pytest.raises(wds.DecodingError, match=r"field 'png'.*8 bits; .*handle_extension\('png'"):
+        list(wds.WebDataset(url, shardshuffle=False).decode("l8"))
+    scale = wds.handle_extension(
+        "png", lambda data: ss.decode_sample({"png": data}, "l8", scale_16_bits=True)["png"]
+    )
+    (sample,) = wds.WebDataset(url, shardshuffle=False).decode(scale, "l8")
+    assert sample["png"].tolist() == [[3, 3], [3, 3]]
     with pytest.raises(wds.DecodingError, match="not an image of a format"):
         list(
             wds.WebDataset(
