@@ -134,7 +134,7 @@ def pack(  # noqa: PLR0913  (public door)
     """
     _check_options(processes, executor, on_error)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
-    pixels = {"check": check, "scale_16_bits": scale_16_bits}
+    pixels: dict[str, Any] = {"check": check, "scale_16_bits": scale_16_bits}
     request = PackRequest(
         source=source,
         dest=dest,
