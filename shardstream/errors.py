@@ -31,6 +31,7 @@ import sys
 
 _USERINFO = re.compile(r"(?<=://)[^/\s]*@")  # a password may have an @
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _ADDRESS = re.compile(r" ?<[\w.]+ object at 0x[0-9a-fA-F]+>| at 0x[0-9a-fA-F]{6,}")
 _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 
@@ -131,6 +132,20 @@ def plural(count: int, noun: str) -> str:
     """
     ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def human_bytes(count: int) -> str:
+    """Format a number of bytes in decimal units.
+
+    >>> human_bytes(999), human_bytes(256_000_000)
+    ('999 B', '256.0 MB')
+    """
+    value = float(count)
+    for unit in _UNITS:
+        if value < 999.95 or unit == _UNITS[-1]:
+            break
+        value /= 1000
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 class ShardStreamError(Exception):

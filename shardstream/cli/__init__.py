@@ -15,12 +15,10 @@ terminal_text          sizes and tables as text; escape control characters
 from shardstream.cli.app import command_tree, main
 from shardstream.cli.field_preview import describe
 from shardstream.cli.pack import parse_split
-from shardstream.cli.pack_progress import log_lines
 
 __all__ = [
     "command_tree",
     "describe",
-    "log_lines",
     "main",
     "parse_split",
 ]

@@ -21,8 +21,8 @@ from shardstream.cli.options import (
     state_of_parts,
 )
 from shardstream.cli.pack_progress import job_bar
-from shardstream.cli.terminal_text import human_bytes, printable
-from shardstream.errors import plural
+from shardstream.cli.terminal_text import printable
+from shardstream.errors import human_bytes, plural
 
 
 def index(  # noqa: PLR0913  (the options of a command)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardstream.cli.options import StorageOption, Urls, parse_options, progress_bar
-from shardstream.cli.terminal_text import aligned, human_bytes, printable, shortened
-from shardstream.errors import OptionError, StorageError, plural
+from shardstream.cli.terminal_text import aligned, printable, shortened
+from shardstream.errors import OptionError, StorageError, human_bytes, plural
 
 if TYPE_CHECKING:
     from shardstream.packing import Listing

@@ -24,8 +24,8 @@ from shardstream.cli.options import (
     state_of_parts,
 )
 from shardstream.cli.pack_progress import job_bar, report_interruption
-from shardstream.cli.terminal_text import aligned, human_bytes, printable
-from shardstream.errors import plural
+from shardstream.cli.terminal_text import aligned, printable
+from shardstream.errors import human_bytes, plural
 
 if TYPE_CHECKING:
     from shardstream.packing import PackReport

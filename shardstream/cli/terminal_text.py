@@ -1,10 +1,8 @@
-"""Format sizes and tables for a terminal, and escape control characters."""
+"""Format tables for a terminal, and escape control characters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def printable(text: str) -> str:
@@ -28,20 +26,6 @@ def shortened(text: str, limit: int) -> str:
     'abc…'
     """
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
-
-
-def human_bytes(count: int) -> str:
-    """Format a number of bytes in decimal units.
-
-    >>> human_bytes(999), human_bytes(256_000_000)
-    ('999 B', '256.0 MB')
-    """
-    value = float(count)
-    for unit in _UNITS:
-        if value < 999.95 or unit == _UNITS[-1]:
-            break
-        value /= 1000
-    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, right: frozenset[int] = frozenset()) -> list[str]:

@@ -39,9 +39,17 @@ from shardstream.packing.key_index import key_index_name, open_key_index, write_
 from shardstream.packing.merge import merge
 from shardstream.packing.pack_plan import PackRequest
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.part_job import PartJob, PartResult, PartTask, PartWork, claim, set_parts
+from shardstream.packing.part_job import (
+    PartCounts,
+    PartJob,
+    PartResult,
+    PartTask,
+    PartWork,
+    claim,
+    set_parts,
+)
 from shardstream.packing.part_writer import PartWriter
-from shardstream.packing.report import PackReport, Progress
+from shardstream.packing.report import PackReport, Progress, counts_text, logged, progress_lines
 from shardstream.packing.reshard import cut_by_size, iter_cuts, reshard
 from shardstream.packing.shard_writer import (
     DEFAULT_MAX_BYTES,
@@ -74,6 +82,7 @@ __all__ = [
     "Listing",
     "PackReport",
     "PackRequest",
+    "PartCounts",
     "PartJob",
     "PartResult",
     "PartTask",
@@ -96,6 +105,7 @@ __all__ = [
     "claim",
     "claim_destination",
     "class_name",
+    "counts_text",
     "cut_by_size",
     "encode_field",
     "encode_hashes",
@@ -112,11 +122,13 @@ __all__ = [
     "key_levels",
     "list_shards",
     "list_splits",
+    "logged",
     "merge",
     "open_key_index",
     "open_source",
     "pack",
     "place_of",
+    "progress_lines",
     "read_journal",
     "read_one",
     "reencode",

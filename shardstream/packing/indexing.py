@@ -222,7 +222,7 @@ def index(  # noqa: PLR0913  (the public door)
         ]
         return _index_part(job, works, executor, progress, others)
     _check_all_finished(folder, present, () if to is None else tars, storage)
-    meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
+    meter = ProgressMeter(f"index {folder}", sum(tar.size for tar in tars), progress, executor)
     output = output_folder_in(storage, folder)
     one = IndexShard(
         tar=tars[0],
@@ -415,9 +415,8 @@ def _index_part(
     others: Sequence[str],
 ) -> IndexReport:
     """Index a part of the tars."""
-    meter = ProgressMeter(
-        sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress, executor
-    )
+    total = sum(work.tar.size for work in works[executor.part - 1 :: executor.of])
+    meter = ProgressMeter(f"index {job.title}", total, progress, executor)
     done: list[PartResult] = []
 
     def collect(task: Task, document: Mapping[str, JSON]) -> None:  # noqa: ARG001

@@ -28,7 +28,14 @@ from shardstream.packing.journal import NumberedSkip, Task
 from shardstream.packing.pack_parts import pack_in_parts
 from shardstream.packing.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order
-from shardstream.packing.report import PackReport, Progress, Skip, SplitReport, skipped_before_error
+from shardstream.packing.report import (
+    PackReport,
+    Progress,
+    Skip,
+    SplitReport,
+    logged,
+    skipped_before_error,
+)
 from shardstream.packing.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
@@ -240,6 +247,7 @@ class _Job:
 
     def run(self, *, processes: int) -> PackReport:
         start_s = time.monotonic()
+        self.progress = logged(f"pack {self.names.folder}", self.progress)
         with ExitStack() as stack:
             writers = self._open_writers(stack)
             self._resume(writers)

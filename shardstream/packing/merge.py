@@ -54,6 +54,7 @@ from shardstream.packing.report import (
     PackReport,
     ProgressFunction,
     SplitReport,
+    logged,
 )
 from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.storage import (
@@ -115,7 +116,9 @@ def run_jobs(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    counts = PartCounts(progress, samples, RetryCount(executor), skips=skips)
+    first = jobs[0].job
+    logs = logged(f"{first.kind} {first.names.folder}", progress)
+    counts = PartCounts(logs, samples, RetryCount(executor), skips=skips)
     splits: list[SplitReport] = []
     unfinished = 0
     for split, job, works in jobs:

@@ -1,12 +1,18 @@
-"""Values for the progress and the report of a packing job."""
+"""Values for the progress and the report of a packing job, and the progress as lines of text."""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardstream.errors import OptionError, plural
+from shardstream.errors import OptionError, get_logger, human_bytes, plural
+
+_log = get_logger(__name__)
+
+LINE_EVERY_S = 30.0
 
 
 class Progress(NamedTuple):
@@ -122,3 +128,78 @@ def skipped_before_error(count: int, first: Skip, folder: str) -> OptionError:
         "continue with on_error='skip' (--skip-errors), or start again with overwrite=True (--overwrite)",
         shard=folder,
     )
+
+
+def logged(title: str, progress: ProgressFunction | None) -> ProgressFunction | None:
+    """Return a progress function that also logs a line every 30 s, if the program logs at INFO.
+
+    Args:
+        title: Verb of the job, and its place.
+        progress: The function of the caller.
+    """
+    if not _log.isEnabledFor(logging.INFO):
+        return progress
+    log = progress_lines(title, _log.info)
+
+    def update(now: Progress) -> None:
+        log(now)
+        if progress is not None:
+            progress(now)
+
+    return update
+
+
+def progress_lines(
+    title: str, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+) -> ProgressFunction:
+    """Return a progress function that writes a line at most every 30 s.
+
+    Args:
+        title: Verb of the job.
+        write: Takes a line.
+        clock: Time in seconds.
+    """
+    start_s = last_s = clock()
+
+    def update(progress: Progress) -> None:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s >= LINE_EVERY_S:
+            last_s = now_s
+            write(f"{title}: {_share(progress)}{counts_text(progress, now_s - start_s)}")
+
+    return update
+
+
+def _share(progress: Progress) -> str:
+    """Return the part of a job that is done, if it is known."""
+    done, total = progress.samples + progress.skipped, progress.total
+    if progress.total_bytes is not None:
+        done, total = progress.size_bytes, progress.total_bytes
+    return f"{100 * done / total:.0f} %  " if total else ""
+
+
+def counts_text(progress: Progress, seconds: float) -> str:
+    """Return counts and rates of a job as one line; failures, retries and kept samples only if there are some.
+
+    >>> counts_text(Progress(1200, 0, 5_000_000, None, shards=3, failures=1, retries=2), 10.0)
+    '3 shards  1,200 samples  120/s  500.0 kB/s  1 failure  2 tasks run again'
+    """
+    seconds = max(seconds, 1e-3)
+    new = progress.samples - progress.kept
+    size_bytes: float = progress.size_bytes
+    if progress.kept:  # bytes of an earlier run took no time now
+        size_bytes *= new / max(progress.samples, 1)
+    parts = [
+        plural(progress.shards, "shard"),
+        plural(progress.samples, "sample"),
+        f"{new / seconds:,.0f}/s",
+        f"{human_bytes(int(size_bytes / seconds))}/s",
+    ]
+    if progress.kept:
+        parts.append(f"{progress.kept:,} of an earlier run")
+    if progress.failures:
+        parts.append(plural(progress.failures, "failure"))
+    if progress.retries:
+        parts.append(f"{plural(progress.retries, 'task')} run again")
+    return "  ".join(parts)

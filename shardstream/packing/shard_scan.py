@@ -25,7 +25,7 @@ from shardstream.format import (
 )
 from shardstream.packing.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
 from shardstream.packing.image_encode import is_image_field
-from shardstream.packing.report import Progress, ProgressFunction
+from shardstream.packing.report import Progress, ProgressFunction, logged
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import RangeStream, Storage, is_compressed, map_file
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
@@ -47,15 +47,16 @@ class ProgressMeter:
     """Counts bytes and shards of all passes for the caller's progress function, and stops them all on demand.
 
     Args:
+        title: Verb of the job, for the log.
         total: Bytes to read.
         progress: Called from several threads, one at a time.
         executor: Its retries are counted.
     """
 
     def __init__(
-        self, total: int, progress: ProgressFunction | None, executor: Executor | None
+        self, title: str, total: int, progress: ProgressFunction | None, executor: Executor | None
     ) -> None:
-        self._progress = progress
+        self._progress = logged(title, progress)
         self._update = Progress(0, 0, 0, None, total_bytes=total)
         self._retries = RetryCount(executor)
         self._lock = threading.Lock()

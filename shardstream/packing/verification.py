@@ -207,7 +207,8 @@ def verify(  # noqa: PLR0913  (public door)
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
-    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress, executor)
+    total = sum(shard.filesize or 0 for shard in located.shards)
+    meter = ProgressMeter("verify", total, progress, executor)
     counted = meter if executor is None else None
     tasks = [
         VerifyShard(

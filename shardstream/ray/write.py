@@ -20,6 +20,7 @@ from shardstream.packing import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     PackReport,
+    PartCounts,
     PartJob,
     PartTask,
     PartWork,
@@ -28,6 +29,7 @@ from shardstream.packing import (
     claim,
     claim_destination,
     iter_cuts,
+    logged,
     merge,
     set_parts,
 )
@@ -37,7 +39,7 @@ from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, encoded_blocks, in_
 from shardstream.ray.write_join import join_works, open_samples
 from shardstream.ray.write_task import BlockRange, RowsWork
 from shardstream.storage import Urls, absolute_url, absolute_urls, parse_bytes
-from shardstream.tasks import JSON, Task, run_task
+from shardstream.tasks import RetryCount, Task, run_task
 
 _MAX_RETRIES = 3  # of a task whose worker dies
 
@@ -116,15 +118,20 @@ def write(  # noqa: PLR0913  (public door)
     claim_destination(  # refuses before the dataset runs; nothing is changed
         job.open_folder(), names, task=job.task, overwrite=overwrite, extras=frozenset(job.extras)
     )
+    counts = PartCounts(
+        logged(f"ray.write {names.folder}", None), None, RetryCount(None), skips=False
+    )
     most = concurrency or max(1, int(ray.cluster_resources().get("CPU", 1)))
     with in_row_order(ds):
         blocks = encoded_blocks(ds, most, with_keys=samples is not None)
         if samples is None:
-            num_parts = _run(job, _row_works(blocks, limits, names), most, overwrite)
+            num_parts = _run(
+                job, _row_works(blocks, limits, names), most, counts, overwrite=overwrite
+            )
         else:
             rows = list(blocks)
             works = join_works(samples, rows, limits, names, most) if rows else ()
-            num_parts = _run(job, works, most, overwrite)
+            num_parts = _run(job, works, most, counts, overwrite=overwrite)
     set_parts(job, num_parts)
     report = merge(names.folder, storage_options=storage_options)
     return replace(report, source=job.title, seconds=time.monotonic() - begin_s)
@@ -167,7 +174,9 @@ def _ranges(blocks: Iterable[RowsBlock], first: int, last: int) -> Iterator[Bloc
             yield BlockRange(rows.reference, rows.start + start, rows.start + stop)
 
 
-def _run(job: PartJob, works: Iterable[PartWork], most: int, overwrite: bool) -> int:
+def _run(
+    job: PartJob, works: Iterable[PartWork], most: int, counts: PartCounts, *, overwrite: bool
+) -> int:
     """Run the parts of a job, which claims the destination when the first is known; return their number.
 
     Raises:
@@ -191,11 +200,7 @@ def _run(job: PartJob, works: Iterable[PartWork], most: int, overwrite: bool) ->
 
     options = {"num_cpus": TASK_CPUS, "max_retries": _MAX_RETRIES, "retry_exceptions": False}
     submit = ray.remote(run_task).options(**options).remote
-    run_tasks(submit, tasks(), _ignore, most)
+    run_tasks(submit, tasks(), counts.add, most)
     if not num_parts:
         raise OptionError("the dataset has no rows, so there is nothing to publish")
     return num_parts
-
-
-def _ignore(task: Task, result: Mapping[str, JSON]) -> None:
-    """Do nothing: `merge` reads the records of the parts."""

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardstream.cli import log_lines, main
-from shardstream.packing import Progress
+from shardstream.cli import main
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
 
@@ -63,17 +62,3 @@ def test_verify_with_only_warnings_exits_with_0(
     out = capsys.readouterr().out
     assert out.startswith("warning: ")
     assert out.endswith(": sound, 1 warning\n")
-
-
-def test_progress_is_a_line_every_30_s_without_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    times = iter([0.0, 29.0, 30.0, 59.0, 61.0])
-    update = log_lines("verifying", clock=lambda: next(times))
-    for done in (1, 2, 3, 4):
-        update(Progress(done * 10, 0, done << 20, None, total_bytes=4 << 20))
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[:5] for line in lines] == [
-        ["verifying:", "50", "%", "0", "shards"],
-        ["verifying:", "100", "%", "0", "shards"],
-    ]

@@ -32,14 +32,17 @@ from shardstream.packing import (
     SamplesSource,
     assign_splits,
     chunked,
+    index,
     pack,
+    progress_lines,
+    reshard,
     shuffled_order,
     split_counts,
     verify,
 )
 from shardstream.storage import LocalFolder, Storage, locate_shards, publish_bytes
 from shardstream.tasks import LocalExecutor
-from tests.limits import module_of
+from tests.limits import module_of, set_limits
 
 CLASSES = ("ant", "bee", "cat")
 _SLOW_S = 60  # of a working process while another one is killed
@@ -360,6 +363,38 @@ def test_tars_are_packed_again(photos: Path, tmp_path: Path) -> None:
         pack(tmp_path / "a", tmp_path / "a", overwrite=True)
     with pytest.raises(OptionError, match="tars cannot be shuffled"):
         pack(tmp_path / "a", tmp_path / "c", shuffle=True)
+
+
+def test_progress_is_a_line_every_30_s() -> None:
+    times, lines = iter([0.0, 29.0, 30.0, 59.0, 61.0]), list[str]()
+    update = progress_lines("verifying", lines.append, clock=lambda: next(times))
+    for done in (1, 2, 3, 4):
+        update(Progress(done * 10, 0, done << 20, None, total_bytes=4 << 20))
+    assert [line.split()[:5] for line in lines] == [
+        ["verifying:", "50", "%", "0", "shards"],
+        ["verifying:", "100", "%", "0", "shards"],
+    ]
+
+
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_jobs_of_python_log_their_progress_at_info(
+    level: str,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    set_limits(monkeypatch, Progress, LINE_EVERY_S=0)
+    caplog.set_level(level, logger="shardstream")
+    pack(photos, tmp_path / "a")
+    pack(photos, tmp_path / "b", executor=LocalExecutor())
+    reshard(tmp_path / "a", tmp_path / "c")
+    index(tmp_path / "a")
+    verify(tmp_path / "a")
+    names = {line.partition(":")[0] for line in caplog.messages if "  90 samples  " in line}
+    jobs = {"pack a", "pack b", "reshard c", "index a"}
+    logged = {f"{job[:-1]}{tmp_path}/{job[-1]}" for job in jobs} | {"verify"}
+    assert names == (logged if level == "INFO" else set())
 
 
 def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:

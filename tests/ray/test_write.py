@@ -17,7 +17,9 @@ from ray.data.extensions import ArrowTensorArray
 from ray.exceptions import RayError
 
 import shardstream as ss
+from shardstream.packing import Progress
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 from tests.ray.cluster import MARKS
 from tests.servers import S3Server
 
@@ -334,6 +336,17 @@ def test_keys_that_shards_share_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ss.SourceError, match=first):
         ss.ray.write(rows, tmp_path / "new", max_samples=10)
     assert not is_published(tmp_path / "new")
+
+
+def test_progress_is_logged_at_info(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_limits(monkeypatch, Progress, LINE_EVERY_S=0)
+    caplog.set_level("INFO", logger="shardstream")
+    rows = ray.data.from_items([{"cls": n} for n in range(30)], override_num_blocks=2)
+    ss.ray.write(rows, tmp_path / "new", max_samples=10)
+    lines = [line for line in caplog.messages if line.startswith(f"ray.write {tmp_path}/new: ")]
+    assert "3 shards  30 samples" in lines[-1]
 
 
 def test_an_error_upstream_is_passed_on_and_leaves_the_old_dataset(
