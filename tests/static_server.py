@@ -9,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,6 @@ class _Files(http.server.SimpleHTTPRequestHandler):
     """Files of a folder with ranges and ETags; a listing of a folder, unless the server was told otherwise."""
 
     lists_folders = True
-    statuses: Mapping[str, int] = {}
     served: Served
 
     def log_message(self, *_: object) -> None:
@@ -56,9 +55,6 @@ class _Files(http.server.SimpleHTTPRequestHandler):
         return None
 
     def send_head(self) -> Any:
-        if self.path in self.statuses:
-            self.send_error(self.statuses[self.path])
-            return None
         path = Path(self.translate_path(self.path))
         return self.send_file(path) if path.is_file() else super().send_head()
 
@@ -152,14 +148,9 @@ class _Hub(_Files):
 
 
 @contextmanager
-def serve_files(folder: Path, **attributes: Any) -> Iterator[Served]:
-    """Serve a folder as a static web server does.
-
-    Args:
-        folder: The folder.
-        attributes: ``lists_folders`` (True), and ``statuses``: path -> HTTP status that is sent instead of the file.
-    """
-    with _serve(_Files, folder, **attributes) as served:
+def serve_files(folder: Path, *, lists_folders: bool = True) -> Iterator[Served]:
+    """Serve a folder as a static web server does."""
+    with _serve(_Files, folder, lists_folders=lists_folders) as served:
         yield served
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from PIL import Image
 
 from shardstream.errors import (
-    AccessDeniedError,
     NotFoundError,
     SampleError,
     SourceError,
@@ -30,6 +29,8 @@ from shardstream.tasks import ProcessPool
 _CHUNK_RECORDS = 32
 _RECORD_CHUNK_BYTES = 16 << 20
 _READ_THREADS = 16  # for remote files, where each read waits
+REMOTE_FILE_LIMIT_BYTES = 2 << 30
+"""Limit of a remote file that becomes a field, whatever a hostile server sends."""
 _OF_ONE_FILE = frozenset(
     {
         errno.EISDIR,
@@ -156,21 +157,25 @@ class RecordEncoder:
 
     def _read(self, url: str) -> bytes | StorageError:
         """Return the bytes of a file, or an error that is one of this file alone."""
+        is_local = self.storage.local_path(url) is not None
         try:
-            return self.storage.read(url)
+            return (
+                self.storage.read(url)
+                if is_local
+                else self.storage.read_bounded(url, REMOTE_FILE_LIMIT_BYTES)
+            )
         except StorageError as error:
-            is_local = self.storage.local_path(url) is not None
             if not isinstance(error, NotFoundError) and not _is_of_one_file(error, url, is_local):
                 raise
             return error
 
 
 def _is_of_one_file(error: StorageError, url: str, is_local: bool) -> bool:
-    """Return whether an error says nothing about other files: a name that no file can have, or no access to this one."""
+    """Return whether an error says nothing about other files: a name that no file can have, or a link to the web that fails."""
     if (
         not is_local
-    ):  # the key of a link may have expired; with that of a bucket no file could be read
-        return isinstance(error, AccessDeniedError) and url.startswith(("http://", "https://"))
+    ):  # each link has a server of its own; with the bucket of one no file could be read
+        return url.startswith(("http://", "https://"))
     cause = error.__cause__
     if isinstance(cause, OSError):
         return cause.errno in _OF_ONE_FILE

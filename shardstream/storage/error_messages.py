@@ -82,6 +82,7 @@ _TIMED_OUT = _temporary(
 # Codes of servers and errors of clients that say more than the status of the response.
 _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
+    (("TooManyRedirects",), _final("the server redirects in a circle; check the URL")),
     (("not needed any more",), _final("the request was cancelled")),
     (("SocketTimeoutError",), _TIMED_OUT),  # of aiohttp; it is a ConnectionError, too
     (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
@@ -343,7 +344,10 @@ def _status(error: BaseException) -> int | None:
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     response = getattr(response, "status_code", response)  # httpx, requests
     names = ("status", "status_code", "code")  # aiohttp and http.client; azure; gcsfs
-    found = (getattr(error, name, None) for name in names)  # aiohttp warns of the last
+    # only the first: aiohttp warns of the last
+    found = (getattr(error, name) for name in names if hasattr(error, name))
     message = _STATUS.search(str(error))  # obstore has it in the message only
-    statuses = itertools.chain([response], found, [int(message[1])] if message else [])
+    statuses = itertools.chain(
+        [response], itertools.islice(found, 1), [int(message[1])] if message else []
+    )
     return next((one for one in statuses if isinstance(one, int) and 300 <= one < 600), None)

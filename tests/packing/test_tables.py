@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ from pyarrow import parquet
 import shardstream as ss
 from shardstream.errors import OptionError, SourceError
 from shardstream.format import limit_of_rows
+from shardstream.packing import RecordEncoder
 from shardstream.tasks import LocalExecutor
 from tests.limits import set_limits
+from tests.raw_server import Request, raw_server, response
 from tests.static_server import serve_files
 
 NUMBERS = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
@@ -251,18 +255,62 @@ def test_row_whose_file_cannot_be_one_is_skipped_alone(
     assert reason in skipped.reason
 
 
-@pytest.mark.parametrize("status", [401, 403])
-def test_link_without_access_is_skipped_alone(status: int, tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files/1.png").write_bytes(png())
-    with serve_files(tmp_path / "files", statuses={"/2.png": status}) as served:
-        links = [{"p": f"{served.url}/{name}.png"} for name in (1, 2, 1)]
-        (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, links)))
-        packed = ss.pack(
-            tmp_path / "t.jsonl", tmp_path / "out", fields={"png": "p"}, on_error="skip"
-        )
+def pack_links(folder: Path, links: Sequence[str], **options: float) -> ss.PackReport:
+    """Pack a table of links to pictures, without those that fail."""
+    (folder / "t.jsonl").write_text("\n".join(json.dumps({"p": link}) for link in links))
+    (folder / "1.png").write_bytes(png())
+    return ss.pack(
+        folder / "t.jsonl",
+        folder / "out",
+        fields={"png": "p"},
+        on_error="skip",
+        storage_options={"retry_timeout_s": 0.3, **options},
+    )
+
+
+def test_links_that_fail_are_skipped_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their server answers, or if there is none."""
+    set_limits(monkeypatch, RecordEncoder, REMOTE_FILE_LIMIT_BYTES=100_000)
+    reasons = {
+        "200": "over 100,000 bytes",
+        "302": "redirects in a circle",
+        "400": "rejects this request",
+        "401": "access refused",
+        "403": "access refused",
+        "404": "not found",
+        "410": "not found",
+        "429": "throttles",
+        "500": "the server failed",
+    }
+
+    def answer(request: Request) -> bytes:
+        status = int(request.target.strip("/"))
+        return response(status, bytes(100_001 * (status == 200)), Location=request.target)
+
+    with raw_server(answer) as server:
+        links = [f"{server.url}/{status}" for status in reasons]
+        links += ["http://127.0.0.1:9/a.png", "http://no-such-host.invalid/a.png"]
+        packed = pack_links(tmp_path, ["1.png", *links, "1.png"])
     assert packed.samples == 2
-    assert "access refused" in packed.skipped[0].reason
+    wanted = [*reasons.values(), *["the server cannot be reached"] * 2]
+    for reason, skipped in zip(wanted, packed.skipped, strict=True):
+        assert reason in skipped.reason
+
+
+def test_host_that_never_answers_is_asked_once(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def answer(_: Request) -> Iterator[bytes]:
+        ended.wait(60)
+        yield b""
+
+    with raw_server(answer) as server:
+        links = [f"{server.url}/{number}.png" for number in range(100)]
+        packed = pack_links(tmp_path, [*links, "1.png"], read_timeout_s=0.3)
+        ended.set()
+    assert (packed.samples, len(packed.skipped)) == (1, 100)
+    assert len(server.requests) <= 3 * 16  # of the rows that are read at the same time
+    assert "did not answer a moment ago" in packed.skipped[-1].reason
 
 
 def test_long_cell_of_a_csv_is_read(tmp_path: Path) -> None:
