@@ -409,10 +409,9 @@ class ShardLoader(DataLoader[Any]):
             )
 
     def _compare_ranks(self) -> None:
-        """Compare the order options with the other ranks, once, if the placement was detected."""
+        """Compare the order options with the other ranks, once, if the placement is that of torch.distributed."""
         batches = self._batches
-        is_given = batches.source_dataset.has_given_placement
-        if self._is_compared or is_given or batches.placement.world_size == 1:
+        if self._is_compared or batches.placement.world_size == 1:
             return
         if self._partition is None:
             numbers = self._topology() | {"epoch": self._positions.current.epoch}

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 import shardstream as ss
 
 
-def dataset(folder: str) -> ss.ShardDataset:
-    return ss.ShardDataset(folder, shuffle=True, microbatch=8).decode("rgb8").to_tuple("cls")
+def dataset(folder: str, **options: Any) -> ss.ShardDataset:
+    shuffled = ss.ShardDataset(folder, shuffle=True, microbatch=8, **options)
+    return shuffled.decode("rgb8").to_tuple("cls")
 
 
 def _train(loader: Iterable[Any], chosen: ss.ShardDataset | None = None) -> list[list[list[int]]]:
@@ -32,14 +33,19 @@ def _train(loader: Iterable[Any], chosen: ss.ShardDataset | None = None) -> list
 
 
 def shard_loader(folder: str, out: Path) -> Any:
-    """Error of a `ShardLoader`, which counts the epochs."""
-    loader = ss.ShardLoader(dataset(folder), 8)
-    if dist.get_rank() == 0:
-        next(iter(loader))
-    try:
-        return [[ids.tolist() for (ids,) in loader] for _ in range(3)]
-    except ss.OptionError as error:
-        return {"error": str(error)}
+    """Errors of a `ShardLoader`, which counts the epochs, of detected ranks and of the same ranks given."""
+    said = {}
+    given = {"placement": ss.Placement(dist.get_rank(), dist.get_world_size())}
+    for way, options in (("detected", {}), ("given", given)):
+        loader = ss.ShardLoader(dataset(folder, **options), 8)
+        if dist.get_rank() == 0:
+            next(iter(loader))
+        try:
+            said[way] = str([[ids.tolist() for (ids,) in loader] for _ in range(3)])
+        except ss.OptionError as error:
+            said[way] = str(error)
+        dist.barrier()
+    return said
 
 
 def plain_loader(folder: str, out: Path) -> Any:
