@@ -198,7 +198,7 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
 
 
 def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Say so if all splits of a folder are published."""
+    """Refuse a folder without files: its splits are published, or there is no job."""
     if open_output_folder(url, storage_options, None).list_files():
         return
     storage = Storage(storage_options)
@@ -209,6 +209,7 @@ def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None
                     f"nothing to merge: the splits are published already, the first in {name}",
                     shard=url,
                 )
+    raise _no_job_error(url, {}, None)  # before a lock would create the folder
 
 
 def _check_all_begun(

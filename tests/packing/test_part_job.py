@@ -213,6 +213,7 @@ def test_merge_without_a_job_is_refused(tmp_path: Path, content: str) -> None:
         ss.OptionError, match="not a job in parts" if content == "pack" else "nothing to merge"
     ):
         ss.merge(folder)
+    assert folder.exists() == (content != "nothing")
 
 
 @pytest.mark.parametrize(("part", "of"), [(0, 3), (4, 3), (1, 0), (-1, 3)])
