@@ -243,7 +243,7 @@ def test_extras_exist_have_a_line_of_the_table_and_are_named_in_one_way() -> Non
             path.name
         )  # on no index: `how_to_install` says what works
         for named in re.findall(
-            r"\.\[([a-z0-9,-]+)\]|how_to_install\(['\"](\w+)|extra=\"(\w+)\"", text
+            r"(?<!\\)\.\[([a-z0-9,-]+)\]|how_to_install\(['\"](\w+)|extra=\"(\w+)\"", text
         ):
             assert set("".join(named).split(",")) <= extras, path.name
 
