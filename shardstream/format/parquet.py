@@ -101,9 +101,9 @@ def column_chunks(metadata: Any, group: int, columns: Sequence[str] | None) -> l
 
 
 def least_bytes(metadata: Any, groups: Iterable[int], columns: Sequence[str] | None) -> int:
-    """Return the bytes of all values in some row groups, with those of text as their places in a dictionary."""
+    """Return the bytes of all values in some row groups, with those of text as their places in a dictionary, or of their pages if these have more."""
     return sum(
-        chunk.num_values * _WIDTHS.get(chunk.physical_type, 1)
+        max(chunk.num_values * _WIDTHS.get(chunk.physical_type, 1), chunk.total_uncompressed_size)
         for group in groups
         for chunk in column_chunks(metadata, group, columns)
     )

@@ -228,6 +228,9 @@ def _values(chunk: pa.Array, name: str) -> Iterator[Any]:
     ):
         yield from chunk.to_numpy(zero_copy_only=False)
         return
+    if isinstance(kind, pa.FixedShapeTensorType):
+        yield from (scalar.to_numpy() if scalar.is_valid else None for scalar in chunk)
+        return
     is_array = name.rpartition(".")[2].lower() in _ARRAY_FIELDS
     for scalar in chunk:
         yield _typed(scalar) if is_array else scalar.as_py()

@@ -138,10 +138,15 @@ def test_small_parquet_that_grows_without_limit_is_refused(
     with pytest.raises(SourceError, match=r"its rows hold \d+ MiB or more, the limit .* is 1 MiB"):
         ss.pack(url, tmp_path / "out", fields={"txt": "x"}, on_error="skip")
     assert not (tmp_path / "out/index.json").exists()
+    # These are seen in the metadata.
     numbers = pa.table({"x": pa.array([[0] * 1000] * 1000, pa.list_(pa.int64()))})
     parquet.write_table(numbers, url)
-    with pytest.raises(SourceError, match=r"its rows hold 7 MiB or more"):  # seen in the metadata
+    with pytest.raises(SourceError, match=r"its rows hold 7 MiB or more"):
         ss.pack(url, tmp_path / "out", fields={"npy": "x"})
+    pages = pa.table({"x": ["a" * 100_000] * 100})
+    parquet.write_table(pages, url, compression="zstd", use_dictionary=False)
+    with pytest.raises(SourceError, match=r"its rows hold 9 MiB or more"):
+        ss.pack(url, tmp_path / "out", fields={"txt": "x"})
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.parquet"])

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import ray
 import ray.data
+from pyarrow import parquet
 from ray.data.extensions import ArrowTensorArray
 from ray.exceptions import RayError
 
@@ -144,6 +145,21 @@ def test_values_are_encoded_by_the_names_of_their_columns(tmp_path: Path) -> Non
     assert (second["one.npy"], second["t.npy"].tolist()) == (2, [2, 3])
     names = {name for name in second if not name.startswith("__")}
     assert names == {"one.npy", "t.npy", "raw"}
+
+
+def test_tensors_of_arrow_keep_their_shape(tmp_path: Path) -> None:
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(
+        np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    )
+    parquet.write_table(pa.table({"x.npy": tensors, "x.json": tensors}), tmp_path / "t.parquet")
+    for name, rows in [
+        ("arrow", ray.data.from_arrow(pa.table({"x.npy": tensors, "x.json": tensors}))),
+        ("parquet", ray.data.read_parquet(str(tmp_path / "t.parquet"))),
+    ]:
+        ss.ray.write(rows, str(tmp_path / name))
+        first, _ = ss.ShardDataset(str(tmp_path / name), shuffle=False).decode()
+        assert first["x.npy"].dtype == np.float32
+        assert first["x.npy"].tolist() == first["x.json"] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_nested_lists_of_numbers_keep_their_dtype(tmp_path: Path) -> None:
