@@ -174,25 +174,25 @@ def test_steps_that_change_counts_are_one_phase_with_reading(
     assert stats.as_dict()["mixed_s"] == stats.timings.read_s
 
 
-class SlowAtFirst:
-    """A step that takes long for the first samples of its process."""
-
-    def __init__(self) -> None:
-        self._seen = 0
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        self._seen += 1
-        time.sleep(0.3 if self._seen <= 5 else 0.001)
-        return sample
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_verdict_leaves_out_the_first_batches(tmp_path: Path, workers: int) -> None:
-    dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).map(SlowAtFirst())
-    one = ss.ShardLoader(dataset, batch_size=5, num_workers=workers, collate_fn=list)
-    for _ in one:
-        time.sleep(0.25)
-    verdict = one.stats().verdict
+    one = loader(numbered(tmp_path, 60, 20), batch_size=5, num_workers=workers)
+    list(one)
+    stats = one.stats()
+    first, readers = stats.warm_up, max(1, workers)
+    assert readers <= first.batches < stats.batches
+    assert first.timings.samples == 5 * readers
+    # The same batches, if the first ones had taken 100 s of 103 s, and each other one a hundredth of a training step.
+    steps = stats.batches - first.batches
+    timings = type(first.timings)(samples=first.timings.samples, steps_s=100.0 * readers)
+    stats = replace(
+        stats,
+        seconds=100.0 + steps,
+        loop_wait_s=100.0,
+        warm_up=replace(first, seconds=100.0, loop_wait_s=100.0, timings=timings),
+        timings=replace(timings, samples=60, steps_s=timings.steps_s + 0.01 * steps * readers),
+    )
+    verdict = stats.verdict
     assert verdict is not None
     assert verdict.bottleneck == "training step"
     feeds = re.search(r"come ([\d.]+) times as fast", verdict.sentence)
