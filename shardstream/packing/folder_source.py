@@ -19,6 +19,7 @@ from shardstream.format import (
     CLASSES_NAME,
     canonical_field,
     encode_classes,
+    is_meta_name,
     split_member_name,
 )
 from shardstream.packing.file_keys import Levels, file_key, key_levels
@@ -52,6 +53,7 @@ from shardstream.storage import (
     RowFile,
     Storage,
     iter_members,
+    join_url,
     list_files,
     sort_rows,
     warn_of_rare_fields,
@@ -166,7 +168,7 @@ class ClassFolderSource:
         if unknown:
             path = next(path for path in self._images.paths() if self._class(path) in unknown)
             raise SourceError(
-                f"the class {self._class(path)!r} ({path}) is not among the {plural(len(classes), 'class')} of {where}; "
+                f"the class {self._class(path)!r} ({path}) is not in the list of {plural(len(classes), 'class')} of {where}; "
                 "pack all splits in one run (a folder with train/ and val/ in it), or give the names of all classes "
                 "with classes= (--classes)",
                 shard=self._root,
@@ -427,10 +429,31 @@ def folder_source(
     files = list_files(root, storage)
     if not files:
         raise SourceError("no files found; check the path", shard=root)
-    if kind is None:
-        return guess_folder(root, files, key=key)
-    if kind == "images":
-        return ClassFolderSource(root, files, key=key)
     if kind == "files":
         return GroupedFilesSource(root, files, key=key)
-    raise OptionError(f"a folder is packed as kind 'images' or 'files', not {kind!r}")
+    if kind not in (None, "images"):
+        raise OptionError(f"a folder is packed as kind 'images' or 'files', not {kind!r}")
+    guessed = kind is None
+    source = (
+        guess_folder(root, files, key=key) if guessed else ClassFolderSource(root, files, key=key)
+    )
+    if isinstance(source, ClassFolderSource):
+        _warn_of_empty_classes(source, root, storage)
+    return source
+
+
+def _warn_of_empty_classes(source: ClassFolderSource, root: str, storage: Storage) -> None:
+    """Name the folders beside those of classes that hold no image: they move the numbers of the others."""
+    if storage.local_path(root) is None:  # a folder of an object store is the names of its files
+        return
+    parents = [join_url(root, split) for split in source.splits] or [root]
+    names = {
+        name for url in parents for name in storage.list_folder(url)[1] if not is_meta_name(name)
+    }
+    empty = sorted(names.difference(source.classes))
+    if empty:
+        _log.warning(
+            "%s: no image in %s, so classes have no number for it; to keep one, name all classes with classes= (--classes)",
+            root,
+            ", ".join(f"{name}/" for name in empty[:10]) + (", ..." if len(empty) > 10 else ""),
+        )

@@ -302,7 +302,7 @@ class TableSource:
         name = row.get(column)
         if name is None or str(name) not in self._labels:
             raise row.error(
-                f"column {column!r} holds {name!r}, which is not among the {plural(len(self._labels), 'class')}; "
+                f"column {column!r} holds {name!r}, which is not in the list of {plural(len(self._labels), 'class')}; "
                 "add it to classes (--classes)"
             )
         return self._labels[str(name)]

@@ -182,7 +182,7 @@ def test_verdict_leaves_out_the_first_batches(tmp_path: Path, workers: int) -> N
     first, readers = stats.warm_up, max(1, workers)
     assert readers <= first.batches < stats.batches
     assert first.timings.samples == 5 * readers
-    # The same batches, if the first ones had taken 100 s of 103 s, and each other one a hundredth of a training step.
+    # The same batches, if the first ones had taken 100 s of 103 s, and each other one a tenth of a training step.
     steps = stats.batches - first.batches
     timings = type(first.timings)(samples=first.timings.samples, steps_s=100.0 * readers)
     stats = replace(
@@ -190,7 +190,7 @@ def test_verdict_leaves_out_the_first_batches(tmp_path: Path, workers: int) -> N
         seconds=100.0 + steps,
         loop_wait_s=100.0,
         warm_up=replace(first, seconds=100.0, loop_wait_s=100.0, timings=timings),
-        timings=replace(timings, samples=60, steps_s=timings.steps_s + 0.01 * steps * readers),
+        timings=replace(timings, samples=60, steps_s=timings.steps_s + 0.1 * steps),
     )
     verdict = stats.verdict
     assert verdict is not None

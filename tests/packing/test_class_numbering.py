@@ -118,7 +118,10 @@ def test_classes_may_be_a_list_a_file_or_a_packed_dataset(splits: Path, tmp_path
 @pytest.mark.parametrize(
     ("classes", "message"),
     [
-        (["ant"], r"the class 'cat' \(cat/val-cat0\.png\) is not among the 1 class of classes"),
+        (
+            ["ant"],
+            r"the class 'cat' \(cat/val-cat0\.png\) is not in the list of 1 class of classes",
+        ),
         (["ant", "ant"], "distinct names"),
         ([], "distinct names"),
         ("empty", "no class names found; name a classes.json"),
@@ -144,7 +147,9 @@ def test_class_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) ->
     rows = [("train/ant/train-ant0.png", "ant"), ("train/bee/train-bee1.png", "bee")]
     table.write_text("\n".join(json.dumps({"file": file, "kind": kind}) for file, kind in rows))
     fields = {"png": "file", "cls": "kind"}
-    with pytest.raises(SourceError, match=r"'kind' holds 'bee', which is not among the 2.*row 2"):
+    with pytest.raises(
+        SourceError, match=r"'kind' holds 'bee', which is not in the list of 2 classes.*row 2"
+    ):
         ss.pack(table, tmp_path / "out", fields=fields, classes=["cat", "ant"])
     with pytest.raises(OptionError, match="--map cls=COLUMN"):
         ss.pack(table, tmp_path / "out", fields={"png": "file"}, classes=["ant"])
@@ -307,3 +312,15 @@ def test_pack_to_the_current_folder_finds_sibling_splits(
     ss.pack(splits / "val", ".")
     assert labels(tmp_path / "out" / "val") == {"a": 0, "c": 2}
     assert Storage().exists("classes.json")
+
+
+@pytest.mark.parametrize("folder", ["", "train/"])
+def test_folder_of_a_class_without_images_is_named(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images(tmp_path / "data" / folder, {"ant": 1, "cow": 1})
+    if folder:
+        images(tmp_path / "data" / "val", {"ant": 1})
+    (tmp_path / "data" / folder / "bee").mkdir()
+    ss.pack(tmp_path / "data", tmp_path / "out")
+    assert "no image in bee/, so classes have no number for it" in caplog.text
