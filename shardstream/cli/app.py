@@ -74,7 +74,12 @@ def _common(
 
 def command_tree() -> Any:
     """Return all commands as typer's group, for tools that list them."""
-    return get_command(app)
+    tree: Any = get_command(app)
+    for command in tree.commands.values():
+        for parameter in command.params:
+            if parameter.param_type_name == "argument":
+                parameter.display_type = lambda ctx: ""  # noqa: ARG005  ("<list[str]>" helps nobody)
+    return tree
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +154,7 @@ def _end_resource_tracker() -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
-        app(arguments, prog_name="shardstream")
+        command_tree()(arguments, prog_name="shardstream")
     except SystemExit as exit_:  # typer always exits this way
         return exit_.code if isinstance(exit_.code, int) else 1
     return 0

@@ -91,7 +91,7 @@ def bench(  # noqa: PLR0913  (a command's options)
         list(urls),
         shuffle=not in_order,
         on_error=SkipBudget(samples=_ANY_NUMBER),  # they are counted
-        storage_options=parse_options(option),
+        storage_options=parse_options(option, *urls),
     )
     if decode:
         dataset = dataset.decode(*decode)

@@ -77,7 +77,7 @@ def index(  # noqa: PLR0913  (the options of a command)
             urls,
             to=to,
             sha256=sha256,
-            storage_options=parse_options(option),
+            storage_options=parse_options(option, *urls),
             threads=threads,
             name=name,
             members=members,
@@ -128,7 +128,7 @@ def verify(  # noqa: PLR0913  (the options of a command)
         report = ss.verify(
             urls,
             decode=decode,
-            storage_options=parse_options(option),
+            storage_options=parse_options(option, *urls),
             threads=threads,
             progress=progress,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),

@@ -62,7 +62,7 @@ def ls(
         list_splits,
     )
 
-    options = parse_options(option)
+    options = parse_options(option, *urls)
     try:
         listing = list_shards(urls, storage_options=options)
     except StorageError:
@@ -128,7 +128,7 @@ def cat(
             urls,
             number=number,
             key=key,
-            storage_options=parse_options(option),
+            storage_options=parse_options(option, *urls),
             progress=progress,
         )
     fields = [name for name in sample if not name.startswith("__")]

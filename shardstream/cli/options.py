@@ -178,14 +178,14 @@ def help_of(docstring: str | None) -> str:
     return _EXAMPLES.sub("\b\n\\1", inspect.cleandoc(docstring or ""))
 
 
-def parse_options(options: Sequence[str] | None) -> dict[str, Any]:
+def parse_options(options: Sequence[str] | None, *urls: str) -> dict[str, Any]:
     """Parse ``key=value`` options; values are JSON (true, 4, {"a": 1}) if valid, else text.
 
     >>> parse_options(["anon=true", "key=123", "endpoint_url=http://host:9000"])
     {'anon': True, 'key': '123', 'endpoint_url': 'http://host:9000'}
 
     Raises:
-        typer.BadParameter: If there is no equals sign.
+        typer.BadParameter: If there is no equals sign, or all of the URLs are paths of this machine, on which options have no effect.
     """
     parsed: dict[str, Any] = {}
     for option in options or ():
@@ -194,15 +194,19 @@ def parse_options(options: Sequence[str] | None) -> dict[str, Any]:
             # The message omits the value: it may be a secret.
             raise typer.BadParameter("give it as KEY=VALUE", param_hint="--option")
         parsed[name] = value if name in _TEXT_OPTIONS else _json_or_text(value)
+    if parsed and urls and not any("://" in url or "::" in url for url in urls):
+        raise typer.BadParameter(
+            "files of this machine have no options; leave it out", param_hint="--option"
+        )
     return parsed
 
 
 def parse_stores(
-    option: Sequence[str] | None, source_option: Sequence[str] | None
+    option: Sequence[str] | None, source_option: Sequence[str] | None, *urls: str
 ) -> dict[str, Any]:
     """Return ``--option`` and ``--source-option`` as the arguments ``storage_options`` and ``source_options``."""
     return {
-        "storage_options": parse_options(option),
+        "storage_options": parse_options(option, *urls),
         "source_options": parse_options(source_option) if source_option else None,
     }
 

@@ -141,7 +141,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             overwrite=overwrite,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
             progress=progress,
-            **parse_stores(option, source_option),
+            **parse_stores(option, source_option, *urls, dest, *(add or ())),
         )
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
@@ -168,7 +168,7 @@ def merge(dest: Dest, *, option: StorageOption = None) -> None:
     """
     import shardstream as ss  # noqa: PLC0415
 
-    report = ss.merge(dest, storage_options=parse_options(option))
+    report = ss.merge(dest, storage_options=parse_options(option, dest))
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
     for split in report.splits:

@@ -75,9 +75,9 @@ class ImageOptions:
         if not 1 <= self.quality <= 100:
             raise OptionError(f"quality must be from 1 to 100, not {self.quality}")
         for name in self.masks or ():
-            if name in ("", "none"):
+            if not is_image_field(name):
                 raise OptionError(
-                    f"masks are names of fields, not {name!r}; if no field is a mask, pass masks=[] (--masks none)"
+                    f"masks are fields of images, such as 'png' or 'seg.png', not {name!r}; if no field is a mask, pass masks=[] (--masks none)"
                 )
         if self.format is not None and self.format not in REENCODED:
             raise OptionError(

@@ -46,6 +46,12 @@ def test_completion_proposes_commands(shell: str) -> None:
     assert "pack" not in done.stdout
 
 
+def test_help_shows_no_types_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("pack", "ls", "view"):
+        assert main([command, "--help"]) == 0
+        assert "list[" not in capsys.readouterr().out
+
+
 def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("shardstream ")
@@ -58,6 +64,8 @@ def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -
         (["verify"], "Missing argument 'URL"),
         (["verify", "x", "--threads", "0"], "--threads"),
         (["ls", "x", "--option", "secret"], "KEY=VALUE"),
+        (["ls", "x", "--option", "foo=bar"], "files of this machine have no options"),
+        (["reshard", "x", "y", "--option", "foo=bar"], "files of this machine have no options"),
         (["cat", "x", "--number", "1", "--key", "a"], "not both"),
         (["cat", "x", "--output", "f"], "--output needs --field"),
     ],

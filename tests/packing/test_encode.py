@@ -380,7 +380,7 @@ def test_few_shades_are_kept_in_another_lossless_format() -> None:
     assert np.array_equal(stored(data), IDS)
 
 
-@pytest.mark.parametrize("masks", [("",), ("none", "png"), ("none",)])
+@pytest.mark.parametrize("masks", [("",), ("none", "png"), ("none",), ("pngg",)])
 def test_masks_without_a_name_are_refused(masks: tuple[str, ...]) -> None:
     with pytest.raises(OptionError, match="names of fields"):
         ImageOptions(masks=masks)
