@@ -382,7 +382,7 @@ def test_few_shades_are_kept_in_another_lossless_format() -> None:
 
 @pytest.mark.parametrize("masks", [("",), ("none", "png"), ("none",), ("pngg",)])
 def test_masks_without_a_name_are_refused(masks: tuple[str, ...]) -> None:
-    with pytest.raises(OptionError, match="names of fields"):
+    with pytest.raises(OptionError, match="fields of images"):
         ImageOptions(masks=masks)
 
 
