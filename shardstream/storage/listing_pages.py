@@ -48,6 +48,15 @@ def open_listing(filesystem: Any, path: str, *, recursive: bool) -> Listing | No
     )
 
 
+def endless_error(problem: str, url: str) -> StorageError:
+    """Return the error of a listing that would have no end."""
+    return StorageError(
+        f"the listing is not complete, but the server {problem}",
+        remedy="list it again, or look for a fault of the server or of a proxy before it",
+        shard=url,
+    )
+
+
 class _S3Listing:
     """Pages of s3fs, without the dict of over 1 kB that its `find` makes for each file and keeps."""
 
@@ -81,16 +90,14 @@ class _S3Listing:
         """Return the token of the next page.
 
         Raises:
-            StorageError: If there is none, or it is the one of an earlier page: the listing would have no end.
+            StorageError: If the listing would have no end.
         """
         token = response.get("NextContinuationToken")
-        if not token or token in self._tokens:
-            problem = "repeats a page" if token else "does not say where to go on"
-            raise StorageError(
-                f"the listing is not complete, but the server {problem}",
-                remedy="list it again, or look for a fault of the server or of a proxy before it",
-                shard=f"s3://{self._bucket}/{self._prefix}",
-            )
+        url = f"s3://{self._bucket}/{self._prefix}"
+        if not token:
+            raise endless_error("does not say where to go on", url)
+        if token in self._tokens:
+            raise endless_error("repeats a page", url)
         self._tokens.add(token)
         return str(token)
 
@@ -103,6 +110,7 @@ class _ObstoreListing:
         self._bucket = path.partition("/")[0]
         self._stream: Iterator[Sequence[Any]] | None = None
         self._after: str | None = None
+        self._first_names: set[str] = set()  # of the pages
         self.is_complete = False
 
     def next_page(self) -> Page:
@@ -117,6 +125,9 @@ class _ObstoreListing:
         if not found:
             self.is_complete = True
             return Page(())
+        if found[0]["path"] in self._first_names:
+            raise endless_error("repeats a page", self._path)
+        self._first_names.add(found[0]["path"])
         self._after = f"{self._bucket}/{found[-1]['path']}"
         return Page(
             [

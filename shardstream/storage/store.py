@@ -20,7 +20,7 @@ from shardstream.storage.clients import Clients, check_slashes, is_chain
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.listing_pages import Page, open_listing
+from shardstream.storage.listing_pages import Page, endless_error, open_listing
 from shardstream.storage.local_files import check_regular, folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
@@ -35,6 +35,8 @@ SIDECAR_LIMIT_BYTES = 1 << 30
 """Limit of the files beside a shard: index, member index, columns."""
 MAX_LISTED_FILES = 5_000_000
 """Limit of a listing that is held in memory (2 GB); loose files are listed page by page, without a limit."""
+MAX_EMPTY_PAGES = 1000
+"""Limit of pages without a file, one after the other; one of deleted files may be empty."""
 _NO_PATH = (
     "~",
     "file:",
@@ -313,8 +315,13 @@ class Storage:
         """Yield the pages of a listing; none if the client only lists all at once."""
         filesystem, path = self._clients.filesystem(url, reading=True)
         listing = open_listing(filesystem, path, recursive=recursive)
+        num_empty = 0
         while listing is not None and not listing.is_complete:
-            yield retry_call(self, url, listing.next_page)
+            page = retry_call(self, url, listing.next_page)
+            num_empty = 0 if page.entries or page.folders else num_empty + 1
+            if num_empty > MAX_EMPTY_PAGES:
+                raise endless_error(f"sent {num_empty:,} pages without a file", url)
+            yield page
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name.
