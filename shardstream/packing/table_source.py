@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from functools import cached_property
 from string import Formatter
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardstream.packing.encode import (
     number_array,
 )
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
+from shardstream.packing.split import Numbers
 from shardstream.packing.tables import Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
 
@@ -97,8 +99,18 @@ class TableSource:
     @property
     def length(self) -> int | None:
         """Number of rows, if the files store it, as Parquet does."""
-        counts = [count_rows(url, self._storage) for url in self._urls]
-        return None if None in counts else sum(count or 0 for count in counts)
+        return None if self._row_groups is None else int(self._row_groups[-1])
+
+    @cached_property
+    def _row_groups(self) -> Numbers | None:
+        """Numbers of the first row of each row group of all tables, and of all rows; None if a table does not store them."""
+        counts: list[int] = [0]
+        for url in self._urls:
+            found = count_rows(url, self._storage)
+            if found is None:
+                return None
+            counts += found
+        return np.cumsum(counts, dtype=np.int64)
 
     @property
     def extras(self) -> Mapping[str, bytes]:
@@ -205,9 +217,16 @@ class TableSource:
         """Return rows from a number on, or from one before it."""
         with suppress(IndexError):  # `pop` gives rows to one of several threads
             index, rows = self._left.pop()
-            if index <= first:
+            if index == first or (index < first and not self._can_jump(index, first)):
                 return rows
         return _iter_tables(self._urls, self._storage, self._columns(), first, self._header)
+
+    def _can_jump(self, index: int, first: int) -> bool:
+        """Return whether some rows between two numbers need not be read, because another row group begins there."""
+        if self._row_groups is None:
+            return False
+        one, other = np.searchsorted(self._row_groups, [index, first], side="right")
+        return bool(one != other)
 
     def _check_names(self, row: Row, url: str) -> None:
         """Look at the names of the columns of a table, if all of them are packed: they may be a row.
@@ -341,7 +360,8 @@ def _iter_tables(
     """Yield number, table and row from a number on; where a table does not store its length, from its first row on."""
     index = 0
     for url in urls:
-        count = count_rows(url, storage) if index < first else None
+        groups = count_rows(url, storage) if index < first else None
+        count = None if groups is None else sum(groups)
         skipped = 0 if count is None else min(count, first - index)
         index += skipped
         if skipped and skipped == count:

@@ -152,12 +152,13 @@ def _iter_text(url: str, storage: Storage, header: Sequence[str]) -> Iterator[Ro
             ) from error
 
 
-def count_rows(url: str, storage: Storage) -> int | None:
-    """Return the number of rows if the file stores it, else None."""
+def count_rows(url: str, storage: Storage) -> list[int] | None:
+    """Return the number of rows of each row group if the file stores it, else None."""
     if not url.lower().endswith(".parquet"):
         return None
     with storage.open(url) as stream, open_parquet(stream, url, storage) as table:
-        return int(table.metadata.num_rows)
+        groups = range(table.metadata.num_row_groups)
+        return [int(table.metadata.row_group(group).num_rows) for group in groups]
 
 
 def _iter_separated(
