@@ -352,12 +352,13 @@ def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> No
             err=True,
         )
     skipped = f", {len(report.skipped):,} skipped" if report.skipped else ""
-    if report.kept:
+    rate = f" ({report.samples / max(report.seconds, 1e-3):,.0f} samples/s)"
+    if report.kept:  # they took no time now
         typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run that was stopped")
+        rate = ""
     typer.echo(
         f"packed {plural(report.samples, 'sample')} into {plural(report.shards, 'shard')}{skipped}: "
-        f"{human_bytes(report.total_bytes)} in {report.seconds:.1f} s "
-        f"({report.samples / max(report.seconds, 1e-3):,.0f} samples/s), from {printable(report.source)}"
+        f"{human_bytes(report.total_bytes)} in {report.seconds:.1f} s{rate}, from {printable(report.source)}"
     )
     typer.echo(_fields(report))
     rows: list[tuple[str, ...]] = [

@@ -55,6 +55,19 @@ def test_pack_images(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads((out / "val" / "index.json").read_bytes())["nsamples"] == 4
 
 
+def test_rate_of_a_resumed_pack_does_not_count_kept_samples(
+    photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(photos, "dog", "9.png").write_bytes(b"bad")
+    pack = ["pack", photos, str(tmp_path / "out"), "--no-shuffle", "--max-samples", "5"]
+    assert main(pack) == 1
+    assert main([*pack, "--skip-errors"]) == 0
+    said = capsys.readouterr().out
+    assert "kept 3 shards of an earlier run" in said
+    assert "packed 19 samples into 4 shards" in said
+    assert "samples/s" not in said
+
+
 def test_folder_of_masks_requires_the_masks_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
