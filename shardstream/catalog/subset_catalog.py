@@ -31,6 +31,8 @@ Subset = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | slice | str | os.Pa
 """Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools, or of
 a ``.txt`` file with a key on each line."""
 
+_NUMBER_BYTES = 16  # of a number in a .npy file, at most
+
 
 class SubsetCatalog(Catalog):
     """Some samples of a catalog: sample i is the sample ``numbers[i]`` of the catalog. Shards keep their numbers.
@@ -238,7 +240,7 @@ def select_subset(catalog: Catalog, subset: Subset) -> SubsetCatalog:
         return _checked(catalog, np.arange(len(catalog))[subset])
     if isinstance(subset, str | os.PathLike):
         found = read_array(
-            os.fspath(subset), catalog.storage, "subset= takes a .npy file of numbers or bools"
+            os.fspath(subset), catalog, "subset= takes a .npy file of numbers or bools"
         )
     else:
         try:
@@ -280,19 +282,19 @@ def _checked(catalog: Catalog, numbers: npt.NDArray[Any]) -> SubsetCatalog:
     return SubsetCatalog(catalog, numbers.astype(np.int64))
 
 
-def read_array(url: str, storage: Storage, expected: str) -> npt.NDArray[Any]:
-    """Return the array of a ``.npy`` file.
+def read_array(url: str, catalog: Catalog, expected: str) -> npt.NDArray[Any]:
+    """Return the array of a ``.npy`` file, with a number for each sample or fewer.
 
     Args:
         url: Path or URL.
-        storage: Reads it.
+        catalog: The samples; its storage reads the file.
         expected: Beginning of the message, such as "subset= takes a .npy file of numbers".
 
     Raises:
         OptionError: If it is no such file.
         StorageError: If it cannot be read.
     """
-    data = storage.read(url)
+    data = catalog.storage.read_bounded(url, expected_bytes=_NUMBER_BYTES * len(catalog))
     try:
         found = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError, MemoryError, RecursionError) as error:

@@ -136,7 +136,7 @@ def open_table(url: str, columns: Mapping[str, str], storage: Storage) -> TableC
         StorageError: If it cannot be read.
     """
     pa, parquet = import_parquet()
-    data = storage.read(url)
+    data = storage.read_bounded(url, expected_bytes=storage.info(url).size_or_none or 0)
     try:
         file = parquet.ParquetFile(pa.BufferReader(data))
     except (pa.ArrowInvalid, OSError) as error:

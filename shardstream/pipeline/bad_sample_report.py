@@ -234,7 +234,7 @@ def _read(url: str, storage: Storage) -> dict[tuple[Any, ...], BadSample]:
         return {}
     names = {field.name for field in fields(BadSample)}
     samples_found: dict[tuple[Any, ...], BadSample] = {}
-    for line in storage.read(url).splitlines():
+    for line in storage.read_bounded(url).splitlines():
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):

@@ -131,9 +131,7 @@ def _checked_weights(weights: SampleWeights, catalog: Catalog) -> npt.NDArray[np
     elif isinstance(weights, str) and weights == BALANCED:
         found = class_weights(catalog, None)
     elif isinstance(weights, str | os.PathLike):
-        found = read_array(
-            os.fspath(weights), catalog.storage, "weights= takes a .npy file of numbers"
-        )
+        found = read_array(os.fspath(weights), catalog, "weights= takes a .npy file of numbers")
     else:
         try:
             found = np.asarray(weights)

@@ -233,7 +233,10 @@ class RemoteFolder:
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
-        return self._storage.read(join_url(self.url, name), start, end)
+        url = join_url(self.url, name)
+        if (start, end) == (0, None):
+            return self._storage.read_bounded(url)
+        return self._storage.read(url, start, end)
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all."""

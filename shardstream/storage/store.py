@@ -341,13 +341,20 @@ class Storage:
         """Read a whole file, or the bytes ``start`` to ``end``, as a copy (see `read_view`)."""
         return bytes(self.read_view(url, start, end, **hints))
 
-    def read_bounded(self, url: str, limit_bytes: int | None = None) -> bytes:
-        """Read a whole file of at most so many bytes (`SIDECAR_LIMIT_BYTES`), whatever a hostile server sends.
+    def read_bounded(
+        self, url: str, limit_bytes: int | None = None, *, expected_bytes: int = 0
+    ) -> bytes:
+        """Read a whole file of at most so many bytes, whatever a hostile server sends.
+
+        Args:
+            url: URL of the file.
+            limit_bytes: By default `SIDECAR_LIMIT_BYTES`, or as many as are expected.
+            expected_bytes: Length that a sound file may have.
 
         Raises:
             StorageError: If it is longer, or as `read_view`.
         """
-        limit_bytes = limit_bytes or SIDECAR_LIMIT_BYTES
+        limit_bytes = limit_bytes or max(SIDECAR_LIMIT_BYTES, expected_bytes)
         data = self.read(url, max_bytes=limit_bytes + 1)
         if len(data) > limit_bytes:
             raise StorageError(

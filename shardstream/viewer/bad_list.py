@@ -67,7 +67,7 @@ def read_reports(urls: Sequence[str], storage_options: Mapping[str, Any] | None)
     found: dict[BadSample, None] = {}
     for url in urls:
         storage = Storage(storage_options if "://" in url else None)
-        found.update(dict.fromkeys(parse_report(storage.read(url), url)))
+        found.update(dict.fromkeys(parse_report(storage.read_bounded(url), url)))
     return list(found)
 
 

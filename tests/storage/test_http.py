@@ -253,8 +253,13 @@ def test_endless_manifest_is_read_to_its_limit(
     [
         lambda url, folder: ss.ShardDataset(str(folder), keys=f"{url}/keys.txt"),
         lambda url, folder: ss.pack(folder / "in", folder / "out", classes=f"{url}/c.json"),
+        lambda url, folder: ss.ShardDataset(str(folder), subset=f"{url}/a.npy"),
+        lambda url, folder: ss.ShardDataset(str(folder), weights=f"{url}/a.npy"),
+        lambda url, folder: ss.join(
+            ss.ShardDataset(str(folder)), {f"{url}/a.parquet": {"txt": "a"}}
+        ),
     ],
-    ids=["keys", "classes"],
+    ids=["keys", "classes", "subset", "weights", "join"],
 )
 def test_endless_file_beside_the_shards_is_read_to_its_limit(
     read: Callable[[str, Path], object],
