@@ -204,6 +204,7 @@ def test_datasets_chained_from_a_dataset_follow_its_epoch(folder: str) -> None:
     assert chained.epoch == 3
 
 
+@pytest.mark.slow
 def test_spawned_persistent_workers_follow_the_epoch(folder: str) -> None:
     others = [ss.ShardDataset(folder) for _ in range(3)]
     dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8)

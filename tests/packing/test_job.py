@@ -238,9 +238,9 @@ def test_check_finds_images_whose_pixels_are_cut(
     options: dict[str, Any], photos: Path, tmp_path: Path
 ) -> None:
     cut = cut_image(photos)
-    assert pack(photos, tmp_path / "unchecked", **options).samples == 90
+    assert pack(photos, tmp_path / "unchecked").samples == 90
     with pytest.raises(SourceError, match=r"cannot be decoded \(.*truncated.*bee/07\.jpeg"):
-        pack(photos, tmp_path / "out", check=True, **options)
+        pack(photos, tmp_path / "refused", check=True)
     report = pack(photos, tmp_path / "out", check=True, on_error="skip", **options)
     assert (report.samples, [skip.where for skip in report.skipped]) == (89, [str(cut)])
     assert not verify(str(tmp_path / "out"), decode=True).problems
