@@ -27,7 +27,7 @@ from shardstream.packing.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
 from shardstream.packing.image_encode import is_image_field
 from shardstream.packing.report import Progress, ProgressFunction, logged
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import RangeStream, Storage, is_compressed, map_file
+from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed, map_file
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
 _REMOTE_READ_BYTES = 8 << 20
@@ -60,7 +60,7 @@ class ProgressMeter:
         self._update = Progress(0, 0, 0, None, total_bytes=total)
         self._retries = RetryCount(executor)
         self._lock = threading.Lock()
-        self._stopped = threading.Event()
+        self.stopped = Cancellation()
 
     def add(self, count: int) -> None:
         """Count some bytes.
@@ -68,7 +68,7 @@ class ProgressMeter:
         Raises:
             StoppedError: After `stop`.
         """
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             raise StoppedError
         self._report(size_bytes=count)
 
@@ -83,8 +83,8 @@ class ProgressMeter:
         self._report(shards=1, samples=samples, failures=failures, size_bytes=size_bytes)
 
     def stop(self) -> None:
-        """Make every pass end at its next chunk."""
-        self._stopped.set()
+        """Make every pass end at its next chunk, and end the read of a remote one."""
+        self.stopped.set()
 
     def _report(self, **counts: int) -> None:
         if self._progress is None:
@@ -124,6 +124,7 @@ class ShardScanner:
         """Findings about skipped members and the end of the tar; known after `scan`."""
         self._size = size
         self._meter = meter
+        self._stopped = None if meter is None else meter.stopped
         self._hashes = hashes
         self._storage = storage
         self._read: ReadAt
@@ -138,7 +139,7 @@ class ShardScanner:
             return self
         is_local = self._storage.local_path(self.url) is not None
         self._read_bytes = _LOCAL_READ_BYTES if is_local else _REMOTE_READ_BYTES
-        tar = RangeStream(self._storage, self.url, self._size)
+        tar = RangeStream(self._storage, self.url, self._size, cancelled=self._stopped)
         source = _TappedStream(tar, self._on_chunk, self._read_bytes)
         stream: Readable = source
         if is_compressed(self.url):
@@ -156,7 +157,7 @@ class ShardScanner:
         """Open the tar to read little more than its headers: only their pages of a local file."""
         path = self._storage.local_path(self.url)
         if path is None:
-            tar = RangeStream(self._storage, self.url, self._size)
+            tar = RangeStream(self._storage, self.url, self._size, cancelled=self._stopped)
             return ForwardReader(tar, chunk_bytes=_HEADERS_READ_BYTES)
         mapped = self._stack.enter_context(closing(map_file(path, self.url)))
         return lambda offset, size: mapped[offset : offset + size]

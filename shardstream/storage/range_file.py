@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
     from shardstream.storage.store import Storage
+    from shardstream.storage.transfer import Cancellation
 
 _BUFFER_BYTES = 8 << 20  # a reader of lines requests few bytes at a time
 
@@ -25,10 +26,19 @@ class RangeStream:
         url: URL of the file.
         size: Length of the file in bytes.
         min_read_bytes: Minimum bytes of one range read; smaller reads (decompressors read 8 KiB) take from these.
+        cancelled: Ends a read when another thread sets it.
     """
 
-    def __init__(self, storage: Storage, url: str, size: int, *, min_read_bytes: int = 0) -> None:
-        self._storage = storage
+    def __init__(
+        self,
+        storage: Storage,
+        url: str,
+        size: int,
+        *,
+        min_read_bytes: int = 0,
+        cancelled: Cancellation | None = None,
+    ) -> None:
+        self._storage, self._cancelled = storage, cancelled
         self._min_read_bytes = min_read_bytes
         self._kept, self._kept_start = b"", 0
         self._url = url
@@ -47,7 +57,9 @@ class RangeStream:
         at = start - self._kept_start
         if not 0 <= at < len(self._kept):
             read_end = min(max(end, start + self._min_read_bytes), self._size)
-            self._kept = self._storage.read(self._url, start, read_end, size=self._size)
+            self._kept = self._storage.read(
+                self._url, start, read_end, size=self._size, cancelled=self._cancelled
+            )
             self._kept_start, at = start, 0
         data = self._kept[at : at + end - start]
         self._position = start + len(data)

@@ -129,12 +129,16 @@ import shardstream as ss
 datasets = [ss.ShardDataset(url, storage_options=options) for url, options in json.loads(sys.argv[1])]
 epochs = [iter(dataset) for dataset in datasets]
 print([len(next(samples)["bin"]) for samples in epochs], flush=True)
-next(epochs[0])
+try:
+    next(epochs[0])
+except KeyboardInterrupt:
+    url, options = json.loads(sys.argv[1])[0]
+    ss.verify(url, storage_options=options)
 """
 
 
 def test_process_ends_after_an_interrupt(folder: Path) -> None:
-    """While each client waits for a response that would take an hour."""
+    """While each client waits for a response that would take an hour, and ``verify`` does."""
     ended = threading.Event()
 
     def pause(_: int) -> None:
@@ -147,10 +151,20 @@ def test_process_ends_after_an_interrupt(folder: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == b"[10, 10, 10, 10]\n"
             process.send_signal(signal.SIGINT)
+            while not waits_in_verify(server.requests) and process.poll() is None:
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
             try:
                 _, errors = process.communicate(timeout=60)
             finally:
                 process.kill()
                 ended.set()
-    assert b"KeyboardInterrupt" in errors
+    assert errors.count(b"\nKeyboardInterrupt") == 2
     assert process.returncode == -signal.SIGINT
+
+
+def waits_in_verify(requests: list[Request]) -> bool:
+    """Return whether the large shard was requested once more than by the clients."""
+    return sum(one.target.endswith("1.tar") and one.method == "GET" for one in requests) > len(
+        CLIENTS
+    )
