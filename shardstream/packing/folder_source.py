@@ -85,7 +85,6 @@ class ClassFolderSource:
     shuffled = True
     folders: frozenset[str] = frozenset()
     has_unique_keys = True
-    holds_pictures = True  # masks are not sorted by class
 
     def __init__(
         self,

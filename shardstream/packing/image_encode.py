@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ class ImageOptions:
         masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
             None: by their names, see `mask_fields`.
         scale_16_bits: Scale whole numbers of 9 to 16 bits to 8 bits: the high bits of their full range are kept. Masks keep all.
-        are_pictures: Whether grey images of few shades are pictures, as those in folders of classes, unless their shades are small numbers.
+        are_pictures: Whether grey images of few shades are pictures, unless their shades are small numbers; see `for_fields`.
         check: Decode all pixels of images that stay as they are.
 
     Raises:
@@ -93,6 +93,12 @@ class ImageOptions:
         """Return the fields of a sample that are masks."""
         return mask_fields(fields) if self.masks is None else frozenset(self.masks)
 
+    def for_fields(self, fields: Collection[str]) -> ImageOptions:
+        """Return the options for a sample; its only image is a picture if it has a class."""
+        if self.changes_nothing or "cls" not in fields or sum(map(is_image_field, fields)) > 1:
+            return self
+        return replace(self, are_pictures=True)
+
     def encoding_options(self) -> dict[str, Any]:
         """Return the options that decide the bytes of images, with the version of the encoder if images are encoded again.
 
@@ -102,7 +108,7 @@ class ImageOptions:
         if self.changes_nothing:
             return checked
         options = asdict(self)
-        del options["are_pictures"], options["check"]  # the source decides the first; see `checked`
+        del options["are_pictures"], options["check"]  # the fields decide the first; see `checked`
         if not self.scale_16_bits:
             del options["scale_16_bits"]
         return {**options, **checked, "pillow": PIL.__version__}
@@ -307,8 +313,8 @@ def _check_shades(image: Image.Image, field: str, option: str, *, are_pictures: 
     shades = {shade for _, shade in counted}
     if are_pictures and not _are_ids(shades):
         warnings.warn(
-            f"grey images of few shades in the field {field!r} are taken for pictures, because they are in folders of classes, and {option} mixes "
-            f"the shades; if they are masks, pass masks=[{field!r}] (--masks {field})",
+            f"grey images of few shades in the field {field!r} are taken for pictures, because they have a class, and {option} mixes "
+            f"their shades; if they are masks, pass masks=[{field!r}] (--masks {field})",
             ImageWarning,
             stacklevel=2,
         )

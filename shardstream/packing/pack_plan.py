@@ -111,10 +111,7 @@ class PackRequest:
             plan=_plan(opened, shuffle=self.shuffle, seed=self.seed, split=self.split),
             names=names,
             task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
-            encoder=RecordEncoder(
-                storage=reading,
-                images=replace(self.images, are_pictures=getattr(opened, "holds_pictures", False)),
-            ),
+            encoder=RecordEncoder(storage=reading, images=self.images),
         )
 
 

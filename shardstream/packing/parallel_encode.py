@@ -101,10 +101,11 @@ class RecordEncoder:
         self, record: Record, ahead: Mapping[str, bytes | StorageError]
     ) -> dict[str, bytes]:
         fields: dict[str, bytes] = {}
-        masks = self.images.select_masks(record.fields)
+        images = self.images.for_fields(record.fields)
+        masks = images.select_masks(record.fields)
         for field, value in record.fields.items():
             name, data = self._encode_field(
-                field, value, record.where, ahead, is_mask=field in masks
+                field, value, record.where, ahead, images, is_mask=field in masks
             )
             if name in fields:
                 raise SourceError(f"two images would both become the field {name!r}; leave one out")
@@ -117,6 +118,7 @@ class RecordEncoder:
         value: object,
         where: str,
         ahead: Mapping[str, bytes | StorageError],
+        images: ImageOptions,
         *,
         is_mask: bool,
     ) -> tuple[str, bytes]:
@@ -133,8 +135,8 @@ class RecordEncoder:
             return field, data
         if not data:
             raise SourceError("the image is empty: it has no bytes", shard=where)
-        name, encoded = reencode(data, field, self.images, where=where, is_mask=is_mask)
-        cause = decode_error(data) if self.images.check and encoded is data else None
+        name, encoded = reencode(data, field, images, where=where, is_mask=is_mask)
+        cause = decode_error(data) if images.check and encoded is data else None
         if cause is not None:
             raise SourceError(
                 f"the image cannot be decoded ({cause}); fix it, or skip such files with on_error='skip' (--skip-errors)",

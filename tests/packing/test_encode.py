@@ -594,6 +594,20 @@ def test_grey_pictures_of_few_shades_in_folders_of_classes_are_averaged_with_a_w
     assert counts[1] == {len({*shades})}
 
 
+@pytest.mark.parametrize(("field", "is_picture"), [("cls", True), ("txt", False)])
+def test_only_image_of_a_labelled_row_is_a_picture(
+    field: str, is_picture: bool, tmp_path: Path
+) -> None:
+    pixels = np.array([0, 90, 200], np.uint8)[np.searchsorted(np.unique(IDS), IDS)]
+    samples = [{"png": file_of(pixels), field: b"1"}]
+    if is_picture:
+        with pytest.warns(ss.ImageWarning, match="they have a class"):
+            ss.pack(samples, tmp_path / "out", max_side=50)
+        samples[0]["x.png"] = samples[0]["png"]
+    with pytest.raises(SourceError, match="3 shades of grey, as a mask has"):
+        ss.pack(samples, tmp_path / "other", max_side=50)
+
+
 @pytest.mark.parametrize("shades", [(0, 1, 2), (0, 1, 255)])
 def test_class_ids_in_folders_of_classes_are_not_averaged(
     shades: tuple[int, ...], tmp_path: Path
