@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_the_number_of_files(
     set_limits(monkeypatch, RowFile, RUN_ROWS=500, KEPT_BYTES=1 << 15)
     fields = ("jpg",) if kind == "images" else ("jpg", "json")
     held = {}
-    for count in (4_000, 16_000):
+    for count in (3_000, 9_000):
         keys = (f"{number % 50:02d}/{number:08d}" for number in range(count // len(fields)))
         names = [f"{key}.{field}" for key in keys for field in fields]
         storage = Storage(filesystem=ListedNames(names))
@@ -236,7 +236,7 @@ def test_memory_does_not_grow_with_the_number_of_files(
         gc.collect()
         held[count], _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert held[16_000] - held[4_000] < 5 * 12_000  # before: 124 to 140 bytes a file
+    assert held[9_000] - held[3_000] < 5 * 6_000  # before: 124 to 140 bytes a file
 
 
 def test_full_temporary_folder_ends_a_pack(on_disk: None, tree: Path, tmp_path: Path) -> None:
