@@ -36,9 +36,9 @@ gc.set_threshold(10_000)
 # The same JSON for each client is read and parsed once: half of the time that making one takes.
 JSONFileLoader.load_file = staticmethod(functools.cache(JSONFileLoader().load_file))
 
-# Freed blocks of 1 MB and more are given back: glibc comes to keep those of up to 32 MB, and each fork would copy their page tables.
+# Freed blocks of 4 MB and more are given back: glibc comes to keep those of up to 32 MB, and each fork would copy their page tables.
 with contextlib.suppress(AttributeError):  # another library of C
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD
 
 # Hundreds of processes are started, and each would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
