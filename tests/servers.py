@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import functools
 import getpass
 import hmac
 import importlib.util
@@ -227,12 +228,15 @@ def restart_rgw(workdir: Path) -> None:
 @contextmanager
 def new_bucket(s3: S3Server, name: str | None = None) -> Iterator[str]:
     """Make an empty bucket, "s3://NAME", and delete it with its contents at the end."""
-    client = boto3.resource("s3", **s3.boto3_options)
-    made = client.create_bucket(Bucket=name or f"test-{uuid.uuid4().hex}")
+    made = _resource(s3).create_bucket(Bucket=name or f"test-{uuid.uuid4().hex}")
     yield f"s3://{made.name}"
     made.objects.delete()
     made.delete()
-    client.meta.client.close()
+
+
+@functools.cache
+def _resource(s3: S3Server) -> Any:
+    return boto3.resource("s3", **s3.boto3_options)  # making one takes longer than making a bucket
 
 
 def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
