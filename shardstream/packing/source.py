@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -226,21 +226,38 @@ class SamplesSource:
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records."""
-        for index, sample in enumerate(self.samples):
-            where = f"{self.name}, sample {index}"
-            key = sample.get("__key__", f"{index:08d}")
-            if not isinstance(key, str):
-                raise SampleError(f"__key__ of {where} is {key!r}, not text; use str(key)")
-            try:
-                fields = {
-                    name: _as_it_is_now(name, value)
-                    for name, value in sample.items()
-                    if not (name.startswith("__") and name.endswith("__"))
-                }
-            except SampleError as error:
-                yield Record(key, {}, where, named(error, where))
-            else:
-                yield Record(key, fields, where)
+        return itertools.starmap(self._record, enumerate(self.samples))
+
+    def _record(self, index: int, sample: Mapping[str, Any]) -> Record:
+        where = f"{self.name}, sample {index}"
+        key = sample.get("__key__", f"{index:08d}")
+        if not isinstance(key, str):
+            raise SampleError(f"__key__ of {where} is {key!r}, not text; use str(key)")
+        try:
+            fields = {
+                name: _as_it_is_now(name, value)
+                for name, value in sample.items()
+                if not (name.startswith("__") and name.endswith("__"))
+            }
+        except SampleError as error:
+            return Record(key, {}, where, named(error, where))
+        return Record(key, fields, where)
+
+
+class SampleSequence(SamplesSource):
+    """Samples of a list, or another sequence, which can be read in any order."""
+
+    __slots__ = ()
+    samples: Sequence[Mapping[str, Any]]
+
+    @property
+    def length(self) -> int:
+        """Number of samples."""
+        return len(self.samples)
+
+    def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield the records with these numbers."""
+        return (self._record(number, self.samples[number]) for number in numbers)
 
 
 def _as_it_is_now(field: str, value: object) -> object:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format import MANIFEST_NAME
 from shardstream.packing.folder_source import folder_source
-from shardstream.packing.source import SamplesSource, Source
+from shardstream.packing.source import SampleSequence, SamplesSource, Source
 from shardstream.packing.table_source import TableSource
 from shardstream.packing.tables import (
     FILE_COLUMN,
@@ -100,6 +100,8 @@ def _python_source(source: Source | Iterable[Mapping[str, Any]], options: Source
         )
     if hasattr(source, "extras"):
         return cast("Source", source)
+    if isinstance(source, Sequence):
+        return SampleSequence(samples=source)
     return SamplesSource(samples=source)
 
 
