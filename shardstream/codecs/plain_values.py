@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NoReturn
 
 from shardstream.codecs.optional import import_extra
@@ -18,6 +19,7 @@ BINARY_LIMIT_BYTES = 32 << 20
 """Bytes of a MessagePack or CBOR field: an empty list takes 1 byte, 64 in memory."""
 ANY_KEYS_LIMIT_BYTES = 64 << 10
 """Bytes of a CBOR field whose keys may be other than text and bytes: keys chosen to have one hash take quadratic time."""
+_CELL_CHARS = 128 << 10  # Python's own limit, which packing a table raises for the whole process
 _BIG_NUMBER_LIMIT_BYTES = 1 << 10  # conversion to a decimal takes quadratic time
 
 _EXTRA = "formats"
@@ -99,12 +101,16 @@ def decode_csv(data: bytes) -> list[list[str]]:
     """Decode CSV, as UTF-8, to its rows of text; a first row with names is a row like others.
 
     Raises:
-        ValueError: If a quote is not closed, or it has over 10 million values.
+        ValueError: If a quote is not closed, a cell has over 128 KiB, or it has over 10 million values.
     """
     try:
-        return list(csv.reader(_lines_of_cells(data, b","), strict=True))
+        rows = list(csv.reader(_lines_of_cells(data, b","), strict=True))
     except csv.Error as error:
         raise ValueError(f"not CSV: {error}") from error
+    is_raised = csv.field_size_limit() > _CELL_CHARS
+    if is_raised and any(len(cell) > _CELL_CHARS for cell in chain.from_iterable(rows)):
+        raise ValueError(f"not CSV: field larger than field limit ({_CELL_CHARS})")
+    return rows
 
 
 def decode_tsv(data: bytes) -> list[list[str]]:

@@ -214,6 +214,12 @@ def test_hostile_field_is_a_bad_sample_in_bounded_memory(
     assert any(part in outcome for part in message.split("|")), outcome
 
 
+def test_long_cells_are_refused_also_after_a_table_was_packed(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("id,txt\n1,a\n")
+    ss.pack(tmp_path / "table.csv", tmp_path / "out")  # raises Python's limit for the process
+    assert "field larger than field limit" in attacked("csv", b"a" * MiB)
+
+
 def test_pickles_in_fields_never_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     for evil in (Call(os.system, f"touch {mark}"), Call(eval, f"open({str(mark)!r}, 'w')")):
