@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import http
 from collections.abc import AsyncIterator
 from typing import Any, Unpack
 
@@ -100,11 +101,17 @@ class HttpReader(FilesystemReader):
                 raise StorageError("the server compresses ranges; serve the file as it is")
             transfer.begin_body()
             data, error = await collect(response.content.iter_any(), transfer, max_bytes)
-        if is_compressed:  # the body was unpacked: a position in it is none of the file
-            if error is not None:
-                raise error
+        if is_compressed:  # the body was unpacked
             size = None
+        if error is not None and (is_compressed or version is None or not _has_ranges(response)):
+            raise error  # the rest may be of another version, or cannot be requested
         return RangeResponse(data=data, size=size, version=version, error=error)
+
+
+def _has_ranges(response: Any) -> bool:
+    """Return whether the server of a response sends ranges of a file."""
+    is_range = response.status == http.HTTPStatus.PARTIAL_CONTENT
+    return is_range or bool(response.headers.get("Accept-Ranges") == "bytes")
 
 
 class S3fsReader(FilesystemReader):

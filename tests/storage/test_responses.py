@@ -118,6 +118,27 @@ def test_right_part_of_a_file_is_read_from_a_proxy_that_keeps_it(client: str) ->
         assert storage.read(url, 0, 100) == DATA[:100]
 
 
+@pytest.mark.parametrize(
+    ("headers", "second"),
+    [
+        ({"ETag": '"a"', "Accept_Ranges": "bytes"}, "bytes=5000-"),
+        ({"Accept_Ranges": "bytes"}, None),  # the rest could be of another version
+        ({"ETag": '"a"'}, None),  # a server without ranges would send the file from its start
+    ],
+)
+def test_file_of_a_web_server_that_was_cut_is_resumed_where_that_is_safe(
+    headers: dict[str, str], second: str | None
+) -> None:
+    def answer(request: Request) -> bytes:
+        found = file_response(request, DATA, **headers)
+        return found[: len(found) - len(DATA) + 5000] if not request.number else found
+
+    with raw_server(answer) as server:
+        storage, url = open_file("web", server)
+        assert storage.read(url) == DATA
+    assert [request.headers.get("range") for request in server.requests] == [None, second]
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_empty_and_small_files_are_read_whole(client: str) -> None:
     for data in (b"", b"x", DATA):
