@@ -25,7 +25,7 @@ CLIENTS = ("http", "s3fs", "web")
 
 
 def open_file(client: str, server: RawServer) -> tuple[Storage, str]:
-    options: dict[str, Any] = {"read_timeout_s": 0.4, "retry_timeout_s": 0.3}
+    options: dict[str, Any] = {"read_timeout_s": 0.8, "retry_timeout_s": 0.3}
     if client == "web":
         return Storage(options), f"{server.url}/folder/a.tar"
     options |= S3 | {"endpoint_url": server.url, "s3_client": client}
