@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -191,23 +191,20 @@ class ParquetFields(_TableFields):
             SourceError: If a key is empty.
         """
         for number, file in enumerate(self._files):
-            with (
-                self._storage.open(file.url) as stream,
-                open_parquet(stream, file.url, self._storage, self._metadata[number]) as table,
-            ):
-                batches = table.iter_batches(batch_size=_KEYS_AT_ONCE, columns=[self._key])
-                row = 0
-                while True:
-                    with self._storage.translate_errors(file.url):
-                        batch = next(batches, None)
-                    if batch is None:
-                        break
-                    cells = batch.column(0).to_pylist()
-                    yield [
-                        key_of(cell, Row(cells={}, where=f"{file.url}, row {at}", is_text=False))
-                        for at, cell in enumerate(cells, start=row + 1)
-                    ]
-                    row += len(cells)
+            row = 0
+            with self._storage.open(file.url) as stream:
+                for group in range(self._metadata[number].num_row_groups):
+                    for batch in self._read(stream, number, group, [self._key]).to_batches(
+                        max_chunksize=_KEYS_AT_ONCE
+                    ):
+                        cells = batch.column(0).to_pylist()
+                        yield [
+                            key_of(
+                                cell, Row(cells={}, where=f"{file.url}, row {at}", is_text=False)
+                            )
+                            for at, cell in enumerate(cells, start=row + 1)
+                        ]
+                        row += len(cells)
 
     def read(self, places: Places) -> list[tuple[str, dict[str, bytes]]]:
         """Return key and fields of some rows (see `AddedSource.read`)."""
@@ -268,18 +265,10 @@ class ParquetFields(_TableFields):
             self._kept.move_to_end(group)
             return self._kept[group]
         number, group_in_file = self._groups[group]
-        url = self._files[number].url
         columns = list(dict.fromkeys([self._key, *self._columns.values()]))
         try:
-            with self._storage.open(url) as stream, self._storage.translate_errors(url):
-                loaded = read_parquet(
-                    stream,
-                    columns,
-                    url=url,
-                    limit_bytes=_GROUP_LIMIT_BYTES,
-                    row_groups=[group_in_file],
-                    metadata=self._metadata[number],
-                )
+            with self._storage.open(self._files[number].url) as stream:
+                loaded = self._read(stream, number, group_in_file, columns)
         except StorageError:
             self.check_unchanged()  # the likely reason, if the file does not fit its metadata
             raise
@@ -288,6 +277,19 @@ class ParquetFields(_TableFields):
         while self._kept_bytes > _CACHE_BYTES and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         return loaded
+
+    def _read(self, stream: BinaryIO, number: int, group: int, columns: Sequence[str]) -> Any:
+        """Read columns of a row group of a file, if they fit in memory."""
+        url = self._files[number].url
+        with self._storage.translate_errors(url):
+            return read_parquet(
+                stream,
+                columns,
+                url=url,
+                limit_bytes=_GROUP_LIMIT_BYTES,
+                row_groups=[group],
+                metadata=self._metadata[number],
+            )
 
 
 class TextTableFields(_TableFields):

@@ -387,3 +387,46 @@ def test_names_are_given_to_csv_and_tsv_only(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"a": 1}')
     with pytest.raises(OptionError, match=r"header \(--header\) names the columns of CSV and TSV"):
         ss.pack(tmp_path / "t.jsonl", tmp_path / "out", header=["b"])
+
+
+JOIN = """
+import sys
+import shardstream as ss
+
+url, dest, table = sys.argv[1:]
+try:
+    ss.reshard(url, dest, add={table: {"txt": "caption"}})
+except ss.OptionError as error:
+    print(error)
+(line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(int(line.split()[1]) // 1000)
+"""
+
+
+def test_keys_of_a_joined_parquet_that_grow_without_limit_are_refused(tmp_path: Path) -> None:
+    url = tmp_path / "t.parquet"
+    kind = pa.dictionary(pa.int32(), pa.string())
+    with parquet.ParquetWriter(
+        url,
+        pa.schema([("key", kind), ("caption", pa.string())]),
+        compression="zstd",
+        store_schema=False,
+    ) as writer:
+        for group in range(9):  # of which four are looked at before
+            keys = pa.array([f"{group}-{n}" for n in range(20_000)]).dictionary_encode()
+            if group == 4:
+                zeros = pa.array(np.zeros(20_000, np.int32))
+                keys = pa.DictionaryArray.from_arrays(zeros, ["a" * 100_000])
+            captions = pa.array(["x"] * 20_000)
+            writer.write_table(pa.table({"key": keys.cast(kind), "caption": captions}))
+    with ss.ShardWriter(tmp_path / "keys") as shards:
+        shards.write({"__key__": "0-1", "cls": 1})
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN, str(tmp_path / "keys"), str(tmp_path / "out"), str(url)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    message, peak_mb = done.stdout.splitlines()
+    assert "the rows take 1907 MiB or more in memory" in message
+    assert int(peak_mb) < 1000
