@@ -229,6 +229,8 @@ class RequestPool:
 
 
 _open_pools: weakref.WeakSet[RequestPool] = weakref.WeakSet()
+# Their threads stayed with the parent, which may have held their locks.
+os.register_at_fork(after_in_child=_open_pools.clear)
 
 
 @atexit.register
