@@ -173,7 +173,7 @@ def torch_loads(data: bytes) -> Any:
     try:
         return load_tensors(data)
     except Exception as error:
-        if "weights_only" not in str(error):
+        if "weights_only" not in f"{error} {error.__cause__}":  # torch's advice how to run the code
             raise
         raise UnsafeError(
             "a pth field needs the code of its pickle; store tensors, numbers and text in plain lists and dicts, leave it as bytes "
