@@ -83,6 +83,7 @@ _TIMED_OUT = _temporary(
 _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
     (("TooManyRedirects",), _final("the server redirects in a circle; check the URL")),
+    (("the limit of its kind",), _final("the response is too long for a listing or a look-up; check the URL and the server")),
     (("not needed any more",), _final("the request was cancelled")),
     (("SocketTimeoutError",), _TIMED_OUT),  # of aiohttp; it is a ConnectionError, too
     (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
