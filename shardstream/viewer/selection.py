@@ -19,8 +19,8 @@ _KEPT = 16  # selections, of 8 bytes for each chosen sample
 _FOUND = 1000  # samples that a search by key returns
 _SEARCH_S = 20.0
 NO_COLUMNS = (
-    "the shards have no columns: run 'shardstream index --columns cls,json.width' with the values that you need "
-    "('--columns __key__' for the keys alone)"
+    "the shards have no columns: run 'shardstream index --columns FIELDS' with fields of numbers or text, or values in JSON (json.NAME); "
+    "'--columns __key__' for the keys alone"
 )
 
 

@@ -9,6 +9,7 @@ const views = { samples: null, histograms: showHistograms, epoch: openEpoch, bad
 const opened = new Set(["samples"]);
 
 export function show(view) {
+  if (byId(view).hidden) hush(); // what the banner says concerns the view that is left
   for (const name of Object.keys(views)) byId(name).hidden = name !== view;
   for (const tab of document.querySelectorAll("[data-view]")) tab.setAttribute("aria-selected", tab.dataset.view === view);
   if (!opened.has(view)) { opened.add(view); views[view](); }
