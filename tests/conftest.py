@@ -23,10 +23,15 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip, start_s3
+from tests.servers import S3Server, ShapedS3, in_ci, new_bucket, nginx_or_skip, start_s3
 
-# No deadline: the machine may be busy.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No deadline: the machine may be busy. CI, which has the time, draws twice as many examples.
+settings.register_profile(
+    "patient",
+    deadline=None,
+    max_examples=100 if in_ci() else 50,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("patient")
 
 # Modules and collected tests are a million objects, and each client of botocore reads megabytes of JSON: the full collections that
@@ -39,6 +44,9 @@ JSONFileLoader.load_file = staticmethod(functools.cache(JSONFileLoader().load_fi
 # Freed blocks of 4 MB and more are given back: glibc comes to keep those of up to 32 MB, and each fork would copy their page tables.
 with contextlib.suppress(AttributeError):  # another library of C
     ctypes.CDLL(None).mallopt(-3, 1 << 22)  # M_MMAP_THRESHOLD
+
+# All cores have a test to run, and threads of PyTorch spin while they wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Hundreds of processes are started, and each would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

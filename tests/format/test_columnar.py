@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.format import (
@@ -86,7 +86,6 @@ def test_plain_samples_are_never_parsed_one_by_one(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 1  # the first sample, whose form is compared
 
 
-@settings(max_examples=50)
 @given(data=st.data())
 def test_any_slices_of_any_shards_are_read(data: st.DataObject) -> None:
     shard_slices = []
@@ -151,7 +150,6 @@ def test_memoryviews_give_the_same_samples_as_bytes(few: None) -> None:
     assert all(type(value) is bytes for value in [found[0]["bin"], found[2]["bin"]])
 
 
-@settings(max_examples=50)
 @given(archive=archives())
 def test_tars_of_any_form(archive: Any) -> None:
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
@@ -119,7 +119,6 @@ def test_batches_are_those_of_single_samples(vectors: str, steps: Steps, workers
     assert len(found) == -(-SAMPLES // 16)
 
 
-@settings(max_examples=50)
 @given(
     st.sampled_from(DTYPES),
     st.sampled_from([(), (1,), (5,), (2, 3), (0,), (2, 0, 2), (3000,)]),
