@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import resource_tracker
@@ -17,6 +18,7 @@ from shardstream.errors import why_not_imported
 _EXCEPTION = 1
 """Exit code of a process that an exception has ended: a call raises it in the parent, so it was before one."""
 _END_S = 60.0
+_POLL_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -61,8 +63,11 @@ class ProcessPool:
 
     def why_broken(self) -> str:
         """Say why a process has died, and what to do, after the `BrokenProcessPool`."""
+        end_s = time.monotonic() + _END_S
         for process in self._context.started:  # all have ended, or are killed by the pool
             process.join(_END_S)
+            while process.exitcode is None and time.monotonic() < end_s:
+                time.sleep(_POLL_S)  # the pool's thread has just waited for it, too, and is about to note its exit code
         if any(process.exitcode == _EXCEPTION for process in self._context.started):
             return f"it could not start, see its traceback above; {why_not_imported()}"
         return "killed, crashed or out of memory; try fewer processes"

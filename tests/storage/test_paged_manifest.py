@@ -17,7 +17,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.catalog import ShardCatalog
-from shardstream.errors import ChangedError, ManifestError, ShardStreamError
+from shardstream.errors import ChangedError, ManifestError, OptionError, ShardStreamError
 from shardstream.format import (
     Manifest,
     ManifestPage,
@@ -143,7 +143,9 @@ def test_ranks_lists_and_mixes_read_all_samples(folder: str) -> None:
         for rank in range(2)
     ]
     assert sorted(label for part in parts for label in part) == list(range(COUNT))
-    assert len(ss.ShardDataset([folder, f"{folder}/000003.tar"])) == COUNT + 10
+    assert len(ss.ShardDataset([f"{folder}/000005.tar", f"{folder}/000003.tar"])) == 20
+    with pytest.raises(OptionError, match="named twice"):
+        ss.ShardDataset([folder, f"{folder}/000003.tar"])
     mixed = ss.mix([ss.ShardDataset(folder).decode(), ss.ShardDataset(folder).decode()])
     assert sorted(flat(labels(ss.ShardLoader(mixed, 8)))) == sorted([*range(COUNT)] * 2)
 
