@@ -176,7 +176,7 @@ def test_terminal_gets_a_progress_bar(photos: str, tmp_path: Path) -> None:
     [
         ("pack_imagefolder", ["PHOTOS", "--max-side", "8"], 20),
         ("pack_table", ["TABLE", "--map", "png=file", "--key", "id"], 2),
-        ("pack_digits", [], 1797),
+        pytest.param("pack_digits", [], 1797, marks=pytest.mark.slow),
     ],
 )
 def test_pack_tools_run(

@@ -463,7 +463,7 @@ GOING = """
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_server_that_stays_down_is_an_error_within_the_retry_timeout(
     num_workers: int, mortal: Shop, tmp_path: Path
 ) -> None:

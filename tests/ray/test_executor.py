@@ -262,6 +262,7 @@ def test_killed_driver_is_resumed_to_the_same_bytes(
     assert files_of(tmp_path / "here") == files_of(tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_command_runs_on_the_cluster_at_an_address(
     cluster: None, source: str, tmp_path: Path
 ) -> None:

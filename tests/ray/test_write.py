@@ -397,6 +397,7 @@ def test_wrong_arguments_are_refused(source: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_rows_are_written_to_a_store_and_joined_there(
     source: str, bucket: str, s3: S3Server, s3_env: None
 ) -> None:

@@ -79,7 +79,10 @@ def byte_by_byte(request: Request) -> bytes:
     return response(206, b"x", Content_Range=sent, Content_Length=length, ETag='"a"')
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client",
+    [one if one != "s3fs" else pytest.param(one, marks=pytest.mark.slow) for one in CLIENTS],
+)
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
