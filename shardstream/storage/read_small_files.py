@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from urllib.parse import SplitResult
 
 from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.s3_http_client import receive_head
+from shardstream.storage.s3_http_client import ResponseHead, receive_head
 from shardstream.storage.s3_request import are_plain, request_signer, server_url, signed_get
 from shardstream.storage.transfer import Transfer
 
@@ -65,14 +65,27 @@ def _read_all(
             for _ in paths[:_CONCURRENT_REQUESTS]
         ]
 
+        ended = set[int]()  # by the server, after its response
+
         def send(number: int) -> None:
-            request = signed_get(url, sign, paths[number])
-            connections[number % len(connections)].sendall(request)
+            place = number % len(connections)
+            if place in ended:
+                connections[place] = stack.enter_context(_connect(settings, url, timeout_s))
+                ended.remove(place)
+            connections[place].sendall(signed_get(url, sign, paths[number]))
+
+        def receive(number: int) -> bytes | None:
+            place = number % len(connections)
+            transfer = Transfer(timeout_s)
+            head = receive_head(connections[place], transfer)
+            if head.closes:
+                ended.add(place)
+            return _receive_body(connections[place], head, transfer, max_bytes)
 
         for number in range(len(connections)):
             send(number)
         for number in range(len(paths)):
-            data = _receive(connections[number % len(connections)], max_bytes, timeout_s)
+            data = receive(number)
             if data is None:
                 return
             found.append(data)
@@ -94,14 +107,14 @@ def _connect(settings: S3Settings, url: SplitResult, timeout_s: float) -> socket
         raise
 
 
-def _receive(connection: socket.socket, max_bytes: int, timeout_s: float) -> bytes | None:
-    """Receive a file; None if the response is another one.
+def _receive_body(
+    connection: socket.socket, head: ResponseHead, transfer: Transfer, max_bytes: int
+) -> bytes | None:
+    """Receive a file after the head of the response; None if the response is another one.
 
     Raises:
         OSError: If it does not arrive whole, and in time.
     """
-    transfer = Transfer(timeout_s)
-    head = receive_head(connection, transfer)
     size = head.length
     if head.status != http.HTTPStatus.OK or size is None or size > max_bytes:
         return None

@@ -42,7 +42,7 @@ _STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-5]\d\d)(?![^ ])", re.ASCII)
 _LENGTH = re.compile(r"\d{1,18}", re.ASCII)
 
 
-class _Head(NamedTuple):
+class ResponseHead(NamedTuple):
     """Status line and headers of a response."""
 
     status: int
@@ -52,6 +52,11 @@ class _Head(NamedTuple):
     """By name in lower case."""
     rest: bytes
     """First bytes of the body, which came with the headers."""
+
+    @property
+    def closes(self) -> bool:
+        """Whether the server closes the connection after the body."""
+        return self.headers.get("connection", "").lower() == "close"
 
     @property
     def length(self) -> int | None:
@@ -102,7 +107,7 @@ class S3HttpReader:
                 buffer = into or ReceiveBuffer([body])
                 got, error = _receive_body(connection, head.rest, buffer, wanted, transfer)
             is_at_end = got == length >= len(head.rest)
-            is_reusable = is_at_end and head.headers.get("connection", "").lower() != "close"
+            is_reusable = is_at_end and not head.closes
         finally:
             if is_reusable:
                 self._idle.append(connection)
@@ -143,7 +148,7 @@ def _end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def receive_head(connection: socket.socket, transfer: Transfer) -> _Head:
+def receive_head(connection: socket.socket, transfer: Transfer) -> ResponseHead:
     """Receive status and headers of the answer, after any that only announce it (100 Continue, 103 Early Hints).
 
     Raises:
@@ -168,7 +173,7 @@ def receive_head(connection: socket.socket, transfer: Transfer) -> _Head:
         data = head.rest
 
 
-def _parse_head(data: bytes, rest: bytes) -> _Head:
+def _parse_head(data: bytes, rest: bytes) -> ResponseHead:
     first, *lines = data.decode("latin-1").split("\r\n")
     found = _STATUS_LINE.match(first)
     if found is None:
@@ -181,11 +186,14 @@ def _parse_head(data: bytes, rest: bytes) -> _Head:
             raise OSError("two different lengths of one response")
     if found[1] == "HTTP/1.0":
         headers["connection"] = "close"
-    return _Head(int(found[2]), f"{found[2]}{first[found.end() :]}", headers, rest)
+    return ResponseHead(int(found[2]), f"{found[2]}{first[found.end() :]}", headers, rest)
 
 
 def _check_head(
-    connection: socket.socket, head: _Head, transfer: Transfer, asked: tuple[str, int, int | None]
+    connection: socket.socket,
+    head: ResponseHead,
+    transfer: Transfer,
+    asked: tuple[str, int, int | None],
 ) -> tuple[int, FileFacts]:
     """Return the length of the body of a response that has the requested range, and what it says about the file.
 
@@ -250,7 +258,9 @@ def _set_wake(connection: socket.socket, nbytes: int) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
-def _status_error(connection: socket.socket, head: _Head, transfer: Transfer) -> HttpStatusError:
+def _status_error(
+    connection: socket.socket, head: ResponseHead, transfer: Transfer
+) -> HttpStatusError:
     """Return the error of a response, with the server's code and message, or as much of it as arrives in time."""
     body = head.rest
     is_sent = head.length != 0 and (head.length or "transfer-encoding" in head.headers)

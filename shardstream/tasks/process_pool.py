@@ -67,7 +67,9 @@ class ProcessPool:
         for process in self._context.started:  # all have ended, or are killed by the pool
             process.join(_END_S)
             while process.exitcode is None and time.monotonic() < end_s:
-                time.sleep(_POLL_S)  # the pool's thread has just waited for it, too, and is about to note its exit code
+                time.sleep(
+                    _POLL_S
+                )  # the pool's thread has just waited for it, too, and is about to note its exit code
         if any(process.exitcode == _EXCEPTION for process in self._context.started):
             return f"it could not start, see its traceback above; {why_not_imported()}"
         return "killed, crashed or out of memory; try fewer processes"
