@@ -23,6 +23,8 @@ _PROTOCOL = 4  # of pickle, to take values apart
 # Of this process: job -> the instance of the class that is its `map`.
 _instance_here: dict[str, Callable[..., Any]] = {}
 _instance_lock = threading.Lock()
+# Python 3.11 parses a class in two threads at once to a SystemError now and then (cpython issue 106905).
+_source_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,8 @@ def _named(function: object) -> str:
     named = function if hasattr(function, "__qualname__") else type(function)
     text = f"{named.__module__}.{named.__qualname__}"
     try:
-        source = inspect.getsource(cast("Any", named))
+        with _source_lock:
+            source = inspect.getsource(cast("Any", named))
     except (OSError, TypeError):  # defined in an interactive session, or in C
         return text
     return f"{text} {hashlib.sha256(source.encode()).hexdigest()[:16]}"

@@ -182,11 +182,10 @@ def test_threads_share_no_sources(
     with ThreadPoolExecutor(4) as pool:
         if with_pool:
             reshard(0, ss.FuturesExecutor(pool))
-        else:
-            list(pool.map(reshard, range(4), [ss.LocalExecutor()] * 4))
-            assert [len(samples_of(tmp_path / f"{number}")) for number in range(4)] == [
-                NSAMPLES
-            ] * 4
+        else:  # two jobs, each in two parts
+            jobs = [(number, ss.Parts(part, 2)) for number in (0, 1) for part in (1, 2)]
+            list(pool.map(reshard, *zip(*jobs, strict=True)))
+            assert ss.merge(tmp_path / "0").samples == ss.merge(tmp_path / "1").samples == NSAMPLES
     assert {one["__key__"]: one["txt"].decode() for one in samples_of(tmp_path / "0")} == {
         key: caption(key) for key in KEYS
     }
