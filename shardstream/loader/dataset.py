@@ -84,9 +84,8 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         self._is_placement_of_parent = False
         self._length: int | None = None
         self._epochs = EpochCounter()
-        self._is_of_several_ranks = self._is_overfit = (
-            False  # if that is known by the process that spawned this worker
-        )
+        # Whether the process that spawned this worker knew it.
+        self._is_of_several_ranks = self._is_overfit = False
 
     @property
     def placement(self) -> Placement:
@@ -171,7 +170,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         repeats = has_several_ranks or self._has_to_overfit()
         epoch, is_repeated = self._epochs.begin(_torch_worker(), counts=not repeats)
         if is_repeated and has_several_ranks and self.pipeline.differs_by_epoch:
-            warnings.warn(_repeats_epoch(self, epoch), stacklevel=3)
+            warnings.warn(_describe_repeat(self, epoch), stacklevel=3)
         return epoch
 
     def _resume_epoch(self, epoch: int) -> None:
@@ -255,7 +254,6 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
 
     def _copy(self) -> Self:
         changed = copy.copy(self)
-        changed._epochs = EpochCounter(self.chosen_epoch)
         changed.follow_epoch(self)
         return changed
 
@@ -473,7 +471,7 @@ def _is_served(dataset: IterableDataset[Any], by_worker: object) -> bool:
     return isinstance(by_worker, IterableDataset)
 
 
-def _repeats_epoch(dataset: StreamDataset, epoch: int) -> str:
+def _describe_repeat(dataset: StreamDataset, epoch: int) -> str:
     return (
         f"{dataset!r} is read again without set_epoch, so epoch {epoch} repeats, in the same order: with several ranks epochs are not "
         "counted, because a rank that looks at a batch alone would be an epoch ahead; call dataset.set_epoch(epoch) before each epoch "

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 from shardstream.storage import new_lock
 
-_MAX_READERS = 64
 _MAX_LOADERS = 16  # that start their workers at the same time
-_CHOSEN = struct.Struct(
-    "=qq"
-)  # epoch and calls of `set_epoch`, before the readers: length and JSON
+# Epoch and calls of `set_epoch`, before the readers: length and JSON.
+_CHOSEN = struct.Struct("=qq")
 _LENGTH = struct.Struct("=q")
-_PLACE_BYTES = 1 << 20  # of address space, for each counter; 64 readers take a tenth
+_PLACE_BYTES = 1 << 20  # of address space, for each counter; a thousand readers fit
+_MAX_READERS_BYTES = _PLACE_BYTES - _CHOSEN.size - _LENGTH.size
 _PLACES = 64  # in a file: a process may have 256 files open
 _lock = new_lock()  # `lockf` excludes other processes only
 
@@ -151,7 +150,7 @@ class EpochCounter:
     def _begin_pass(
         self, reader: _Reader, worker: Worker, epoch: int, *, counts: bool
     ) -> tuple[int, bool]:
-        """Begin a pass of a worker, in a given epoch if no other worker has begun it; return its epoch, and whether none has."""
+        """Begin a pass of a worker, in a given epoch if it is the first worker; return the pass's epoch, and whether it is."""
         number, self._passes = self._passes, self._passes + 1
         last, loader = self._epoch, _find(reader, worker, is_new=number == 0)
         is_first = loader is None or number > loader.latest
@@ -207,8 +206,9 @@ class EpochCounter:
             if reader.calls != calls:
                 reader.epoch, reader.calls, reader.iterations = epoch, calls, 0
             yield reader
-            kept = [*readers.items()][1 - _MAX_READERS :]
-            content = json.dumps(dict(kept) | {process: asdict(reader)}).encode()
+            readers[process] = asdict(reader)
+            while len(content := json.dumps(readers).encode()) > _MAX_READERS_BYTES:
+                del readers[next(iter(readers))]  # the one that has not begun for longest
             # At once: the process may be killed.
             os.pwrite(handle, _LENGTH.pack(len(content)) + content, start)
 

@@ -36,12 +36,18 @@ from shardstream.loader.device_transfer import (
 from shardstream.loader.epoch_positions import EpochPositions
 from shardstream.loader.lightning import fetched_by_lightning, is_overfit_by_lightning
 from shardstream.loader.message_batching import TakenOverError
-from shardstream.loader.option_checks import check_options, given_to_first, warn_of_lanes
+from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.serialize import new_tensor
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import BatchDataset, WorkerBatch, change_batch, starting_workers
+from shardstream.loader.worker import (
+    BatchDataset,
+    WorkerBatch,
+    as_is,
+    change_batch,
+    starting_workers,
+)
 from shardstream.loader.worker_errors import WorkerWatch, end_workers, is_batch_made, live_workers
 from shardstream.order import PartitionConfig, RankPartition, derive_key
 from shardstream.pipeline import (
@@ -105,7 +111,7 @@ class ShardLoader(DataLoader[Any]):
         prefetch_to_device: int = 2,
         **options: Any,
     ) -> None:
-        dataset, collate_fn = given_to_first(dataset, collate_fn, options)
+        dataset, collate_fn = unwrap_rebuilt(dataset, collate_fn, options)
         batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
         own = {"drop_last": drop_last, "prefetch_to_device": prefetch_to_device}
         check_options(dataset, batch_size, shuffle, options | own)
@@ -147,7 +153,7 @@ class ShardLoader(DataLoader[Any]):
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator("cpu")
         super().__init__(
-            self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
+            self._batches, batch_size=None, num_workers=num_workers, collate_fn=as_is, **options
         )
         # For readers of the loader; torch gets None and False, because the workers make the batches.
         vars(self).update(batch_size=batch_size, drop_last=drop_last)
@@ -592,7 +598,3 @@ def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
         return None
     storage = dataset.pipeline.storage_for(budget.report or "")
     return BadSampleReport(budget.report, dataset.placement, storage)
-
-
-def _as_is(worker_batch: Any) -> Any:
-    return worker_batch

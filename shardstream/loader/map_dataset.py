@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
@@ -34,12 +36,14 @@ from shardstream.pipeline import (
     CatalogSource,
     Decode,
     ItemStage,
-    Map,
+    MapDict,
     Pipeline,
     PipelineTransform,
     ReadOptions,
+    Rename,
     SkipTracker,
     Stage,
+    ToTuple,
     check_epoch,
     check_stage,
     field_names,
@@ -47,8 +51,10 @@ from shardstream.pipeline import (
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
-# 16 MiB; more samples share them, and then draw by the order of reading, too.
-_MAX_COUNTERS = 1 << 22
+# 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.
+MAX_COUNTERS = 1 << 22
+
+_NEVER_DRAW = (Decode, MapDict, Rename, ToTuple)
 
 _opening = new_lock()
 
@@ -131,10 +137,11 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
     def _count_reads(self, numbers: list[int]) -> list[int]:
         """Return numbers for the random generators: a sample that is read again gets another, as in a mix."""
-        if self._reads is None:
+        sets_epoch = bool(self._epoch.values[1])
+        if self._reads is None or (sets_epoch and len(self._reads) < len(self._catalog)):
             return numbers
         # Without set_epoch a sample that another rank read in the epoch before is new here.
-        ranks = Placement(0, 1) if self._epoch.values[1] else Placement.detect()
+        ranks = Placement(0, 1) if sets_epoch else Placement.detect()
         reads, turns = self._reads.numpy(), []
         with _opening:  # threads share the counters
             for number in numbers:
@@ -180,6 +187,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
         The random numbers of a sample depend on seed, epoch, sample and the times that it was read since this call: they are the
         same on every number of ranks and workers, and after a restart. Without this call each epoch has new ones, too.
+        What persistent workers had prefetched of an epoch that was stopped early counts as read. Over 4 million samples the times
+        do not count after this call.
         """
         self._epoch.values[0] = check_epoch(epoch)
         self._epoch.values[1] += 1
@@ -188,11 +197,14 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         super().set_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_opened": None}
+        state = super().__getstate__() | {"_opened": None}
+        if get_spawning_popen() is None:  # a copy is independent, a spawned worker is not
+            state |= {"_epoch": copy.copy(self._epoch), "_reads": copy.deepcopy(self._reads)}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._reads is not None:  # a pickle and a deep copy have memory of their own
+        if self._reads is not None:
             self._reads.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -215,10 +227,9 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         return changed
 
     def _copy(self) -> Self:
-        changed = object.__new__(type(self))
-        changed.__dict__.update(self.__getstate__())
-        changed._epoch = SharedNumbers(self.epoch, int(self._epoch.values[1]))
-        changed._reads = None if self._reads is None else _new_counters(len(self._catalog))
+        changed = copy.copy(self)
+        if changed._reads is not None:
+            changed._reads.zero_()
         changed.follow_epoch(self)
         return changed
 
@@ -286,12 +297,12 @@ class ShardMapDataset(MapDataset):
 
 def _may_draw(stage: Stage) -> bool:
     """Return whether a step may use random numbers; own stages may."""
-    return stage.rng if isinstance(stage, Map) else not isinstance(stage, Decode)
+    return bool(getattr(stage, "rng", not isinstance(stage, _NEVER_DRAW)))
 
 
 def _new_counters(samples: int) -> torch.Tensor:
     """Return counters in shared memory, shape (min(samples, 2**22),), int32."""
-    counters = torch.zeros(min(samples, _MAX_COUNTERS), dtype=torch.int32, device="cpu")
+    counters = torch.zeros(min(samples, MAX_COUNTERS), dtype=torch.int32, device="cpu")
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters
 

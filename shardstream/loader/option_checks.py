@@ -9,7 +9,7 @@ from typing import Any
 
 from shardstream.errors import OptionError
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.worker import BatchDataset
+from shardstream.loader.worker import BatchDataset, as_is
 from shardstream.order import find_even_lane_counts, uneven_effect
 from shardstream.pipeline import ReadOptions, SkipTracker, check_at_least
 
@@ -19,22 +19,25 @@ _DATASET_OPTIONS = {"fields", "num_samples", "replacement", "subset", "weights"}
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 
 
-def given_to_first(
+def unwrap_rebuilt(
     dataset: StreamDataset | BatchDataset,
     collate_fn: Callable[[list[Any]], Any] | None,
     options: dict[str, Any],
 ) -> tuple[StreamDataset, Callable[[list[Any]], Any] | None]:
-    """Return the dataset and collate function of a loader, or of the one whose attributes Lightning builds it of (overfit_batches).
+    """Return the dataset and collate function that a loader was given first, if it is built again.
+
+    Lightning does so for ``overfit_batches``, with the attributes that torch's loader keeps.
 
     Args:
         dataset: The argument of the loader.
         collate_fn: The argument of the loader.
-        options: Of torch's loader; the generator is removed if it is that of the other loader.
+        options: Of torch's loader; the generator is removed if it is an attribute of the other loader.
     """
     if not isinstance(dataset, BatchDataset):
         return dataset, collate_fn
-    options["generator"] = None
-    return dataset.source_dataset, dataset.collate_fn
+    if collate_fn is as_is:
+        collate_fn = options["generator"] = None
+    return dataset.source_dataset, collate_fn or dataset.collate_fn
 
 
 def check_options(

@@ -93,6 +93,11 @@ def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> Wor
     return worker_batch._replace(batch=change(worker_batch.batch))
 
 
+def as_is(worker_batch: Any) -> Any:
+    """Return a worker batch unchanged: the collate function that torch gets, because workers make whole batches."""
+    return worker_batch
+
+
 class _Receiver:
     """One iteration of the main process over the messages of the workers."""
 
@@ -475,9 +480,8 @@ def starting_workers() -> Iterator[None]:
         with forked_workers_keep_objects(), torch.device("cpu"):  # torch draws a seed there
             yield
     except Exception as error:
-        if "pickle" not in str(
-            error
-        ):  # a PicklingError, or an AttributeError or TypeError of a local function
+        # A PicklingError, or an AttributeError or TypeError of a local function.
+        if isinstance(error, OSError) or "pickle" not in str(error):
             raise
         raise OptionError(
             f"the dataset cannot be sent to a worker that is spawned ({without_addresses(str(error))}); "

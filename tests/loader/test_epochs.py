@@ -150,6 +150,7 @@ def test_a_loader_can_be_built_again_of_its_attributes(folder: str) -> None:
     loader = make(folder)
     again = ss.ShardLoader(loader.dataset, 8)  # type: ignore[arg-type]  # as Lightning's overfit_batches does
     assert labels(again) == labels(loader)
+    assert list(ss.ShardLoader(loader.dataset, 8, collate_fn=len))[:2] == [8, 8]  # type: ignore[arg-type]
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import (
 import shardstream as ss
 from shardstream.errors import OptionError
 from shardstream.storage import RangeResponse, Storage
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -162,11 +164,37 @@ def test_each_epoch_of_a_plain_loader_has_its_own_random_numbers(
     assert len({value for _ in range(3) for _, value in alone}) == 36
 
 
+def test_random_numbers_of_many_samples_do_not_depend_on_the_order_of_reading(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, ss.ShardMapDataset, MAX_COUNTERS=4)
+    dataset = ss.ShardMapDataset(folder).decode().map(draw, rng=True)
+    assert len({dataset[n] for n in (1, 5, 1, 5)}) == 4
+    dataset.set_epoch(1)
+    first = [dataset[n] for n in (1, 5)]
+    dataset.set_epoch(1)
+    assert [dataset[n] for n in (5, 1)] == first[::-1]
+
+
 def test_datasets_chained_from_a_map_dataset_follow_its_epoch(dataset: ss.ShardMapDataset) -> None:
     chained = dataset[:5].map(label)
     dataset.set_epoch(2)
     chained.set_epoch(chained.epoch + 1)
     assert (dataset.epoch, chained.epoch) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "travel",
+    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],  # noqa: S301
+)
+def test_a_copy_of_a_map_dataset_has_an_epoch_and_random_numbers_of_its_own(
+    folder: str, travel: Any
+) -> None:
+    dataset = ss.ShardMapDataset(folder).decode().map(draw, rng=True)
+    other = travel(dataset)
+    assert dataset[3] == other[3]
+    other.set_epoch(4)
+    assert (dataset.epoch, other.epoch) == (0, 4)
 
 
 def test_steps_that_change_counts_are_refused(dataset: ss.ShardMapDataset) -> None:

@@ -239,6 +239,31 @@ def test_a_copy_counts_for_itself(travel: Any, folder: str) -> None:
     assert numbers(list(dataset)) not in (first, second)
 
 
+def test_many_processes_that_share_a_dataset_count_their_own_epochs(folder: str) -> None:
+    dataset = make(folder)
+    start, said = os.pipe(), os.pipe()
+
+    def begins(times: int) -> None:
+        for _ in range(times):
+            next(iter(dataset))
+
+    pids = []
+    for process in range(70):
+        pids.append(os.fork())
+        if not pids[-1]:
+            begins(1)
+            os.write(said[1], b".")
+            if process == 0:  # goes on after the others
+                os.read(start[0], 1)
+                begins(1)
+            os._exit(dataset.epoch)
+        os.read(said[0], 1)
+    os.write(start[1], b".")
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [1] + [0] * 69
+    for handle in (*start, *said):
+        os.close(handle)
+
+
 def test_epochs_are_counted_where_the_system_has_no_files_in_memory(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
