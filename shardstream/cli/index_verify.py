@@ -77,7 +77,7 @@ def index(  # noqa: PLR0913  (the options of a command)
             urls,
             to=to,
             sha256=sha256,
-            storage_options=parse_options(option, *urls),
+            storage_options=parse_options(option, *urls, *([to] if to else [])),
             threads=threads,
             name=name,
             members=members,

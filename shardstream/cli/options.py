@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -185,7 +186,7 @@ def parse_options(options: Sequence[str] | None, *urls: str) -> dict[str, Any]:
     {'anon': True, 'key': '123', 'endpoint_url': 'http://host:9000'}
 
     Raises:
-        typer.BadParameter: If there is no equals sign, or all of the URLs are paths of this machine, on which options have no effect.
+        typer.BadParameter: If there is no equals sign, or all of the URLs are files of this machine, on which options have no effect.
     """
     parsed: dict[str, Any] = {}
     for option in options or ():
@@ -194,11 +195,16 @@ def parse_options(options: Sequence[str] | None, *urls: str) -> dict[str, Any]:
             # The message omits the value: it may be a secret.
             raise typer.BadParameter("give it as KEY=VALUE", param_hint="--option")
         parsed[name] = value if name in _TEXT_OPTIONS else _json_or_text(value)
-    if parsed and urls and not any("://" in url or "::" in url for url in urls):
+    if parsed and urls and not any(map(_may_be_remote, urls)):
         raise typer.BadParameter(
             "files of this machine have no options; leave it out", param_hint="--option"
         )
     return parsed
+
+
+def _may_be_remote(url: str) -> bool:
+    """Return whether a URL is remote, or of this machine but perhaps with a manifest that names remote shards."""
+    return "://" in url or "::" in url or os.path.isdir(url) or url.endswith((".json", "*", "}"))
 
 
 def parse_stores(

@@ -73,7 +73,7 @@ def view(  # noqa: PLR0913  (the options of a command)
         sys.path.insert(0, "")  # functions in the folder where the command runs
     options = ViewOptions(
         urls=tuple(urls),
-        storage_options=parse_options(option, *urls),
+        storage_options=parse_options(option, *urls, *(bad or ())),
         bad=tuple(bad or ()),
         decode=None if decode is None else load_function(decode),
     )

@@ -77,6 +77,8 @@ def stored_depth(image: Image, data: bytes) -> BitDepth:
 def scale_to_8_bits(image: Image, depth: BitDepth) -> Image:
     """Return an image of 9 to 16 bits as one of 8, by the high bits of each number, as Pillow reads colours of 16 bits.
 
+    A TIFF that stores white as 0 is inverted, as Pillow does with 8 bits.
+
     Args:
         image: The file, opened.
         depth: Its `stored_depth`, of which `BitDepth.can_be_scaled` is true.
@@ -87,7 +89,8 @@ def scale_to_8_bits(image: Image, depth: BitDepth) -> Image:
         return image
     # Pillow scales PGM to 16 bits.
     shift = 8 if image.format == "PPM" else depth.bits - 8
-    scaled = pil.fromarray((np.asarray(image) >> shift).astype(np.uint8))
+    numbers = (np.asarray(image) >> shift).astype(np.uint8)
+    scaled = pil.fromarray(~numbers if _stores_white_as_0(image) else numbers)
     scaled.info = {**image.info}
     if isinstance(clear := image.info.get("transparency"), int):
         scaled.info["transparency"] = clear >> shift
@@ -96,8 +99,12 @@ def scale_to_8_bits(image: Image, depth: BitDepth) -> Image:
 
 def is_inverted(image: Image) -> bool:
     """Return True if an opened TIFF stores white as 0; Pillow inverts such images of 1 to 8 bits."""
+    return image.mode in ("1", "L") and _stores_white_as_0(image)
+
+
+def _stores_white_as_0(image: Image) -> bool:
     tags: Any = getattr(image, "tag_v2", {})
-    return image.mode in ("1", "L") and tags.get(_TIFF_SHADES) == _WHITE_IS_ZERO
+    return bool(tags.get(_TIFF_SHADES) == _WHITE_IS_ZERO)
 
 
 def is_rendered(image: Image, depth: BitDepth) -> bool:

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 
 import simplejpeg
 
+from shardstream.errors import OptionError
+
 PILLOW_FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA"),
     *(("AVIF",) if find_spec("PIL.AvifImagePlugin") is not None else ()),  # since Pillow 11.3
@@ -66,6 +68,28 @@ _MASK_WORDS = frozenset(
 )
 _PHOTOS = frozenset(("jpg", "jpeg", "jpe", "jfif", "webp", "avif"))
 _LOSSLESS = frozenset(("png", "tif", "tiff", "bmp", "gif", "pgm", "ppm", "pnm", "pbm"))
+
+
+def is_image_field(field: str) -> bool:
+    """Return whether a field holds an image file.
+
+    >>> is_image_field("seg.png"), is_image_field("json")
+    (True, False)
+    """
+    return field.rpartition(".")[2] in IMAGE_FORMATS
+
+
+def check_masks(names: Iterable[str]) -> None:
+    """Check the names of mask fields that a user gives: one that no image can have has no effect.
+
+    Raises:
+        OptionError: If one is not the name of an image field.
+    """
+    for name in names:
+        if not is_image_field(name):
+            raise OptionError(
+                f"masks are fields of images, such as 'png' or 'seg.png', not {name!r}; if no field is a mask, pass masks=[] (--masks none)"
+            )
 
 
 def mask_fields(names: Iterable[str]) -> frozenset[str]:

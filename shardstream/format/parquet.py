@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 PARQUET_BASE_BYTES, PARQUET_RATIO = 1 << 30, 100
 """Rows may take so many bytes in memory, and so many times the bytes of their file."""
-_NEEDS_PYARROW = (
-    "columns of samples are kept in Parquet, which needs one more package: "
-    f"{how_to_install('parquet')}"
-)
+_NEEDS_PYARROW = f"Parquet, for tables and columns of samples, needs one more package: {how_to_install('parquet')}"
 _TEXT = "BYTE_ARRAY"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12, _TEXT: 4}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
+from shardstream.format import check_masks
 from shardstream.loader.collation import collate
 from shardstream.loader.decoder_tables import (
     KNOWN_FIELDS,
@@ -113,10 +114,12 @@ class ItemSteps:
                 no pixels. A GPU makes slightly other pixels than libjpeg.
 
         Raises:
-            OptionError: If a name is unknown, or an argument is invalid.
+            OptionError: If a name is unknown, a mask is no image field, or an argument is invalid.
         """
         check_at_least(0, threads=threads)
         check_at_least(1, max_side=max_side)
+        mask_names = None if masks is None else frozenset(_as_list(masks))
+        check_masks(mask_names or ())
         named = [one for one in handlers if isinstance(one, str | AudioDecoder | VideoDecoder)]
         functions = tuple(
             one for one in handlers if not isinstance(one, str | AudioDecoder | VideoDecoder)
@@ -135,7 +138,7 @@ class ItemSteps:
         stage = Decode(
             table=tables.table,
             mask_table=tables.mask_table,
-            masks=None if masks is None else frozenset(_as_list(masks)),
+            masks=mask_names,
             handlers=functions,
             only=None if only is None else frozenset(_as_list(only)),
             threads=threads,

@@ -115,6 +115,8 @@ class ClassFolderSource:
         check_depth(root, self._images, depth)
         self.classes: Classes = tuple(sorted(set(map(self._class, self._images.paths()))))
         """Names of the classes; a label is the position here."""
+        self.empty_folders: tuple[str, ...] = ()
+        """Names of folders that could be of classes, but hold no image."""
         if is_guess:
             refuse_masks(root, self._images, self._class)
             refuse_containers(root, self.classes)
@@ -175,6 +177,16 @@ class ClassFolderSource:
         changed = copy.copy(self)
         changed.classes = classes
         return changed
+
+    def warn_of_empty_folders(self) -> None:
+        """Log the folders without images that have no class number: they move the numbers of the others."""
+        names = [f"{name}/" for name in self.empty_folders if name not in self.classes]
+        if names:
+            _log.warning(
+                "%s: no image in %s, so classes have no number for it; to keep one, name all classes with classes= (--classes)",
+                self._root,
+                ", ".join(names[:10]) + (", ..." if len(names) > 10 else ""),
+            )
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records, sorted by path."""
@@ -437,22 +449,16 @@ def folder_source(
         guess_folder(root, files, key=key) if guessed else ClassFolderSource(root, files, key=key)
     )
     if isinstance(source, ClassFolderSource):
-        _warn_of_empty_classes(source, root, storage)
+        source.empty_folders = _empty_folders(source, root, storage)
     return source
 
 
-def _warn_of_empty_classes(source: ClassFolderSource, root: str, storage: Storage) -> None:
-    """Name the folders beside those of classes that hold no image: they move the numbers of the others."""
+def _empty_folders(source: ClassFolderSource, root: str, storage: Storage) -> tuple[str, ...]:
+    """Return the sorted names of the folders beside those of classes that hold no image."""
     if storage.local_path(root) is None:  # a folder of an object store is the names of its files
-        return
+        return ()
     parents = [join_url(root, split) for split in source.splits] or [root]
     names = {
         name for url in parents for name in storage.list_folder(url)[1] if not is_meta_name(name)
     }
-    empty = sorted(names.difference(source.classes))
-    if empty:
-        _log.warning(
-            "%s: no image in %s, so classes have no number for it; to keep one, name all classes with classes= (--classes)",
-            root,
-            ", ".join(f"{name}/" for name in empty[:10]) + (", ..." if len(empty) > 10 else ""),
-        )
+    return tuple(sorted(names.difference(source.classes)))

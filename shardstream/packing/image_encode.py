@@ -19,7 +19,9 @@ from shardstream.format import (
     IMAGE_FORMATS,
     PILLOW_FORMATS,
     BitDepth,
+    check_masks,
     has_mask_word,
+    is_image_field,
     is_plain_jpeg,
     is_rendered,
     mask_fields,
@@ -74,11 +76,7 @@ class ImageOptions:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
         if not 1 <= self.quality <= 100:
             raise OptionError(f"quality must be from 1 to 100, not {self.quality}")
-        for name in self.masks or ():
-            if not is_image_field(name):
-                raise OptionError(
-                    f"masks are fields of images, such as 'png' or 'seg.png', not {name!r}; if no field is a mask, pass masks=[] (--masks none)"
-                )
+        check_masks(self.masks or ())
         if self.format is not None and self.format not in REENCODED:
             raise OptionError(
                 f"images can be converted to {', '.join(REENCODED)}, not to {self.format!r}"
@@ -112,15 +110,6 @@ class ImageOptions:
         if not self.scale_16_bits:
             del options["scale_16_bits"]
         return {**options, **checked, "pillow": PIL.__version__}
-
-
-def is_image_field(field: str) -> bool:
-    """Return whether a field holds an image file.
-
-    >>> is_image_field("seg.png"), is_image_field("json")
-    (True, False)
-    """
-    return field.rpartition(".")[2] in IMAGE_FORMATS
 
 
 def encode_image(field: str, value: object) -> bytes:

@@ -16,6 +16,7 @@ from shardstream.format import CLASSES_NAME
 from shardstream.packing.class_numbering import AnyClasses, number_classes
 from shardstream.packing.column_builder import columns_identity
 from shardstream.packing.destination import ShardNames
+from shardstream.packing.folder_source import ClassFolderSource
 from shardstream.packing.image_encode import ImageOptions
 from shardstream.packing.journal import Task
 from shardstream.packing.parallel_encode import RecordEncoder
@@ -95,6 +96,8 @@ class PackRequest:
         _check_source_is_elsewhere(opened, names.folder, reading)
         folders = [folder_of_split(names, one) for one in _split_names(opened, self.split)]
         opened = number_classes(opened, self.classes, folders, Storage(self.writing))
+        if isinstance(opened, ClassFolderSource):
+            opened.warn_of_empty_folders()
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
         asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
         asked |= {"kind": options.kind, "key": options.key, "fields": dict(options.fields) or None}

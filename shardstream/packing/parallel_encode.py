@@ -20,8 +20,9 @@ from shardstream.errors import (
     SourceError,
     StorageError,
 )
+from shardstream.format import is_image_field
 from shardstream.packing.encode import encode_field
-from shardstream.packing.image_encode import ImageOptions, decode_error, is_image_field, reencode
+from shardstream.packing.image_encode import ImageOptions, decode_error, reencode
 from shardstream.packing.source import FileRef, Record, named
 from shardstream.storage import Storage, broken_link
 from shardstream.tasks import ProcessPool

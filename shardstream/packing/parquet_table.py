@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from shardstream.errors import OptionError, SourceError, how_to_install
-from shardstream.format import column_chunks, least_bytes, limit_of_rows
+from shardstream.errors import SourceError
+from shardstream.format import column_chunks, import_parquet, least_bytes, limit_of_rows
 from shardstream.packing.arrow_rows import number_dtypes, rows_of
 from shardstream.storage import Storage
 
@@ -73,7 +72,7 @@ def open_parquet(
     Raises:
         OptionError: If pyarrow is not installed.
     """
-    parquet = _import_parquet(url)
+    _, parquet = import_parquet()
     with storage.translate_errors(url):
         return parquet.ParquetFile(stream, metadata=metadata, **reading)
 
@@ -137,13 +136,3 @@ def _check_size(size: int, limit_bytes: int, url: str) -> None:
             "the file): a small file that grows so much may be made to fill memory and disks; if it is yours, write it as several files",
             shard=url,
         )
-
-
-def _import_parquet(url: str) -> ModuleType:
-    try:
-        from pyarrow import parquet  # noqa: PLC0415  (an extra: needed for Parquet alone)
-    except ImportError as error:
-        raise OptionError(
-            f"Parquet needs one more package: {how_to_install('parquet')}", shard=url
-        ) from error
-    return parquet  # type: ignore[no-any-return]

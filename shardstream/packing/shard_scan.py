@@ -17,6 +17,7 @@ from shardstream.format import (
     ReadAt,
     ShardScan,
     TarDiagnostics,
+    is_image_field,
     is_meta_name,
     iter_whole,
     open_decompressed,
@@ -24,7 +25,6 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
-from shardstream.packing.image_encode import is_image_field
 from shardstream.packing.report import Progress, ProgressFunction, logged
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed, map_file

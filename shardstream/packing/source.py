@@ -13,8 +13,8 @@ import numpy as np
 from PIL import Image
 
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
+from shardstream.format import is_image_field
 from shardstream.packing.encode import encode_field
-from shardstream.packing.image_encode import is_image_field
 from shardstream.packing.split import SplitNumbers
 
 _RUNNING = re.compile(r"\{index[:}]")

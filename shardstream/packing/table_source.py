@@ -148,7 +148,7 @@ class TableSource:
     def with_own_class_numbers(self) -> TableSource:
         """Return the same rows; if the column of ``cls`` holds names alone, numbered in their order, after reading it once.
 
-        Beside whole numbers they stay as they are: each such row has an error.
+        Beside other values, such as numbers, they stay as they are: each row without a whole number has an error.
 
         Raises:
             SourceError: If the table is malformed.
@@ -160,10 +160,11 @@ class TableSource:
         for url in self._urls:
             for row in iter_rows(url, self._storage, columns=[column], header=self._header):
                 cell = row.cells.get(column)
-                if _exact(cell) is not None:
-                    return self
-                if isinstance(cell, str) and cell:
+                if isinstance(cell, str) and _parse_number(cell) is None:
                     names.add(cell)
+                elif cell is not None:
+                    return self
+        names.discard("")  # an error of its row
         if not names:
             return self
         return self.with_class_numbers(tuple(sorted(names)), self._urls[0])
@@ -237,9 +238,10 @@ class TableSource:
         if self._fields or self._header or not row.is_text:
             return
         names = [name for name in row.cells if name]
-        found = next(filter(is_value, names), None)
-        if found is None or names == [str(number) for number in range(len(names))]:  # of pandas
+        values = [name for name in names if is_value(name)]
+        if not values or names == [str(number) for number in range(len(names))]:  # of pandas
             return
+        found = next((name for name in values if "/" in name), values[0])
         problem = f"the first line may be a row, not the names of the columns: {found!r}"
         if "/" in found:
             raise SourceError(
@@ -481,7 +483,7 @@ def _whole(field: str, row: Row, column: str, value: object) -> int:
 def _exact(value: object) -> int | None:
     """Return a value as a whole number; None if it is none."""
     try:
-        number = Decimal(value) if isinstance(value, str) else value
+        number = _parse_number(value) if isinstance(value, str) else value
         # Neither digits that a float has lost, nor a number of a million digits made of "1e999999".
         is_exact = not isinstance(number, float) or abs(number) < _EXACT_FLOAT
         if is_exact and not (isinstance(number, Decimal) and number.adjusted() > _MAX_DIGITS):
@@ -491,6 +493,14 @@ def _exact(value: object) -> int | None:
     except (ArithmeticError, TypeError, ValueError):
         pass
     return None
+
+
+def _parse_number(text: str) -> Decimal | None:
+    """Return the number of a text such as "3", "0.5" or "nan"; None for others, also for "1_0", which Python takes for 10."""
+    try:
+        return None if "_" in text else Decimal(text)
+    except ArithmeticError:
+        return None
 
 
 def _parsed(value: object) -> object:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import ShardError
 from tests.small_tars import make_dataset
+from tests.static_server import serve_files
 
 COMMANDS = ("pack", "reshard", "merge", "index", "verify", "ls", "cat")
 
@@ -64,7 +66,7 @@ def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -
         (["verify"], "Missing argument 'URL"),
         (["verify", "x", "--threads", "0"], "--threads"),
         (["ls", "x", "--option", "secret"], "KEY=VALUE"),
-        (["ls", "x", "--option", "foo=bar"], "files of this machine have no options"),
+        (["ls", "x.tar", "--option", "foo=bar"], "files of this machine have no options"),
         (["reshard", "x", "y", "--option", "foo=bar"], "files of this machine have no options"),
         (["cat", "x", "--number", "1", "--key", "a"], "not both"),
         (["cat", "x", "--output", "f"], "--output needs --field"),
@@ -75,6 +77,18 @@ def test_wrong_usage_exits_with_2(
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_reach_remote_shards_of_a_local_manifest(tmp_path: Path) -> None:
+    paths = make_dataset(tmp_path / "tars")
+    option = ["--option", "retry_timeout_s=3"]
+    with serve_files(tmp_path) as served:
+        tars = [f"{served.url}/tars/{path.name}" for path in paths]
+        ss.index(tars, to=tmp_path / "mine")
+        for command in ("ls", "cat", "verify"):
+            assert main([command, str(tmp_path / "mine"), *option]) == 0
+        manifest = str(tmp_path / "mine" / "index.json")
+        assert main(["reshard", manifest, str(tmp_path / "new"), *option]) == 0
 
 
 def test_error_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,6 +189,12 @@ def test_a_png_stays_a_mask_without_its_jpg(tmp_path: Path) -> None:
     assert (decoded(fields=("png",), masks=[]) != decoded()).any()
 
 
+def test_masks_that_are_no_images_are_refused(folder: str) -> None:
+    for masks in (["pngg"], "seg"):
+        with pytest.raises(OptionError, match="masks are fields of images"):
+            ss.ShardDataset(folder).decode("rgb", masks=masks)
+
+
 def test_parts_of_a_mix_keep_fields_of_their_own(folder: str, uneven: str) -> None:
     mixed = ss.mix(
         [ss.ShardDataset(folder, fields=("cls",)), ss.ShardDataset(uneven, fields=("jpg;png",))]

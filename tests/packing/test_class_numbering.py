@@ -168,9 +168,26 @@ def test_class_names_in_a_column_are_numbered_as_folders_are(splits: Path, tmp_p
     ss.pack(splits / "train", tmp_path / "out" / "train")
     ss.pack(table, tmp_path / "out" / "val", fields=fields)
     assert labels(tmp_path / "out" / "val") == {"a": 0, "c": 2}
-    table.write_text(table.read_text() + "val/ant/val-ant0.png,7\n")
-    with pytest.raises(SourceError, match=r"'cat', but 'cls' takes a whole number.*--classes"):
-        ss.pack(table, tmp_path / "mixed", fields=fields)
+    for number in ("7", "0.25", "nan"):
+        table.write_text(
+            f"file,kind\ntrain/cat/train-cat0.png,cat\nval/ant/val-ant0.png,{number}\n"
+        )
+        with pytest.raises(SourceError, match=r"'cat', but 'cls' takes a whole number.*--classes"):
+            ss.pack(table, tmp_path / "mixed", fields=fields)
+
+
+def test_digits_with_underscores_are_names_of_classes(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("kind\n2_1\n1_0\n")
+    ss.pack(table, tmp_path / "out", fields={"cls": "kind"})
+    assert ss.ShardDataset(str(tmp_path / "out")).classes == ("1_0", "2_1")
+
+
+def test_fractions_in_a_column_are_no_names_of_classes(splits: Path, tmp_path: Path) -> None:
+    table = splits / "t.csv"
+    table.write_text("file,score\ntrain/cat/train-cat0.png,0.25\nval/ant/val-ant1.png,0.5\n")
+    with pytest.raises(SourceError, match=r"'0\.25', but 'cls' takes a whole number"):
+        ss.pack(table, tmp_path / "out", fields={"png": "file", "cls": "score"})
 
 
 def test_other_sources_keep_their_class_numbers(splits: Path, tmp_path: Path) -> None:
@@ -324,3 +341,6 @@ def test_folder_of_a_class_without_images_is_named(
     (tmp_path / "data" / folder / "bee").mkdir()
     ss.pack(tmp_path / "data", tmp_path / "out")
     assert "no image in bee/, so classes have no number for it" in caplog.text
+    caplog.clear()
+    ss.pack(tmp_path / "data", tmp_path / "named", classes=["ant", "bee", "cow"])
+    assert not caplog.text

@@ -626,6 +626,7 @@ DEEP_FILES = {
     "grey.tif": file_of(RAMP, "TIFF"),
     "12 bits.pgm": netpbm_of("P5", RAMP >> 4, 4095),
 }
+WHITE_IS_0 = {262: 0}  # the tag of a TIFF
 
 
 @pytest.mark.parametrize("name", DEEP_FILES)
@@ -657,6 +658,18 @@ def test_scaled_images_are_averaged_and_converted(tmp_path: Path) -> None:
         (sample,) = ss.ShardDataset(tmp_path / name).decode("l8")
         pixels = sample["jpg" if name == "image_format" else "png"]
         assert abs(pixels.astype(float).mean() - (RAMP >> 8).mean()) < 2
+
+
+def test_scaled_tiff_that_stores_white_as_0_looks_like_one_of_8_bits(tmp_path: Path) -> None:
+    deep = file_of(RAMP, "TIFF", tiffinfo=WHITE_IS_0)
+    plain = ImageDecoder(spec="l8")(
+        file_of((~(RAMP >> 8)).astype(np.uint8), "TIFF", tiffinfo=WHITE_IS_0)
+    )
+    ss.pack([{"tif": deep}], tmp_path / "raw")
+    ss.pack([{"tif": deep}], tmp_path / "scaled", scale_16_bits=True)
+    for name in ("raw", "scaled"):
+        (sample,) = ss.ShardDataset(tmp_path / name).decode("l8", scale_16_bits=True)
+        assert np.array_equal(sample["tif"], plain)
 
 
 @pytest.mark.parametrize(

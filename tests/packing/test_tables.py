@@ -354,6 +354,7 @@ def test_table_without_names_takes_those_that_are_given(
     ("first", "options", "message"),
     [
         ("img/1.jpg,a cat", {}, r"may be a row, .*'img/1\.jpg'; name the columns with header="),
+        ("0001,img/1.jpg", {}, r"may be a row, .*'img/1\.jpg'; name the columns with header="),
         ("https://h/1,a cat", {}, r"may be a row, .*'https://h/1'; name the columns"),
         ("1.jpg,a cat", {"fields": {"jpg": "path"}}, r"no column 'path'.*if its first line is a row"),
         ("1,1", {}, r"two columns are named '1'; .*if the first line is a row.*--header"),
