@@ -14,7 +14,13 @@ import numpy as np
 from shardstream.catalog.base import Numbers
 from shardstream.catalog.class_names import read_classes
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
-from shardstream.errors import NotFoundError, OptionError, how_to_install
+from shardstream.errors import (
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+    how_to_install,
+)
 from shardstream.format import (
     KEY_COLUMN,
     ShardInfo,
@@ -202,7 +208,9 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
     try:
         found = choose(table, where, names)
     except OptionError as error:
-        raise _with_class_numbers(error, str(where), catalog) from error
+        if numbers := _class_numbers(str(where), catalog):
+            raise OptionError(f"{error}. Classes are stored as numbers: {numbers}") from error
+        raise
     if len(np.intersect1d(found, np.arange(table.num_rows))) < len(found):
         raise OptionError(
             f"where={str(where)!r} chooses samples more than once, or others than there are; "
@@ -218,14 +226,17 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
     return cast("Numbers", np.sort(found.astype(np.int64)))
 
 
-def _with_class_numbers(error: OptionError, where: str, catalog: ShardCatalog) -> OptionError:
-    """Return an error that gives the numbers of the classes that a condition names; the error itself, if it names none."""
-    classes = read_classes(parent_url(catalog.url_of(0)), catalog.storage) or ()
+def _class_numbers(where: str, catalog: ShardCatalog) -> str:
+    """Format the numbers of the classes that a condition names; "" if it names none, or the classes cannot be read."""
     quoted = set(re.findall(r"""['"]([^'"]+)['"]""", where))
-    numbers = [f"{name!r} is {number}" for number, name in enumerate(classes) if name in quoted]
-    if not numbers:
-        return error
-    return OptionError(f"{error}. Classes are stored as numbers: {', '.join(numbers[:_NAMED])}")
+    if not quoted:
+        return ""
+    try:
+        classes = read_classes(parent_url(catalog.url_of(0)), catalog.storage) or ()
+    except (ManifestError, StorageError):  # the condition is the user's problem
+        return ""
+    found = [f"{name!r} is {number}" for number, name in enumerate(classes) if name in quoted]
+    return ", ".join(found[:_NAMED])
 
 
 def _check_column_names(names: Sequence[str], catalog: ShardCatalog, *, is_sql: bool) -> None:

@@ -87,8 +87,8 @@ def scale_to_8_bits(image: Image, depth: BitDepth) -> Image:
 
     if not image.mode.startswith("I"):
         return image
-    # Pillow scales PGM to 16 bits.
-    shift = 8 if image.format == "PPM" else depth.bits - 8
+    # Pillow scales grey of PGM and JPEG 2000 to 16 bits.
+    shift = 8 if image.format in ("PPM", "JPEG2000") else depth.bits - 8
     numbers = (np.asarray(image) >> shift).astype(np.uint8)
     scaled = pil.fromarray(~numbers if _stores_white_as_0(image) else numbers)
     scaled.info = {**image.info}

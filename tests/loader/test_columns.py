@@ -102,6 +102,16 @@ def test_class_name_in_a_condition_is_an_error_with_its_number(tmp_path: Path) -
         ss.ShardDataset(str(tmp_path / "out"), where="cls = 'planets'")
 
 
+def test_wrong_condition_is_the_error_even_if_the_classes_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("name\nstars\nplanets\n")
+    ss.pack(tmp_path / "t.csv", tmp_path / "out", fields={"cls": "name"}, columns="cls")
+    (tmp_path / "out" / "classes.json").write_text("{")
+    for where in ("cls = nonsense(", "cls = 'planets'"):
+        with pytest.raises(OptionError, match=r"where=.* is invalid: .* Columns: cls$") as caught:
+            ss.ShardDataset(str(tmp_path / "out"), where=where)
+        assert caught.value.__cause__ is not caught.value
+
+
 def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None:
     keys = ["k050", "k003", "k099"]
     assert keys_of(folder, keys=keys) == keys

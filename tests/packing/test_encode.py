@@ -629,6 +629,13 @@ DEEP_FILES = {
 WHITE_IS_0 = {262: 0}  # the tag of a TIFF
 
 
+def jpeg2000_of_12_bits(pixels: Any) -> bytes:
+    """Return a JPEG 2000 of 12 bits; Pillow writes 16, whose middle (32768) is stored as 0, as that of 12 (2048) is."""
+    data = bytearray(file_of((pixels + (32768 - 2048)).astype(np.uint16), "JPEG2000", no_jp2=True))
+    data[data.index(b"\xff\x4f\xff\x51") + 42] = 12 - 1  # Ssiz of the component
+    return bytes(data)
+
+
 @pytest.mark.parametrize("name", DEEP_FILES)
 def test_16_bits_are_scaled_to_8_where_asked_in_pack_and_decode(name: str, tmp_path: Path) -> None:
     data, field = DEEP_FILES[name], name.rpartition(".")[2]
@@ -649,6 +656,17 @@ def test_16_bits_are_scaled_to_8_where_asked_in_pack_and_decode(name: str, tmp_p
         list(dataset.decode(image_name, only=field))
     (single,) = dataset.decode(fields={field: image_name}, scale_16_bits=True, only=field)
     assert np.array_equal(single[field], found[field])
+
+
+def test_jpeg2000_of_12_bits_is_scaled_to_8(tmp_path: Path) -> None:
+    data = jpeg2000_of_12_bits(RAMP >> 4)
+    ss.pack([{"jp2": data}], tmp_path / "raw")
+    ss.pack([{"jp2": data}], tmp_path / "scaled", scale_16_bits=True)
+    (found,) = ss.ShardDataset(tmp_path / "raw").decode("l8", scale_16_bits=True)
+    (packed,) = ss.ShardDataset(tmp_path / "scaled").decode("l8")
+    for sample in (found, packed):
+        (pixels,) = (sample[name] for name in sample if not name.startswith("__"))
+        assert np.array_equal(pixels, RAMP >> 8)
 
 
 def test_scaled_images_are_averaged_and_converted(tmp_path: Path) -> None:
