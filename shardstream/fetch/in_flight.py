@@ -205,7 +205,7 @@ class RequestPool:
 
     def _wait_for_success(self, in_flight: InFlightRange) -> Data:
         timeout_s, begin = self._catalog.timeout_s, time.monotonic()
-        # Each client limits the time of its responses; some do not tell of bytes before the last has arrived.
+        # Each client limits the time of its responses; some report no byte before the last has arrived.
         timeout_s += in_flight.span.size / SLOWEST_BYTES_PER_S
         failed: set[Future[Data]] = set()
         while True:

@@ -29,7 +29,7 @@ def session_options(read_timeout_s: float) -> dict[str, Any]:
         async def read(self) -> bytes:
             """Receive the body."""
             if self._body is None:
-                self._body = await read_whole(self, read_timeout_s, _PAGE_BYTES)
+                self._body = await read_whole(self, read_timeout_s)
             return await super().read()
 
     timeouts = aiohttp.ClientTimeout(
@@ -38,16 +38,14 @@ def session_options(read_timeout_s: float) -> dict[str, Any]:
     return {"timeout": timeouts, "response_class": LimitedResponse}
 
 
-async def read_whole(
-    response: aiohttp.ClientResponse, read_timeout_s: float, max_bytes: int
-) -> bytes:
+async def read_whole(response: aiohttp.ClientResponse, read_timeout_s: float) -> bytes:
     """Receive the whole body of a response that is no file; of an error as much as arrives in time.
 
     Raises:
         OSError: If it is too long, or arrives too slowly.
     """
     is_error = response.status >= http.HTTPStatus.BAD_REQUEST
-    limit, transfer = _ERROR_BYTES if is_error else max_bytes, Transfer(read_timeout_s)
+    limit, transfer = _ERROR_BYTES if is_error else _PAGE_BYTES, Transfer(read_timeout_s)
     try:
         data, error = await collect(response.content.iter_any(), transfer, limit)
     except TooSlowError as slow:

@@ -389,7 +389,7 @@ class Clients:
         return settings
 
     def _leaks_token(self, settings: S3Settings | CloudSettings) -> bool:
-        """Return whether obstore may send a session token elsewhere: it follows every redirect. Those of AWS lead to AWS."""
+        """Return whether obstore may send a session token elsewhere: it follows redirects to other ports. Those of AWS lead to AWS."""
         if not isinstance(settings, S3Settings) or settings.anonymous or settings.endpoint is None:
             return False
         with translate_errors("s3://", lambda: self.secrets):

@@ -21,6 +21,7 @@ from shardstream.storage.http_status import (
     CHANGED,
     NOT_FOUND,
     PAST_END,
+    REDIRECTED,
     REFUSED,
     THROTTLED,
     ErrorMeaning,
@@ -79,6 +80,8 @@ _TIMED_OUT = _temporary(
     "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options",
     is_silent=True,
 )
+NO_PROXY_AT = "127.0.0.1:0"
+"""Address of a proxy that no machine can have; obstore asks it instead of the host of a redirect."""
 # Codes of servers and errors of clients that say more than the status of the response.
 _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
@@ -95,6 +98,7 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
      _final("the server's certificate is not trusted; set AWS_CA_BUNDLE to the certificate that signed it, "
             "and use a server name that is in the certificate")),
+    ((f"{NO_PROXY_AT},",), REDIRECTED),  # of obstore, which was about to ask another host
     (("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
       "kind: Connect"),
      _temporary("the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_silent=True)),

@@ -20,9 +20,9 @@ from shardstream.storage.response import (
 from shardstream.storage.response_head import check_head, range_header
 from shardstream.storage.transfer import (
     SLOWEST_BYTES_PER_S,
-    TooSlowError,
     Transfer,
     collect,
+    collect_parts,
     run_on_loop,
 )
 
@@ -191,8 +191,6 @@ class HubReader(FilesystemReader):
         headers["Accept-Encoding"] = "identity"
         headers |= range_header(start, end)
         limit = max_response_bytes(start, end, options.get("max_bytes"))
-        parts: list[bytes] = []
-        error: Exception | None = None
         with get_session().stream(
             "GET", self._url(path), headers=headers, timeout=transfer.left_s
         ) as response:
@@ -201,16 +199,7 @@ class HubReader(FilesystemReader):
                 hf_raise_for_status(response)
             size, version = check_head(path, start, end, response.status_code, response.headers)
             transfer.begin_body()
-            try:
-                for chunk in response.iter_raw(_BODY_READ_BYTES):
-                    parts.append(chunk)
-                    transfer.receive(len(chunk))
-                    if transfer.nbytes > limit:
-                        break
-            except TooSlowError:
-                raise
-            except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
-                error = broken
+            parts, error = collect_parts(response.iter_raw(_BODY_READ_BYTES), transfer, limit)
         return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
 
     def _url(self, path: str) -> str:

@@ -38,7 +38,7 @@ THROTTLED = ErrorMeaning(
 PAST_END = ErrorMeaning("the file is shorter than its index says", is_past_end=True)
 CHANGED = ErrorMeaning("the file was changed meanwhile", ChangedError)
 FAILED = ErrorMeaning("the server failed; see its log, or try again later", is_retryable=True)
-_REDIRECTED = ErrorMeaning(
+REDIRECTED = ErrorMeaning(
     "the server redirects to another address, which is not followed; use that address"
 )
 _REJECTED = ErrorMeaning("the server rejects this request; check the URL and the storage options")
@@ -58,7 +58,7 @@ _MEANINGS = {
     505: _UNSUPPORTED,
     509: THROTTLED,  # "bandwidth limit exceeded" of some web hosts
 }
-_OTHERS = {3: _REDIRECTED, 4: _REJECTED, 5: FAILED}
+_OTHERS = {3: REDIRECTED, 4: _REJECTED, 5: FAILED}
 
 
 def meaning_of_status(status: int) -> ErrorMeaning:

@@ -11,13 +11,15 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import obstore
 from obstore.fsspec import FsspecStore
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from shardstream.storage import fork_safety
-from shardstream.storage.error_messages import classify_error
+from shardstream.storage.error_messages import NO_PROXY_AT, classify_error
 from shardstream.storage.gcs_azure_config import CloudSettings
 from shardstream.storage.response import (
     RangeResponse,
@@ -26,7 +28,7 @@ from shardstream.storage.response import (
     plain_etag,
 )
 from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, TooSlowError, Transfer
+from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Transfer, collect_parts
 
 _AT_ONCE_BYTES = 8 << 20
 _STREAM_CHUNK_BYTES = 256 << 10
@@ -60,23 +62,15 @@ class ObstoreReader:
         response = self._get(self._store(bucket), key, start, end)
         transfer.begin_body()
         meta = response.meta
-        parts: list[Any] = []
-        error: Exception | None = None
         first, last = response.range
-        try:
-            if last - first <= _AT_ONCE_BYTES and not options.get("keep_partial"):
-                parts.append(response.bytes())
-            else:
-                limit = max_response_bytes(start, end, options.get("max_bytes"))
-                for part in response.stream(_STREAM_CHUNK_BYTES):
-                    parts.append(part)
-                    transfer.receive(len(part))
-                    if transfer.nbytes > limit:
-                        break
-        except TooSlowError:
-            raise
-        except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
-            error = broken
+        is_at_once = last - first <= _AT_ONCE_BYTES and not options.get("keep_partial")
+        body = (
+            (whole.bytes() for whole in [response])
+            if is_at_once
+            else response.stream(_STREAM_CHUNK_BYTES)
+        )
+        limit = max_response_bytes(start, end, options.get("max_bytes"))
+        parts, error = collect_parts(body, transfer, limit)
         data = memoryview(parts[0]) if len(parts) == 1 else b"".join(parts)
         return RangeResponse(
             data=data, size=meta["size"], version=plain_etag(meta["e_tag"]), error=error
@@ -196,8 +190,23 @@ def _client_options(settings: S3Settings | CloudSettings, *, retries: bool) -> d
         "read_timeout": timedelta(seconds=settings.read_timeout_s),
         "timeout": timedelta(days=1) if retries else timedelta(seconds=total_s),
     }
+    if isinstance(settings, S3Settings):
+        client |= _without_redirects(settings)
     if isinstance(settings, S3Settings) and settings.verify is False:
         client["allow_invalid_certificates"] = True
     elif isinstance(settings, S3Settings) and isinstance(settings.verify, str):
         client["root_certificate"] = Path(settings.verify).read_text()
     return client
+
+
+def _without_redirects(settings: S3Settings) -> dict[str, str]:
+    """Return the options with which no other host is asked than that of the endpoint, if there is one.
+
+    obstore follows redirects, and has no option against it: any other host is asked through a proxy that no machine can have.
+    """
+    host = urlsplit(settings.endpoint or "").hostname
+    has_proxy = bool({"http", "https", "all"} & getproxies().keys())
+    # obstore spells names that are not ASCII, or end with a dot, differently.
+    if not host or not host.isascii() or host.endswith(".") or has_proxy:
+        return {}
+    return {"proxy_url": f"http://{NO_PROXY_AT}", "proxy_excludes": host}

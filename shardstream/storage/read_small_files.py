@@ -9,8 +9,10 @@ from __future__ import annotations
 import http
 import socket
 import ssl
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import islice
 from urllib.parse import SplitResult
 
 from shardstream.storage.s3_config import S3Settings
@@ -60,37 +62,28 @@ def _read_all(
     sign = request_signer(settings)
     timeout_s = min(_TIMEOUT_S, settings.read_timeout_s)
     with ExitStack() as stack:
-        connections = [
-            stack.enter_context(_connect(settings, url, timeout_s))
-            for _ in paths[:_CONCURRENT_REQUESTS]
-        ]
+        waiting: deque[socket.socket] = deque()  # for a response, in the order of the files
 
-        ended = set[int]()  # by the server, after its response
+        def send(path: str, connection: socket.socket | None = None) -> None:
+            if connection is None:
+                connection = stack.enter_context(_connect(settings, url, timeout_s))
+            connection.sendall(signed_get(url, sign, path))
+            waiting.append(connection)
 
-        def send(number: int) -> None:
-            place = number % len(connections)
-            if place in ended:
-                connections[place] = stack.enter_context(_connect(settings, url, timeout_s))
-                ended.remove(place)
-            connections[place].sendall(signed_get(url, sign, paths[number]))
-
-        def receive(number: int) -> bytes | None:
-            place = number % len(connections)
-            transfer = Transfer(timeout_s)
-            head = receive_head(connections[place], transfer)
-            if head.closes:
-                ended.add(place)
-            return _receive_body(connections[place], head, transfer, max_bytes)
-
-        for number in range(len(connections)):
-            send(number)
-        for number in range(len(paths)):
-            data = receive(number)
+        unsent = iter(paths)
+        for path in islice(unsent, _CONCURRENT_REQUESTS):
+            send(path)
+        while waiting:
+            connection, transfer = waiting.popleft(), Transfer(timeout_s)
+            head = receive_head(connection, transfer)
+            data = _receive_body(connection, head, transfer, max_bytes)
             if data is None:
                 return
             found.append(data)
-            if number + len(connections) < len(paths):
-                send(number + len(connections))
+            if head.closes:
+                connection.close()
+            for path in islice(unsent, 1):
+                send(path, None if head.closes else connection)
 
 
 def _connect(settings: S3Settings, url: SplitResult, timeout_s: float) -> socket.socket:

@@ -116,7 +116,7 @@ class RangeReader(Protocol):
             path: The path on the file system; "bucket/key" on S3.
             start: Offset of the first byte.
             end: Offset after the last byte.
-            transfer: Has the limit of its time, and is told of its bytes.
+            transfer: Has the limit of its time, and records its bytes.
             options: See `RequestOptions`.
 
         Raises:

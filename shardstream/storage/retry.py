@@ -46,7 +46,7 @@ class ReadHints(TypedDict, total=False):
     on_throttle: Callable[[], None] | None
     """Called each time the server throttles (503 SlowDown, 429)."""
     on_receive: Callable[[], None] | None
-    """Called each time bytes have arrived, where the client tells."""
+    """Called each time bytes have arrived, where the client reports them."""
     cancelled: Cancellation | None
     """Set when the bytes are not needed any more: ends a pause and a receive, and prevents further requests."""
 

@@ -12,8 +12,6 @@ from aiobotocore.httpsession import AIOHTTPSession
 from shardstream.storage.aiohttp_limits import read_whole
 from shardstream.storage.http_status import HttpStatusError
 
-_PAGE_BYTES = 16 << 20  # a thousand names of a kilobyte, three times as long as quoted
-
 
 class SessionWithoutRedirects(AIOHTTPSession):  # type: ignore[misc]
     """A session for which a redirect is an error, unless it names the bucket's region, where botocore then asks."""
@@ -32,7 +30,7 @@ class SessionWithoutRedirects(AIOHTTPSession):  # type: ignore[misc]
                 response.close()
                 raise HttpStatusError(response.status, "redirect")
             # botocore takes all bodies whole but those of files, which it reads piece by piece.
-            response.read = partial(read_whole, response, read_timeout_s, _PAGE_BYTES)
+            response.read = partial(read_whole, response, read_timeout_s)
             return response
 
         return SimpleNamespace(request=request)

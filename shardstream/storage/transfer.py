@@ -1,4 +1,4 @@
-"""Watch a response on its way: limit its time by the bytes that have arrived, tell of them, and end it from another thread.
+"""Watch a response on its way: limit its time by the bytes that have arrived, report them, and end it from another thread.
 
 Any client may use it; those with an event loop do so by `collect` and `run_on_loop`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -128,10 +128,32 @@ class TooSlowError(TimeoutError):
     """The bytes of a response arrive too slowly; those that did are not kept, or a slow server would be read from for ever."""
 
 
+def collect_parts(
+    chunks: Iterable[bytes], transfer: Transfer, max_bytes: float
+) -> tuple[list[bytes], Exception | None]:
+    """Collect the parts of a body until they have more than ``max_bytes``; return them, and why they end early.
+
+    Raises:
+        TooSlowError: If they arrive too slowly.
+    """
+    parts: list[bytes] = []
+    try:
+        for chunk in chunks:
+            parts.append(chunk)
+            transfer.receive(len(chunk))
+            if transfer.nbytes > max_bytes:
+                break
+    except TooSlowError:
+        raise
+    except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
+        return parts, broken
+    return parts, None
+
+
 async def collect(
     chunks: AsyncIterable[bytes], transfer: Transfer, max_bytes: float
 ) -> tuple[bytes, Exception | None]:
-    """Collect a body until it has more than ``max_bytes``; return its bytes, and why they end early.
+    """Collect a body of an event loop as `collect_parts`, in one piece; it need not send bytes to be found too slow.
 
     Raises:
         TooSlowError: If they arrive too slowly.

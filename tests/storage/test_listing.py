@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -162,6 +163,21 @@ def test_stream_that_breaks_off_goes_on_after_its_last_file() -> None:
     filesystem.names = [f"set/{number:03d}" for number in range(20)]
     found = Storage(filesystem=filesystem).find("bucket/set")
     assert [file.url for file in found] == [f"bucket/{name}" for name in filesystem.names]
+
+
+class Repeating(Stream):
+    """Lists the same page without end."""
+
+    def list_from(self, path: str, after: str | None) -> Iterator[list[dict[str, Any]]]:  # noqa: ARG002
+        page = [{"path": f"set/{number}", "size": 1, "e_tag": path} for number in range(3)]
+        return itertools.repeat(page)
+
+
+def test_stream_that_repeats_a_page_is_an_error() -> None:
+    pages = Storage(filesystem=Repeating()).find_pages("bucket/set")
+    assert len(next(pages)) == 3
+    with pytest.raises(StorageError, match="not complete, but the server repeats a page"):
+        next(pages)
 
 
 def test_pages_of_s3_have_what_s3fs_lists_at_once(bucket: str, s3: S3Server) -> None:

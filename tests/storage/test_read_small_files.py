@@ -24,6 +24,7 @@ from shardstream.storage import (
     remove,
 )
 from tests.limits import set_limits
+from tests.raw_server import file_response, raw_server
 from tests.servers import S3Server
 
 MOST = 1 << 20
@@ -116,6 +117,14 @@ def test_unusual_settings_and_keys_use_the_storage_client(
     monkeypatch.delenv("HTTP_PROXY")
     assert read_small_files(settings, [path], 2) == [b"12"]
     assert read_small_files(settings, [path], 1) == [None]
+
+
+def test_files_are_read_from_a_server_that_closes_each_connection(settings: S3Settings) -> None:
+    """More than are requested at the same time."""
+    paths = [f"bucket/{number}" for number in range(20)]
+    with raw_server(lambda request: file_response(request, request.target.encode())) as server:
+        found = read_small_files(replace(settings, endpoint=server.url), paths, MOST)
+    assert found == [f"/{path}".encode() for path in paths]
 
 
 @pytest.mark.parametrize(
