@@ -341,9 +341,7 @@ def _write_skips(report: PackReport, path: str) -> None:
 
 
 def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> None:
-    """Print the result, and the command to check or publish it; write the skipped records."""
-    if skips_path is not None:
-        _write_skips(report, skips_path)
+    """Print the result, write the skipped records, and print the command to check or publish it."""
     for skip in report.skipped[:_SKIPS_SHOWN]:
         typer.echo(f"skipped: {printable(skip.reason)}", err=True)
     if len(report.skipped) > _SKIPS_SHOWN:
@@ -373,6 +371,8 @@ def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> No
     ]
     for line in aligned(rows, right=frozenset({1, 2, 3})):
         typer.echo(line)
+    if skips_path is not None:  # it may fail; the dataset is written
+        _write_skips(report, skips_path)
     if part is not None:
         folder, name = report.splits[0].url, report.splits[0].name
         state = state_of_parts(

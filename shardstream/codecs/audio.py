@@ -164,7 +164,9 @@ def check_audio_size(frames: int, channels: int) -> None:
 
 
 def sound_peaks(data: bytes, count: int) -> np.ndarray[Any, Any]:
-    """Return the minimum and maximum of up to ``count`` parts of a sound, of the mean of its channels; one part is in memory at a time.
+    """Return the minimum and maximum of each of ``count`` parts of a sound, or fewer.
+
+    The channels are averaged; one part is in memory at a time.
 
     Returns:
         Shape (2, n).

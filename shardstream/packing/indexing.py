@@ -268,10 +268,12 @@ def _scan_all(
 def _check_all_finished(
     folder: str, present: Sequence[str], others: Sequence[FileInfo], storage: Storage
 ) -> None:
-    """Check that nobody writes to the folder, nor to those of other tars; also if tars are named: a manifest would publish them.
+    """Check that no writer is at work in the folder, nor in those of other tars.
+
+    Also if tars are named one by one: a manifest would publish all.
 
     Raises:
-        UnfinishedError: If a pack or `ShardWriter` does, or was stopped there.
+        UnfinishedError: If a pack or `ShardWriter` is, or was stopped there.
     """
     check_finished(folder, present)
     for source in dict.fromkeys(parent_url(tar.url) for tar in others):
@@ -306,7 +308,7 @@ def _check_all_unchanged(tars: Sequence[FileInfo], storage: Storage) -> None:
 
 
 def _check_no_other_writer(output: OutputFolder, present: Sequence[str]) -> None:
-    """Check that no pack or writer has begun since the files that are present were listed: stores have no locks.
+    """Check that no pack or writer has begun since the folder was listed; stores have no locks.
 
     Raises:
         StorageError: If one has.
