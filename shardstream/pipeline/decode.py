@@ -278,7 +278,7 @@ class Decode(ItemStage):
     def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Decode text, numbers, JSON and arrays field by field; None if there are other decoders, or a sample is bad."""
         names = tuple(columns.columns)
-        decoders = self._chosen.get(names) or self._choose(names)
+        decoders = self._chosen.get(names) or self._choose(columns[0])
         fields = [
             name
             for name in names
@@ -306,8 +306,7 @@ class Decode(ItemStage):
             raise OptionError(
                 f"decode works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
             )
-        names = tuple(sample)
-        decoders = self._chosen.get(names) or self._choose(names)
+        decoders = self._chosen.get(tuple(sample)) or self._choose(sample)
         decoded: Sample = {}
         for name, value in sample.items():
             if (
@@ -355,20 +354,20 @@ class Decode(ItemStage):
                 return value
         return data if decoder is None else decoder(data)
 
-    def _choose(self, names: tuple[str, ...]) -> Mapping[str, Decoder | None]:
-        """Choose and cache the decoders for samples with these fields."""
-        plain = {name: name.removesuffix(".gz") for name in names}
+    def _choose(self, sample: Sample) -> Mapping[str, Decoder | None]:
+        """Choose and cache the decoders for samples with the fields of this one."""
+        plain = {name: name.removesuffix(".gz") for name in sample}
         siblings = (name.removesuffix(".gz") for name in self.left_out)
         masks = mask_fields([*plain.values(), *siblings]) if self.masks is None else self.masks
         chosen: dict[str, Decoder | None] = {}
         for name, field_name in plain.items():
             table = self.mask_table if field_name in masks and self.mask_table else self.table
             chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
-            if chosen[name] is None:
+            if chosen[name] is None and isinstance(sample[name], bytes | FieldFile):
                 self._warn_if_unknown(name, field_name)
         if len(self._chosen) >= _CHOICES_KEPT:  # field names that never repeat
             self._chosen.clear()
-        self._chosen[names] = chosen
+        self._chosen[tuple(sample)] = chosen
         return chosen
 
     def _warn_if_unknown(self, name: str, field_name: str) -> None:

@@ -533,6 +533,7 @@ def test_field_that_no_decoder_knows_is_named(
     dataset = ss.ShardDataset(str(tmp_path / "out"))
     list(dataset.decode("rgb", fields={"image": bytes}))
     list(dataset.decode("rgb", only="cls"))
+    list(dataset.map(lambda sample: sample | {"image": 1.5, "area": [1]}).decode("rgb"))
     assert not caplog.messages
     for _ in range(2):  # it is said once
         list(dataset.decode("rgb"))
