@@ -88,6 +88,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
         self._epoch = SharedNumbers(0, 0)  # and the number of `set_epoch` calls
         self._reads: torch.Tensor | None = None
+        self._parent_placement = Placement()  # of the process that spawned this one
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -141,7 +142,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         if self._reads is None or (sets_epoch and len(self._reads) < len(self._catalog)):
             return numbers
         # Without set_epoch a sample that another rank read in the epoch before is new here.
-        ranks = Placement(0, 1) if sets_epoch else Placement.detect()
+        ranks = Placement() if sets_epoch else self._placement()
         reads, turns = self._reads.numpy(), []
         with _opening:  # threads share the counters
             for number in numbers:
@@ -151,6 +152,11 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             number + (turn * ranks.world_size + ranks.rank) * len(self._catalog)
             for number, turn in zip(numbers, turns, strict=True)
         ]
+
+    def _placement(self) -> Placement:
+        """Return the rank of this process; a spawned worker has no process group, so that of its parent."""
+        found = Placement.detect()
+        return found if found.world_size > 1 else self._parent_placement
 
     def _open(self) -> _Opened:
         """Open the fetcher and steps of this process and epoch; threads share them."""
@@ -198,9 +204,9 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__() | {"_opened": None}
-        if get_spawning_popen() is None:  # a copy is independent, a spawned worker is not
-            state |= {"_epoch": copy.copy(self._epoch), "_reads": copy.deepcopy(self._reads)}
-        return state
+        if get_spawning_popen() is not None:
+            return state | {"_parent_placement": self._placement()}
+        return state | {"_epoch": copy.copy(self._epoch), "_reads": copy.deepcopy(self._reads)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -164,6 +164,20 @@ def test_each_epoch_of_a_plain_loader_has_its_own_random_numbers(
     assert len({value for _ in range(3) for _, value in alone}) == 36
 
 
+@pytest.mark.slow
+def test_spawned_workers_of_a_rank_draw_as_the_rank_itself(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    dataset = ss.ShardMapDataset(folder)[:6].decode().map(draw, rng=True)
+    alone = dict(copy.copy(dataset))
+    loader: DataLoader[Any] = DataLoader(
+        dataset, 3, num_workers=1, collate_fn=list, multiprocessing_context="spawn"
+    )
+    assert drawn(loader) == alone
+
+
 def test_random_numbers_of_many_samples_do_not_depend_on_the_order_of_reading(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
