@@ -489,6 +489,16 @@ def protocol_of(url: str) -> str:
     return url.split("://", 1)[0] if "://" in url else "file"
 
 
+def with_one_protocol(url: str) -> str:
+    """Return a URL with the first of the names of its protocol.
+
+    >>> with_one_protocol("s3a://b/a.tar")
+    's3://b/a.tar'
+    """
+    name, sign, path = url.partition("://")
+    return f"{_KINDS.get(name, name)}{sign}{path}"
+
+
 def is_chain(url: str) -> bool:
     """Return whether a URL is a chain of fsspec; paths and keys of objects may hold ``::``, too.
 

@@ -31,7 +31,7 @@ from shardstream.format import (
     num_samples,
 )
 from shardstream.storage.check_manifest_urls import check_names
-from shardstream.storage.clients import is_known_protocol
+from shardstream.storage.clients import is_known_protocol, with_one_protocol
 from shardstream.storage.journal_marker import check_finished, journal_name
 from shardstream.storage.local_files import read_range
 from shardstream.storage.paged_shards import PagedShards
@@ -192,12 +192,12 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
 
 
 def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:
-    """Refuse a shard that several URLs name, however they spell its path: its samples would be read twice."""
+    """Refuse a shard that several URLs name, however they spell its path or protocol: its samples would be read twice."""
 
     def place(url: str) -> str:
         is_remote = "://" in url and not url.startswith(("file:", "local:"))
         path = None if is_remote else storage.local_path(url)
-        return url if path is None else os.path.normpath(path)
+        return with_one_protocol(url) if path is None else os.path.normpath(path)
 
     repeated = find_repeated(place(shard.url) for one in located for shard in one.shards)
     if repeated is not None:

@@ -27,22 +27,23 @@ class Listing(Protocol):
         """Send one request."""
 
 
-def open_listing(filesystem: Any, path: str, *, recursive: bool) -> Listing | None:
+def open_listing(filesystem: Any, path: str, *, url: str, recursive: bool) -> Listing | None:
     """Return the listing of a folder in pages; None if this client lists all at once.
 
     Args:
         filesystem: An fsspec file system.
         path: The folder or prefix on it, with its bucket.
+        url: Its URL, for messages.
         recursive: Whether to list files in folders below it, and no folders.
     """
     if not path.strip("/"):  # all buckets
         return None
     s3fs = sys.modules.get("s3fs")
     if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-        return None if filesystem.version_aware else _S3Listing(filesystem, path, recursive)
+        return None if filesystem.version_aware else _S3Listing(filesystem, path, url, recursive)
     # obstore returns the folders directly under a prefix all at once.
     return (
-        _ObstoreListing(filesystem, path)
+        _ObstoreListing(filesystem, path, url)
         if recursive and hasattr(filesystem, "list_from")
         else None
     )
@@ -60,9 +61,9 @@ def endless_error(problem: str, url: str) -> StorageError:
 class _S3Listing:
     """Pages of s3fs, without the dict of over 1 kB that its `find` makes for each file and keeps."""
 
-    def __init__(self, filesystem: Any, path: str, recursive: bool) -> None:
+    def __init__(self, filesystem: Any, path: str, url: str, recursive: bool) -> None:
         bucket, key, _ = filesystem.split_path(path)
-        self._filesystem, self._bucket = filesystem, bucket
+        self._filesystem, self._bucket, self._url = filesystem, bucket, url
         self._request = {"Bucket": bucket, "Delimiter": "" if recursive else "/"}
         self._request["Prefix"] = self._prefix = f"{key.lstrip('/')}/" if key else ""
         self._tokens: set[str] = set()
@@ -93,11 +94,10 @@ class _S3Listing:
             StorageError: If the listing would have no end.
         """
         token = response.get("NextContinuationToken")
-        url = f"s3://{self._bucket}/{self._prefix}"
         if not token:
-            raise endless_error("does not say where to go on", url)
+            raise endless_error("sends no token for the next page", self._url)
         if token in self._tokens:
-            raise endless_error("repeats a page", url)
+            raise endless_error("repeats a page", self._url)
         self._tokens.add(token)
         return str(token)
 
@@ -105,8 +105,8 @@ class _S3Listing:
 class _ObstoreListing:
     """Pages of obstore's stream; after an error another stream begins after the last file."""
 
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem, self._path = filesystem, path
+    def __init__(self, filesystem: Any, path: str, url: str) -> None:
+        self._filesystem, self._path, self._url = filesystem, path, url
         self._bucket = path.partition("/")[0]
         self._stream: Iterator[Sequence[Any]] | None = None
         self._after: str | None = None
@@ -126,7 +126,7 @@ class _ObstoreListing:
             self.is_complete = True
             return Page(())
         if found[0]["path"] in self._first_names:
-            raise endless_error("repeats a page", self._path)
+            raise endless_error("repeats a page", self._url)
         self._first_names.add(found[0]["path"])
         self._after = f"{self._bucket}/{found[-1]['path']}"
         return Page(

@@ -314,7 +314,7 @@ class Storage:
     def _remote_pages(self, url: str, *, recursive: bool) -> Iterator[Page]:
         """Yield the pages of a listing; none if the client only lists all at once."""
         filesystem, path = self._clients.filesystem(url, reading=True)
-        listing = open_listing(filesystem, path, recursive=recursive)
+        listing = open_listing(filesystem, path, url=url, recursive=recursive)
         num_empty = 0
         while listing is not None and not listing.is_complete:
             page = retry_call(self, url, listing.next_page)

@@ -159,6 +159,13 @@ def test_spellings_of_a_path_name_one_shard(
             ss.ShardDataset(["a/00.tar", other], index="ignore")
 
 
+@pytest.mark.parametrize("folder", ["s3"], indirect=True)
+def test_names_of_a_protocol_name_one_shard(folder: str) -> None:
+    put_tars(folder)
+    with pytest.raises(ss.OptionError, match="named twice"):
+        ss.ShardDataset([f"{folder}/00.tar", f"s3a{folder[2:]}/00.tar"], index="ignore")
+
+
 @pytest.mark.parametrize("folder", ["local", "s3"], indirect=True)  # fsspec's memory takes a chain
 def test_colons_in_names_are_no_chain(folder: str) -> None:
     put(folder, {"::/x::0.txt": b"a", "b::c/1.txt": b"b"})

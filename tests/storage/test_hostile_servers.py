@@ -138,7 +138,7 @@ def page(request: Request, token: str, *, keys: int = 2) -> bytes:
 @pytest.mark.parametrize(
     ("token", "keys", "message", "most"),
     [
-        ("", 2, "the server does not say where to go on", 2),
+        ("", 2, "the server sends no token for the next page", 2),
         ("same", 2, "the server repeats a page", 4),
         ("{number}", 0, "the server sent 6 pages without a file", 12),
     ],
