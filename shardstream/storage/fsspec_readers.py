@@ -103,15 +103,16 @@ class HttpReader(FilesystemReader):
             data, error = await collect(response.content.iter_any(), transfer, max_bytes)
         if is_compressed:  # the body was unpacked
             size = None
-        if error is not None and (is_compressed or version is None or not _has_ranges(response)):
-            raise error  # the rest may be of another version, or cannot be requested
+        if error is not None and (is_compressed or not _can_be_resumed(response)):
+            raise error
         return RangeResponse(data=data, size=size, version=version, error=error)
 
 
-def _has_ranges(response: Any) -> bool:
-    """Return whether the server of a response sends ranges of a file."""
+def _can_be_resumed(response: Any) -> bool:
+    """Return whether the server sends ranges, and names a version that no other bytes have (a strong validator, RFC 9110, 8.8.1)."""
     is_range = response.status == http.HTTPStatus.PARTIAL_CONTENT
-    return is_range or bool(response.headers.get("Accept-Ranges") == "bytes")
+    has_ranges = is_range or response.headers.get("Accept-Ranges") == "bytes"
+    return has_ranges and str(response.headers.get("ETag", "")).startswith('"')
 
 
 class S3fsReader(FilesystemReader):
