@@ -238,6 +238,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
 
     images: dict[str, Any] = {"max_side": max_side, "check": check, "masks": parse_masks(masks)}
     images |= {"quality": quality, "image_format": image_format, "scale_16_bits": scale_16_bits}
+    order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "split": parse_split(split)}
     with report_interruption(), job_bar("packing") as progress:
         packed = ss.pack(
             source,
@@ -248,9 +249,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             max_bytes=max_bytes,
             columns=columns,
             key=key,
-            shuffle=shuffle,
-            seed=seed,
-            split=parse_split(split),
+            **order,
             **_table_options(mapping, root, allow, header),
             classes=classes,
             **images,
