@@ -1,15 +1,12 @@
 """Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``.
 
-A record passes through these files:
+A record passes through these folders and files:
 
-    job, pack_plan, pack_parts        plan a packing job and run it, in this process or in parts
-    destination, journal              check the destination; note finished shards, to resume a stopped job
-    source_detection, source          find the kind of source; records and keys
-    folder_source, folder_layout, table_source, tables, tar_source, file_keys   the kinds of sources
-    class_numbering, split            number classes; order records and assign splits
-    parallel_encode, encode, image_encode    records -> encoded samples
-    shard_writer, tar_shard, shard_upload    encoded samples -> published shards
-    report                            progress, and the result of a job
+    pack                              the options of a packing job; `ShardWriter` begins at shards/shard_writer
+    sources/                          detection finds the kind of source, which yields records; keys, class numbers, order, splits
+    job/                              claim the destination, cut the job into parts, run and publish them; resume a stopped job
+    job/parallel_encode, encode, images    records -> encoded samples
+    shards/                           encoded samples -> published shards
 
 ``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
 parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``opened_shards`` opens the shards.
@@ -18,8 +15,6 @@ parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``mer
 for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows shards and single samples.
 """
 
-from shardstream.packing.class_numbering import sibling_folders
-from shardstream.packing.destination import Destination, ShardNames, claim_destination
 from shardstream.packing.encode import (
     INT_FIELDS,
     TEXT_FIELDS,
@@ -28,18 +23,16 @@ from shardstream.packing.encode import (
     encode_sample,
     has_encoder,
 )
-from shardstream.packing.file_keys import file_key, key_levels
-from shardstream.packing.image_encode import ImageOptions, reencode
+from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.indexing import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
-from shardstream.packing.job import pack
-from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
-from shardstream.packing.key_hashes import KeyHashes, encode_hashes, hash_keys
-from shardstream.packing.key_index import key_index_name, open_key_index, write_key_index
-from shardstream.packing.merge import merge
-from shardstream.packing.pack_plan import PackRequest
-from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.part_job import (
+from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
+from shardstream.packing.job.journal import FinishedShard, Journal, Task, read_journal
+from shardstream.packing.job.key_hashes import KeyHashes, encode_hashes, hash_keys
+from shardstream.packing.job.merge import merge
+from shardstream.packing.job.pack_plan import PackRequest
+from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
+from shardstream.packing.job.part_job import (
     PartCounts,
     PartJob,
     PartResult,
@@ -48,23 +41,27 @@ from shardstream.packing.part_job import (
     claim,
     set_parts,
 )
-from shardstream.packing.part_writer import PartWriter
-from shardstream.packing.report import PackReport, Progress, counts_text, logged, progress_lines
+from shardstream.packing.job.report import PackReport, Progress, counts_text, logged, progress_lines
+from shardstream.packing.key_index import key_index_name, open_key_index, write_key_index
+from shardstream.packing.pack import pack
 from shardstream.packing.reshard import cut_by_size, iter_cuts, reshard
-from shardstream.packing.shard_writer import (
+from shardstream.packing.shards.part_writer import PartWriter
+from shardstream.packing.shards.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     ShardWriter,
     WriterOptions,
 )
-from shardstream.packing.source import FileRef, Record, SamplesSource, Source
-from shardstream.packing.source_detection import SourceOptions, open_source
-from shardstream.packing.split import assign_splits, shuffled_order, split_counts
-from shardstream.packing.tables import iter_rows
-from shardstream.packing.tar_shard import TarShard, sample_pieces
+from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
+from shardstream.packing.shards.write_shard import write_shard
+from shardstream.packing.sources.class_numbering import sibling_folders
+from shardstream.packing.sources.detection import SourceOptions, open_source
+from shardstream.packing.sources.file_keys import file_key, key_levels
+from shardstream.packing.sources.source import FileRef, Record, SamplesSource, Source
+from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
+from shardstream.packing.sources.tables import iter_rows
 from shardstream.packing.verification import VerifyReport, verify
 from shardstream.packing.verify_checks import KeyPlace, find_repeated_keys, place_of
-from shardstream.packing.write_shard import write_shard
 
 __all__ = [
     "DEFAULT_MAX_BYTES",

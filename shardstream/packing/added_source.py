@@ -21,7 +21,7 @@ from shardstream.format import (
     member_bytes,
     scan_members,
 )
-from shardstream.packing.key_hashes import Places
+from shardstream.packing.job.key_hashes import Places
 from shardstream.packing.opened_shards import OpenedShards
 from shardstream.storage import RangeStream, absolute_url, parent_url
 

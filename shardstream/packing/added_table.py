@@ -21,13 +21,13 @@ from shardstream.errors import (
 )
 from shardstream.format import column_chunks, read_parquet
 from shardstream.packing.added_source import KEY, AddedSpec, mean_tar_bytes
-from shardstream.packing.arrow_rows import number_dtypes, rows_of
 from shardstream.packing.encode import encode_field
-from shardstream.packing.key_hashes import Places
-from shardstream.packing.parquet_table import open_parquet
-from shardstream.packing.source import FileRef, fingerprint_of
-from shardstream.packing.table_source import convert_cell, key_of
-from shardstream.packing.tables import Row, iter_rows
+from shardstream.packing.job.key_hashes import Places
+from shardstream.packing.sources.arrow_rows import number_dtypes, rows_of
+from shardstream.packing.sources.parquet_table import open_parquet
+from shardstream.packing.sources.source import FileRef, fingerprint_of
+from shardstream.packing.sources.table_source import convert_cell, key_of
+from shardstream.packing.sources.tables import Row, iter_rows
 from shardstream.storage import FileInfo, Storage
 
 _KEY_COLUMNS = (KEY, "key")

@@ -17,7 +17,7 @@ import numpy as np
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack, import_extra
 from shardstream.errors import OptionError, SampleError, describe_error
 from shardstream.format import IMAGE_FORMATS
-from shardstream.packing.image_encode import encode_image
+from shardstream.packing.images import encode_image
 
 TEXT_FIELDS = frozenset(
     {"txt", "text", "transcript", "md", "html", "htm", "xml", "yaml", "yml"}

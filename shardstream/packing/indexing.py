@@ -28,24 +28,24 @@ from shardstream.format import (
     encode_manifest_files,
     encode_member_index,
 )
-from shardstream.packing.column_builder import (
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.part_job import PartJob, PartResult, locked, run_parts
+from shardstream.packing.job.report import ProgressFunction
+from shardstream.packing.shards.column_builder import (
     ColumnBuilder,
     ColumnSummary,
     check_summaries,
     checked_columns,
     columns_identity,
 )
-from shardstream.packing.destination import ShardNames
-from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
-from shardstream.packing.part_job import PartJob, PartResult, locked, run_parts
-from shardstream.packing.report import ProgressFunction
-from shardstream.packing.shard_scan import (
+from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
+from shardstream.packing.shards.shard_scan import (
     ProgressMeter,
     ShardScanner,
     check_threads,
     run_shard_tasks,
 )
-from shardstream.packing.source import fingerprint_of
+from shardstream.packing.sources.source import fingerprint_of
 from shardstream.storage import (
     TAR_SUFFIXES,
     FileInfo,

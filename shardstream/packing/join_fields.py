@@ -26,7 +26,7 @@ from shardstream.packing.added_source import (
     parse_added,
 )
 from shardstream.packing.added_table import open_table
-from shardstream.packing.key_hashes import Hashes, KeyHashes, Places, hash_keys
+from shardstream.packing.job.key_hashes import Hashes, KeyHashes, Places, hash_keys
 from shardstream.packing.key_index import (
     KeyIndex,
     has_key_index,
@@ -36,7 +36,7 @@ from shardstream.packing.key_index import (
 )
 from shardstream.packing.opened_shards import open_shards
 from shardstream.packing.sample_steps import batched
-from shardstream.packing.source_detection import find_tables, guess_kind
+from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.storage import OutputFolder, Storage, join_url
 
 Missing = Literal["error", "keep", "drop"]

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from shardstream.errors import NotFoundError, ShardStreamError, StorageError
-from shardstream.packing.key_hashes import Hashes, KeyHashes, Places
+from shardstream.packing.job.key_hashes import Hashes, KeyHashes, Places
 from shardstream.storage import OutputFolder, Storage, join_url
 
 _START, _END = ".shardstream-pack-keys-", ".bin"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from shardstream.catalog import ShardCatalog, lacks_index
 from shardstream.errors import OptionError, plural
-from shardstream.packing.source import fingerprint_of
+from shardstream.packing.sources.source import fingerprint_of
 from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, parent_url
 
 

@@ -25,18 +25,22 @@ from shardstream.format import (
 )
 from shardstream.order import derive_key, permute
 from shardstream.packing.added_source import AddedUrls
-from shardstream.packing.column_builder import checked_columns, columns_identity
-from shardstream.packing.destination import ShardNames
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
+from shardstream.packing.job.merge import SplitJob, run_jobs
+from shardstream.packing.job.part_job import PartJob, PartResult
+from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
-from shardstream.packing.key_hashes import encode_hashes, hash_keys
-from shardstream.packing.merge import SplitJob, run_jobs
 from shardstream.packing.opened_shards import OpenedShards, open_shards
-from shardstream.packing.part_job import PartJob, PartResult
-from shardstream.packing.part_writer import PartWriter
-from shardstream.packing.report import PackReport, ProgressFunction
 from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
-from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, WriterOptions
-from shardstream.packing.tar_shard import sample_pieces
+from shardstream.packing.shards.column_builder import checked_columns, columns_identity
+from shardstream.packing.shards.part_writer import PartWriter
+from shardstream.packing.shards.shard_writer import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_SAMPLES,
+    WriterOptions,
+)
+from shardstream.packing.shards.tar_shard import sample_pieces
 from shardstream.storage import (
     OutputFolder,
     Urls,

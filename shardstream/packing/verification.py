@@ -25,11 +25,11 @@ from shardstream.format import (
     decode_index,
     is_pages_name,
 )
-from shardstream.packing.column_builder import columns_identity
-from shardstream.packing.image_encode import decode_error
-from shardstream.packing.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
-from shardstream.packing.report import ProgressFunction
-from shardstream.packing.shard_scan import (
+from shardstream.packing.images import decode_error
+from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
+from shardstream.packing.job.report import ProgressFunction
+from shardstream.packing.shards.column_builder import columns_identity
+from shardstream.packing.shards.shard_scan import (
     ProgressMeter,
     ShardScanner,
     check_threads,

@@ -18,7 +18,7 @@ from shardstream.format import (
     iter_members,
     split_member_name,
 )
-from shardstream.packing.key_hashes import KeyHashes, Places
+from shardstream.packing.job.key_hashes import KeyHashes, Places
 from shardstream.storage import OutputFolder, join_url
 
 _LISTED_KEYS = 20

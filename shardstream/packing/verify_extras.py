@@ -23,7 +23,7 @@ from shardstream.format import (
     decode_member_index,
     encode_member_index,
 )
-from shardstream.packing.column_builder import ColumnBuilder
+from shardstream.packing.shards.column_builder import ColumnBuilder
 from shardstream.packing.verify_checks import Problem, problem_from_error
 from shardstream.storage import Storage, is_compressed
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
 from shardstream.format import ShardInfo
-from shardstream.packing.column_builder import ColumnSummary
+from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.storage import OutputFolder, is_journal, join_url, journal_name
 
 # Of the files, and of the bytes that a pack writes: a journal of another version is refused.

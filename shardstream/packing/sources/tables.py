@@ -15,7 +15,7 @@ import numpy as np
 
 from shardstream.codecs import iter_tsv
 from shardstream.errors import OptionError, SourceError, get_logger, plural
-from shardstream.packing.parquet_table import iter_parquet, open_parquet
+from shardstream.packing.sources.parquet_table import iter_parquet, open_parquet
 from shardstream.storage import Storage
 
 _log = get_logger(__name__)

@@ -24,16 +24,16 @@ from shardstream.format import (
     OFFSET_BYTES,
     ShardInfo,
 )
-from shardstream.packing.column_builder import ColumnSummary
-from shardstream.packing.destination import ShardNames, claim_destination
-from shardstream.packing.journal import Journal, Task, read_journal
-from shardstream.packing.report import (
+from shardstream.packing.job.destination import ShardNames, claim_destination
+from shardstream.packing.job.journal import Journal, Task, read_journal
+from shardstream.packing.job.report import (
     Progress,
     ProgressFunction,
     Skip,
     SplitReport,
     skipped_before_error,
 )
+from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.storage import (
     FileInfo,
     OutputFolder,

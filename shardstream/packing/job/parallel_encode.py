@@ -22,8 +22,8 @@ from shardstream.errors import (
 )
 from shardstream.format import is_image_field
 from shardstream.packing.encode import encode_field
-from shardstream.packing.image_encode import ImageOptions, decode_error, reencode
-from shardstream.packing.source import FileRef, Record, named
+from shardstream.packing.images import ImageOptions, decode_error, reencode
+from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.storage import Storage, broken_link
 from shardstream.tasks import ProcessPool
 

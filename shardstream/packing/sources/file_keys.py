@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.packing.key_hashes import KeyHashes, batches, hash_keys
+from shardstream.packing.job.key_hashes import KeyHashes, batches, hash_keys
 
 Levels = npt.NDArray[np.uint8]
 

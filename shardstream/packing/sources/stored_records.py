@@ -7,7 +7,7 @@ from typing import Any
 
 from shardstream.errors import SampleError, SourceError
 from shardstream.packing.encode import encode_field
-from shardstream.packing.source import FileRef, Record, named
+from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.storage import RowFile, TemporaryFile
 
 _CONTENT = "the rows to shuffle"

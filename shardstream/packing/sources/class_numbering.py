@@ -16,8 +16,8 @@ from shardstream.catalog import (
 )
 from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
-from shardstream.packing.source import Source
-from shardstream.packing.table_source import TableSource
+from shardstream.packing.sources.source import Source
+from shardstream.packing.sources.table_source import TableSource
 from shardstream.storage import Storage, join_url, parent_url
 
 _log = get_logger(__name__)

@@ -20,7 +20,7 @@ from shardstream.format import (
     encode_members,
     member_name,
 )
-from shardstream.packing.column_builder import ColumnBuilder, ColumnSummary
+from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4

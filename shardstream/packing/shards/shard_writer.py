@@ -23,14 +23,18 @@ from shardstream.format import (
     encode_index,
     encode_manifest_files,
 )
-from shardstream.packing.column_builder import ColumnSummary, check_summaries, checked_columns
-from shardstream.packing.destination import ShardNames, claim_destination, remove_shard
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
-from shardstream.packing.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
-from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
-from shardstream.packing.shard_upload import ShardUploader
-from shardstream.packing.tar_shard import TarShard, sample_pieces
+from shardstream.packing.job.destination import ShardNames, claim_destination, remove_shard
+from shardstream.packing.job.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
+from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
+from shardstream.packing.shards.column_builder import (
+    ColumnSummary,
+    check_summaries,
+    checked_columns,
+)
+from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
+from shardstream.packing.shards.shard_upload import ShardUploader
+from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile, open_output_folder, parse_bytes

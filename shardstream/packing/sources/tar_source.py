@@ -19,7 +19,7 @@ from shardstream.format import (
     iter_samples,
     open_decompressed,
 )
-from shardstream.packing.source import KeyMaker, Record, fingerprint_of
+from shardstream.packing.sources.source import KeyMaker, Record, fingerprint_of
 from shardstream.storage import RangeStream, Storage, is_compressed, locate_shards, parent_url
 
 _log = get_logger(__name__)

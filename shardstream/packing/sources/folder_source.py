@@ -22,8 +22,9 @@ from shardstream.format import (
     is_meta_name,
     split_member_name,
 )
-from shardstream.packing.file_keys import Levels, file_key, key_levels
-from shardstream.packing.folder_layout import (
+from shardstream.packing.job.key_hashes import find_repeat
+from shardstream.packing.sources.file_keys import Levels, file_key, key_levels
+from shardstream.packing.sources.folder_layout import (
     check_classes,
     check_depth,
     describe_files,
@@ -36,8 +37,7 @@ from shardstream.packing.folder_layout import (
     refuse_sidecars,
     top_folder,
 )
-from shardstream.packing.key_hashes import find_repeat
-from shardstream.packing.source import (
+from shardstream.packing.sources.source import (
     FileRef,
     KeyMaker,
     Record,
@@ -45,7 +45,7 @@ from shardstream.packing.source import (
     is_image_name,
     repeated_key,
 )
-from shardstream.packing.split import SplitNumbers
+from shardstream.packing.sources.split import SplitNumbers
 from shardstream.storage import (
     FileList,
     FileRows,

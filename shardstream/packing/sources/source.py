@@ -15,7 +15,7 @@ from PIL import Image
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
 from shardstream.format import is_image_field
 from shardstream.packing.encode import encode_field
-from shardstream.packing.split import SplitNumbers
+from shardstream.packing.sources.split import SplitNumbers
 
 _RUNNING = re.compile(r"\{index[:}]")
 PLACES_KEPT = 500_000

@@ -9,17 +9,17 @@ from typing import Any, cast
 
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format import MANIFEST_NAME
-from shardstream.packing.folder_source import folder_source
-from shardstream.packing.source import SampleSequence, SamplesSource, Source
-from shardstream.packing.table_source import TableSource
-from shardstream.packing.tables import (
+from shardstream.packing.sources.folder_source import folder_source
+from shardstream.packing.sources.source import SampleSequence, SamplesSource, Source
+from shardstream.packing.sources.table_source import TableSource
+from shardstream.packing.sources.tables import (
     FILE_COLUMN,
     METADATA_NAMES,
     TABLE_SUFFIXES,
     is_table,
     iter_rows,
 )
-from shardstream.packing.tar_source import TarSource
+from shardstream.packing.sources.tar_source import TarSource
 from shardstream.storage import Storage, broken_link, is_glob, is_tar, join_url
 
 KINDS = ("images", "files", "table", "tars")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.packing.key_hashes import KeyHashes
+from shardstream.packing.job.key_hashes import KeyHashes
 
 Numbers = npt.NDArray[np.int64]
 SplitNumbers = npt.NDArray[np.uint16]

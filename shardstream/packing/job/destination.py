@@ -17,7 +17,7 @@ from shardstream.format import (
     OFFSET_BYTES,
     is_pages_name,
 )
-from shardstream.packing.journal import (
+from shardstream.packing.job.journal import (
     WRITER_TASK,
     FinishedShard,
     Journal,
@@ -26,7 +26,7 @@ from shardstream.packing.journal import (
     read_listed,
 )
 from shardstream.packing.key_index import is_key_index
-from shardstream.packing.manifest_files import read_manifest_shards
+from shardstream.packing.shards.manifest_files import read_manifest_shards
 from shardstream.storage import (
     OutputFolder,
     final_name,

@@ -25,9 +25,15 @@ from shardstream.packing.encode import (
     has_encoder,
     number_array,
 )
-from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
-from shardstream.packing.split import Numbers
-from shardstream.packing.tables import Row, count_rows, is_value, iter_rows
+from shardstream.packing.sources.source import (
+    FileRef,
+    KeyMaker,
+    Record,
+    fingerprint_of,
+    is_image_name,
+)
+from shardstream.packing.sources.split import Numbers
+from shardstream.packing.sources.tables import Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
 
 _log = get_logger(__name__)

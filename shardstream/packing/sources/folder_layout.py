@@ -9,9 +9,9 @@ from operator import itemgetter
 
 from shardstream.errors import SourceError, plural
 from shardstream.format import UNSUPPORTED_IMAGES, has_mask_word, words_of
-from shardstream.packing.class_numbering import SPLIT_NAMES
-from shardstream.packing.source import is_image_name
-from shardstream.packing.tables import METADATA_NAMES
+from shardstream.packing.sources.class_numbering import SPLIT_NAMES
+from shardstream.packing.sources.source import is_image_name
+from shardstream.packing.sources.tables import METADATA_NAMES
 from shardstream.storage import FileList, sort_rows
 
 # Folders that hold the images of all classes, not those of one.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from shardstream.format import END_OF_ARCHIVE, INDEX_SUFFIX, ShardInfo, encode_index
-from shardstream.packing.column_builder import ColumnSummary
-from shardstream.packing.destination import ShardNames
-from shardstream.packing.shard_upload import ShardFiles
-from shardstream.packing.shard_writer import WriterOptions
-from shardstream.packing.tar_shard import Pieces, TarShard, sample_pieces
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.shards.column_builder import ColumnSummary
+from shardstream.packing.shards.shard_upload import ShardFiles
+from shardstream.packing.shards.shard_writer import WriterOptions
+from shardstream.packing.shards.tar_shard import Pieces, TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile
 

@@ -24,8 +24,8 @@ from shardstream.format import (
     scan_members,
     split_member_name,
 )
-from shardstream.packing.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
-from shardstream.packing.report import Progress, ProgressFunction, logged
+from shardstream.packing.job.report import Progress, ProgressFunction, logged
+from shardstream.packing.shards.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed, map_file
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task

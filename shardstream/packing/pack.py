@@ -20,15 +20,13 @@ from shardstream.errors import (
     plural,
 )
 from shardstream.format import CLASSES_NAME, decode_classes
-from shardstream.packing.class_numbering import AnyClasses, warn_of_siblings
-from shardstream.packing.column_builder import checked_columns
-from shardstream.packing.destination import ShardNames
-from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
-from shardstream.packing.journal import NumberedSkip, Task
-from shardstream.packing.pack_parts import pack_in_parts
-from shardstream.packing.pack_plan import PackPlan, PackRequest, folder_of_split
-from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order
-from shardstream.packing.report import (
+from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.journal import NumberedSkip, Task
+from shardstream.packing.job.pack_parts import pack_in_parts
+from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
+from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, encode_in_order
+from shardstream.packing.job.report import (
     PackReport,
     Progress,
     Skip,
@@ -36,14 +34,16 @@ from shardstream.packing.report import (
     logged,
     skipped_before_error,
 )
-from shardstream.packing.shard_writer import (
+from shardstream.packing.shards.column_builder import checked_columns
+from shardstream.packing.shards.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     DatasetWriter,
     WriterOptions,
 )
-from shardstream.packing.source import Record, may_repeat_keys, named, records_from
-from shardstream.packing.source_detection import AnySource, SourceOptions
+from shardstream.packing.sources.class_numbering import AnyClasses, warn_of_siblings
+from shardstream.packing.sources.detection import AnySource, SourceOptions
+from shardstream.packing.sources.source import Record, may_repeat_keys, named, records_from
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 from shardstream.tasks import Executor
 

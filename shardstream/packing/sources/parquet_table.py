@@ -9,7 +9,7 @@ import numpy as np
 
 from shardstream.errors import SourceError
 from shardstream.format import column_chunks, import_parquet, least_bytes, limit_of_rows
-from shardstream.packing.arrow_rows import number_dtypes, rows_of
+from shardstream.packing.sources.arrow_rows import number_dtypes, rows_of
 from shardstream.storage import Storage
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows may hold whole images

@@ -29,18 +29,10 @@ from shardstream.format import (
     encode_manifest_files,
     parse_columns,
 )
-from shardstream.packing.class_numbering import warn_of_siblings
-from shardstream.packing.column_builder import check_summaries
-from shardstream.packing.destination import ShardNames, is_deletable, remove_shard, shard_of
-from shardstream.packing.journal import Journal, read_journal
-from shardstream.packing.key_hashes import KeyHashes, decode_hashes
-from shardstream.packing.key_index import is_key_index
-from shardstream.packing.manifest_files import (
-    read_manifest_shards,
-    remove_old_pages,
-    write_manifest_files,
-)
-from shardstream.packing.part_job import (
+from shardstream.packing.job.destination import ShardNames, is_deletable, remove_shard, shard_of
+from shardstream.packing.job.journal import Journal, read_journal
+from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes
+from shardstream.packing.job.part_job import (
     PUBLISHED,
     PartCounts,
     PartJob,
@@ -50,12 +42,20 @@ from shardstream.packing.part_job import (
     locked,
     run_parts,
 )
-from shardstream.packing.report import (
+from shardstream.packing.job.report import (
     PackReport,
     ProgressFunction,
     SplitReport,
     logged,
 )
+from shardstream.packing.key_index import is_key_index
+from shardstream.packing.shards.column_builder import check_summaries
+from shardstream.packing.shards.manifest_files import (
+    read_manifest_shards,
+    remove_old_pages,
+    write_manifest_files,
+)
+from shardstream.packing.sources.class_numbering import warn_of_siblings
 from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.storage import (
     FileInfo,

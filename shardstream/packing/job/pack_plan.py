@@ -13,24 +13,24 @@ import numpy as np
 
 from shardstream.errors import OptionError
 from shardstream.format import CLASSES_NAME
-from shardstream.packing.class_numbering import AnyClasses, number_classes
-from shardstream.packing.column_builder import columns_identity
-from shardstream.packing.destination import ShardNames
-from shardstream.packing.folder_source import ClassFolderSource
-from shardstream.packing.image_encode import ImageOptions
-from shardstream.packing.journal import Task
-from shardstream.packing.parallel_encode import RecordEncoder
-from shardstream.packing.shard_writer import WriterOptions
-from shardstream.packing.source import (
+from shardstream.packing.images import ImageOptions
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.journal import Task
+from shardstream.packing.job.parallel_encode import RecordEncoder
+from shardstream.packing.shards.column_builder import columns_identity
+from shardstream.packing.shards.shard_writer import WriterOptions
+from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
+from shardstream.packing.sources.detection import AnySource, SourceOptions, open_source
+from shardstream.packing.sources.folder_source import ClassFolderSource
+from shardstream.packing.sources.source import (
     IndexedSource,
     Record,
     SeekableSource,
     Source,
     SplitSource,
 )
-from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
-from shardstream.packing.split import Numbers, SplitNumbers, assign_splits, shuffled_order
-from shardstream.packing.stored_records import StoredRecords
+from shardstream.packing.sources.split import Numbers, SplitNumbers, assign_splits, shuffled_order
+from shardstream.packing.sources.stored_records import StoredRecords
 from shardstream.storage import RowFile, Storage, absolute_url, join_url
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from shardstream.errors import OptionError, SampleError
 from shardstream.format import INDEX_SUFFIX, encode_index
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.tar_shard import TarShard
+from shardstream.packing.shards.tar_shard import TarShard
 from shardstream.storage import Storage, publish, publish_bytes
 
 

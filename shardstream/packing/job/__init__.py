@@ -1,0 +1,1 @@
+"""Run a job: claim the folder, write its parts, publish the dataset."""

@@ -1,0 +1,1 @@
+"""Write the bytes of shards, and scan those that are there."""
