@@ -18,7 +18,6 @@ from shardstream.cli.options import (
     Urls,
     executor_of,
     parse_options,
-    state_of_parts,
 )
 from shardstream.cli.pack_progress import job_bar
 from shardstream.cli.terminal_text import printable
@@ -54,7 +53,6 @@ def index(  # noqa: PLR0913  (the options of a command)
     columns: Columns = None,
     threads: Threads = None,
     processes: TaskProcesses = None,
-    part: Part = None,
     ray: Ray = False,
     ray_address: RayAddress = None,
     option: StorageOption = None,
@@ -83,17 +81,13 @@ def index(  # noqa: PLR0913  (the options of a command)
             members=members,
             columns=columns,
             progress=progress,
-            executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
+            executor=executor_of(processes, None, ray=ray, ray_address=ray_address),
         )
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
     made = report.manifest
     counts = _counts(len(made.shards), made.nsamples, made.total_bytes)
-    if part is None:
-        typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")
-    else:
-        typer.echo(f"part {part}: indexed {counts}")
-        typer.echo(state_of_parts(report.unfinished, report.manifest_url.rpartition("/")[0]))
+    typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")
 
 
 def verify(  # noqa: PLR0913  (the options of a command)

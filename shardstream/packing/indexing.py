@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -28,15 +28,13 @@ from shardstream.format import (
     encode_manifest_files,
     encode_member_index,
 )
-from shardstream.packing.job.destination import ShardNames
-from shardstream.packing.job.part_job import PartJob, PartResult, locked, run_parts
+from shardstream.packing.job.part_job import locked
 from shardstream.packing.job.report import ProgressFunction
 from shardstream.packing.shards.column_builder import (
     ColumnBuilder,
     ColumnSummary,
     check_summaries,
     checked_columns,
-    columns_identity,
 )
 from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.shards.shard_scan import (
@@ -45,7 +43,6 @@ from shardstream.packing.shards.shard_scan import (
     check_threads,
     run_shard_tasks,
 )
-from shardstream.packing.sources.source import fingerprint_of
 from shardstream.storage import (
     TAR_SUFFIXES,
     FileInfo,
@@ -68,7 +65,7 @@ from shardstream.storage import (
     read_manifest,
     warn_of_links,
 )
-from shardstream.tasks import JSON, Executor, Parts, Task
+from shardstream.tasks import JSON, Executor, Parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +76,11 @@ class IndexReport:
         manifest_url: URL of the ``index.json``.
         manifest: Its content.
         warnings: Findings that may be mistakes, although every shard can be read.
-        unfinished: Tars that are not indexed yet, with `Parts`; if any, ``index.json`` is not written yet.
     """
 
     manifest_url: str
     manifest: Manifest
     warnings: tuple[str, ...] = ()
-    unfinished: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +95,6 @@ class IndexShard:
         columns: Columns of its samples to write to ``NAME.tar.cols.parquet``; None writes no such file.
         sha256: Hash the tar.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
-        check_owner: Called before the index is published; raises if another job has taken the folder over.
     """
 
     tar: FileInfo
@@ -110,7 +104,6 @@ class IndexShard:
     columns: tuple[Column, ...] | None = None
     sha256: bool = True
     meter: ProgressMeter | None = None
-    check_owner: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:
@@ -134,8 +127,6 @@ class IndexShard:
             text = encode_member_index(shard.members, shard=tar.url)
             files[name[: -len(TAR_SUFFIXES[0])] + INDEX_SUFFIX] = text
         _check_unchanged(tar, storage.info(tar.url))
-        if self.check_owner is not None:
-            self.check_owner()
         commit_all(self.output, files)
         warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
         if not scan.keys:
@@ -189,11 +180,11 @@ def index(  # noqa: PLR0913  (the public door)
         progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
             from this thread.
         executor: Executor that scans the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
-            Storage options travel with the tasks. `Parts` indexes a part of the tars; `merge` writes ``index.json`` when all are done.
+            Storage options travel with the tasks. `Parts` is refused: no part could write ``index.json``.
 
     Raises:
-        OptionError: If the tars are compressed, in several folders or named twice, or parts of another job are there; if no sample has
-            a value for a column.
+        OptionError: If the tars are compressed, in several folders or named twice, or the executor is `Parts`; if no sample has a value for a
+            column.
         ShardError: If a tar is damaged, cut or not a tar.
         SampleError: If a key or field is repeated, a name does not fit the index of members, or a value its column.
         ChangedError: If a tar was replaced meanwhile; then ``index.json`` is not written.
@@ -201,6 +192,10 @@ def index(  # noqa: PLR0913  (the public door)
         StorageError: If a place cannot be listed, read or written, or a pack or `ShardWriter` replaces the dataset meanwhile.
     """
     check_threads(threads, executor)
+    if isinstance(executor, Parts):
+        raise OptionError(
+            "index cannot be cut into parts (Parts); use several processes (LocalExecutor, --processes) or a cluster (RayExecutor, --ray)"
+        )
     if (
         executor is not None or to is not None
     ):  # processes may have another current folder, and the manifest is elsewhere
@@ -213,14 +208,6 @@ def index(  # noqa: PLR0913  (the public door)
     others = sorted(set(filter(is_tar, present)) - {_name(tar.url) for tar in tars})
     url = join_url(folder, MANIFEST_NAME)
     title = name or _name_before(url, storage)
-    if isinstance(executor, Parts):
-        _check_options_of_parts(filesystem, is_elsewhere=to is not None, sha256=sha256)
-        options: dict[str, JSON] = {"members": members, "columns": columns_identity(wanted)}
-        job = _job_of(folder, tars, options, title, storage_options)
-        works = [
-            IndexWork(tar=tar, storage=storage, members=members, columns=wanted) for tar in tars
-        ]
-        return _index_part(job, works, executor, progress, others)
     _check_all_finished(folder, present, () if to is None else tars, storage)
     meter = ProgressMeter(f"index {folder}", sum(tar.size for tar in tars), progress, executor)
     output = output_folder_in(storage, folder)
@@ -342,99 +329,6 @@ def _publish_manifest(output: OutputFolder, manifest: Manifest, present: Sequenc
     output.sync()  # the indexes, which other processes may have written
     write_manifest_files(output, files)
     remove_old_pages(output, present, files)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexWork:
-    """The work of one part of an index that is made in parts: one tar.
-
-    Args:
-        tar: The tar to scan.
-        storage: The storage of the files.
-        members: Also write ``NAME.idx``.
-        columns: Columns to write.
-    """
-
-    tar: FileInfo
-    storage: Storage
-    members: bool
-    columns: tuple[Column, ...] | None
-
-    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
-        """Write the index (see `PartWork.write`)."""
-        task = IndexShard(
-            tar=self.tar,
-            storage=self.storage,
-            members=self.members,
-            output=folder,
-            columns=self.columns,
-            check_owner=check_owner,
-        )
-        result = task.run()
-        manifest = _manifest_of({task: result}, name="", is_elsewhere=False)
-        return PartResult(
-            shards=tuple(manifest.shards),
-            fields=manifest.fields,
-            warnings=tuple(cast("list[str]", result["warnings"])),
-            columns=(_summary(result),),
-            version=self.tar.version,
-        )
-
-
-def _job_of(
-    folder: str,
-    tars: Sequence[FileInfo],
-    options: Mapping[str, JSON],
-    name: str,
-    storage_options: Mapping[str, Any] | None,
-) -> PartJob:
-    identity = [(_name(tar.url), tar.size, tar.version) for tar in tars]
-    return PartJob(
-        kind="index",
-        title=folder,
-        names=ShardNames(folder=folder, template=""),
-        source=fingerprint_of("index", *identity),
-        options=options,
-        parts=len(tars),
-        name=name,
-        storage_options=storage_options,
-        in_place=True,
-    )
-
-
-def _check_options_of_parts(filesystem: Any, *, is_elsewhere: bool, sha256: bool) -> None:
-    if filesystem is not None:
-        raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
-    if is_elsewhere or not sha256:
-        raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
-
-
-def _index_part(
-    job: PartJob,
-    works: Sequence[IndexWork],
-    executor: Parts,
-    progress: ProgressFunction | None,
-    others: Sequence[str],
-) -> IndexReport:
-    """Index a part of the tars."""
-    total = sum(work.tar.size for work in works[executor.part - 1 :: executor.of])
-    meter = ProgressMeter(f"index {job.title}", total, progress, executor)
-    done: list[PartResult] = []
-
-    def collect(task: Task, document: Mapping[str, JSON]) -> None:  # noqa: ARG001
-        done.append(PartResult.decode(document))
-        meter.add_shard(done[-1].nsamples, 0, done[-1].total_bytes)
-
-    unfinished = run_parts(job, works, executor, collect)
-    url = job.names.url(MANIFEST_NAME)
-    fields = sum((Counter(one.fields) for one in done), Counter[str]())
-    shards = tuple(shard for one in done for shard in one.shards)
-    return IndexReport(
-        manifest_url=url,
-        manifest=Manifest(shards=shards, name=job.name, fields=dict(fields)),
-        warnings=(*chain.from_iterable(one.warnings for one in done), *_warn_left_out(others, url)),
-        unfinished=unfinished,
-    )
 
 
 def _manifest_of(

@@ -205,9 +205,8 @@ def test_every_way_to_write_makes_the_same_columns(folder: str, tmp_path: Path) 
     ss.reshard(folder, tmp_path / "reshard", **options)
     for part in (2, 1):
         ss.pack(f"{folder}/*.tar", tmp_path / "parts", executor=ss.Parts(part, 2), **options)
-        ss.index(tmp_path / "reshard", columns=COLUMNS, executor=ss.Parts(part, 2))
+    ss.index(tmp_path / "reshard", columns=COLUMNS, executor=ss.LocalExecutor())
     ss.merge(tmp_path / "parts")
-    ss.merge(tmp_path / "reshard")
     expected = files(folder)
     assert sum(name.endswith(".tar.cols.parquet") for name in expected) == 7
     for name in ("pack", "tars", "parts", "reshard"):
@@ -348,8 +347,7 @@ def test_columns_without_values_are_errors_in_parts_too(
         else:
             shutil.copytree(folder, tmp_path / "new")
             (tmp_path / "new" / "index.json").unlink()
-            ss.index(tmp_path / "new", columns="klass", executor=ss.Parts(1, 1))
-            ss.merge(tmp_path / "new")
+            ss.index(tmp_path / "new", columns="klass", executor=ss.LocalExecutor())
 
     with pytest.raises(OptionError, match="no sample has a value for the column klass"):
         write_and_publish()

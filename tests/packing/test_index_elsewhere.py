@@ -86,11 +86,6 @@ def test_tars_of_the_same_name_are_refused(theirs: str, tmp_path: Path) -> None:
     assert not (tmp_path / "mine").exists()
 
 
-def test_parts_are_refused(theirs: str, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="cannot be used in parts"):
-        ss.index(theirs, to=tmp_path / "mine", executor=ss.Parts(1, 2))
-
-
 def test_tars_that_change_are_noticed(s3_theirs: str, tmp_path: Path) -> None:
     ss.index(s3_theirs, to=f"{s3_theirs}-mine")
     batches = iter(loader(f"{s3_theirs}-mine"))

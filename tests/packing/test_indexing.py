@@ -16,7 +16,6 @@ from shardstream.errors import ChangedError, OptionError, SampleError, ShardErro
 from shardstream.format import decode_index
 from shardstream.packing import Progress, index
 from shardstream.storage import Storage, locate_shards
-from shardstream.tasks import Executor
 from tests.small_tars import foreign_tar, make_dataset, samples, tar_bytes
 
 
@@ -171,14 +170,18 @@ def test_no_threads_is_an_option_error(tmp_path: Path) -> None:
         index(str(tmp_path), threads=0)
 
 
+def test_parts_are_refused(tmp_path: Path) -> None:
+    make_dataset(tmp_path)
+    with pytest.raises(OptionError, match=r"cannot be cut into parts.*LocalExecutor, --processes"):
+        index(str(tmp_path), executor=ss.Parts(1, 2))
+    assert not list(tmp_path.glob("*.idx"))
+
+
 @pytest.mark.parametrize("door", [index, ss.verify])
-@pytest.mark.parametrize("executor", [ss.LocalExecutor(), ss.Parts(1, 2)])
-def test_threads_beside_an_executor_are_refused(
-    door: Any, executor: Executor, tmp_path: Path
-) -> None:
+def test_threads_beside_an_executor_are_refused(door: Any, tmp_path: Path) -> None:
     make_dataset(tmp_path)
     with pytest.raises(OptionError, match="no effect with an executor"):
-        door(str(tmp_path), threads=2, executor=executor)
+        door(str(tmp_path), threads=2, executor=ss.LocalExecutor())
 
 
 def test_file_system_is_used_as_given() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.storage import Storage, publish_bytes
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
@@ -226,56 +224,6 @@ def test_part_that_does_not_exist_is_refused(part: int, of: int) -> None:
 def test_invalid_part_text_is_refused(text: str) -> None:
     with pytest.raises(ss.OptionError, match="3/16"):
         ss.Parts.parse(text)
-
-
-def test_index_in_parts_equals_the_index_at_once(tars: Path, tmp_path: Path) -> None:
-    shutil.copytree(tars, tmp_path / "once")
-    ss.index(str(tmp_path / "once"), name="d")
-    for part in (2, 1):
-        report = ss.index(str(tars), name="d", executor=ss.Parts(part, 2))
-        assert report.unfinished == (
-            0 if part == 1 else len(list(tars.glob("*.tar"))) - len(report.manifest.shards)
-        )
-    ss.merge(tars)
-    once, parts = (
-        {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (tmp_path / "once", tars)
-    )
-    assert once == parts
-
-
-@pytest.mark.parametrize("more", [0, 10240])
-@pytest.mark.parametrize("done", [1, 2])
-def test_index_in_parts_begins_again_after_a_tar_was_replaced(
-    tars: Path, done: int, more: int
-) -> None:
-    for part in range(1, done + 1):
-        ss.index(str(tars), executor=ss.Parts(part, 2))
-    first = min(tars.glob("*.tar"))
-    status = first.stat()
-    first.write_bytes(first.read_bytes() + bytes(more))
-    os.utime(first, (0, status.st_mtime + 10))
-    if done == 2:
-        with pytest.raises(ss.StorageError, match=f"another one although .*{first.name}"):
-            ss.merge(tars)
-    assert ss.index(str(tars), executor=ss.Parts(2, 2)).unfinished
-    with pytest.raises(ss.UnfinishedError, match="part 1/2; run these parts again"):
-        ss.merge(tars)
-    assert not (tars / "index.json").exists()
-    ss.index(str(tars), executor=ss.Parts(1, 2))
-    ss.merge(tars)
-    assert ss.verify(str(tars)).problems == ()
-
-
-def test_merge_refuses_a_tar_of_a_store_that_was_replaced_by_one_of_equal_size(
-    tars: Path, bucket: str, s3_env: None
-) -> None:
-    first, data = min((path.name, path.read_bytes()) for path in tars.iterdir())
-    publish_bytes(Storage(), f"{bucket}/{first}", data)
-    ss.index(bucket, executor=ss.Parts(1, 1))
-    publish_bytes(Storage(), f"{bucket}/{first}", data[:-1] + b"x")
-    with pytest.raises(ss.StorageError, match=f"another one although .*{first}"):
-        ss.merge(bucket)
 
 
 def test_verify_in_parts_reads_each_shard_once(source: str) -> None:

@@ -183,10 +183,6 @@ def test_index_writes_pages(tmp_path: Path) -> None:
         (tmp_path / "data" / name).unlink()
     ss.index(folder)
     assert files_of(folder).keys() == before.keys()
-    for part in (2, 1):
-        ss.index(folder, executor=ss.Parts(part, 2))
-    ss.merge(folder)
-    assert files_of(folder).keys() == before.keys()
 
 
 def test_manifest_lists_all_shards_where_they_have_unusual_names() -> None:

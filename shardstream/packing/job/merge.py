@@ -268,7 +268,7 @@ class _Publication(NamedTuple):
         stale = journal.stale - {shard.url for shard in manifest.shards}
         for name in sorted(filter(is_deletable, stale)):
             remove_shard(folder, name, files)
-        if options["job"] != "index" and options.get("columns") is None:
+        if options.get("columns") is None:
             for shard in manifest.shards:
                 if shard.columns_url in files:  # those of an earlier dataset
                     folder.remove(shard.columns_url)
@@ -281,8 +281,8 @@ class _Publication(NamedTuple):
         remove_old_pages(folder, files, manifest_files)
 
     def unpublish(self) -> None:
-        """Delete the manifest that was written; an index in place keeps it, since its tars were readable before."""
-        if not self.is_published and self.journal.task.options["job"] != "index":
+        """Delete the manifest that was written."""
+        if not self.is_published:
             self._remove_manifest()
 
     def _remove_manifest(self) -> None:
@@ -326,7 +326,7 @@ def _publish_all(
     with ExitStack() as stack:
         for folder in folders:
             stack.enter_context(locked(folder))
-        found = [_checked(folder, Storage(storage_options)) for folder in folders]
+        found = [_checked(folder) for folder in folders]
         written: list[_Publication] = []
         try:
             for one in found:
@@ -348,7 +348,7 @@ def _publish_all(
     return [one.report for one in found]
 
 
-def _checked(folder: OutputFolder, storage: Storage) -> _Publication:
+def _checked(folder: OutputFolder) -> _Publication:
     """Read the records of a job, and check what they say of the dataset.
 
     Raises:
@@ -373,14 +373,8 @@ def _checked(folder: OutputFolder, storage: Storage) -> _Publication:
     with KeyHashes() as keys:
         results = _read_records(folder, files, journal.run, _num_parts(options, url), keys)
         shards = tuple(shard for result in results for shard in result.shards)
-        is_index = options["job"] == "index"  # of tars that others may have replaced
-        now = (
-            {one.url.rsplit("/", 1)[-1]: one for one in storage.list_folder(url)[0]}
-            if is_index
-            else files
-        )
         for result in results:
-            _check_in_place(folder, now, result)
+            _check_in_place(folder, files, result)
         refuse_repeated_keys(keys, shards, folder)
     fields = sum((Counter(result.fields) for result in results), Counter[str]())
     if not shards:
@@ -549,11 +543,8 @@ def _check_in_place(
 ) -> None:
     for shard in result.shards:
         for name, size in files_and_sizes(shard):
-            version = result.version if name == shard.url else None
             found = files.get(name)
-            if found is None or not found.is_same_as(
-                FileInfo(url=name, size_or_none=size, version=version)
-            ):
+            if found is None or found.size_or_none != size:
                 raise StorageError(
                     f"the file is {'missing' if found is None else 'another one'} although its part is done; "
                     "run the parts again, then merge",

@@ -39,8 +39,6 @@ from shardstream.storage import (
     OutputFolder,
     Storage,
     absolute_url,
-    check_finished,
-    is_part_record,
     journal_name,
     open_output_folder,
     part_record_name,
@@ -81,7 +79,6 @@ class PartResult:
         key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
         matched: URL of each source of added fields -> samples of this part whose key it has, and keys that it has in all.
         columns: Number and type of the values of columns, for each shard; none without columns.
-        version: Version of the tar in a listing, if the part indexed one that was there before.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -92,7 +89,6 @@ class PartResult:
     key_hashes: str = ""
     matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     columns: tuple[ColumnSummary, ...] = ()
-    version: str | None = None
 
     @property
     def nsamples(self) -> int:
@@ -116,7 +112,7 @@ class PartResult:
         columns: list[JSON] = [
             {name: [*one] for name, one in some.items()} for some in self.columns
         ]
-        return document | {"columns": columns, "version": self.version}
+        return document | {"columns": columns}
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
@@ -140,7 +136,6 @@ class PartResult:
                 {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
                 for some in document["columns"]
             ),
-            version=document["version"],
         )
 
 
@@ -158,7 +153,6 @@ class PartJob:
         name: Name of the dataset.
         extras: Small text files that are published with the manifest, by name.
         storage_options: ``storage_options`` of the destination; not part of the identity.
-        in_place: Whether the tars are there already, and an existing manifest stays until it is replaced.
     """
 
     kind: str
@@ -170,7 +164,6 @@ class PartJob:
     name: str = ""
     extras: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = None
-    in_place: bool = False
 
     @property
     def task(self) -> Task:
@@ -383,8 +376,6 @@ def _is_claimed(folder: OutputFolder, job: PartJob) -> bool:
             return False
     except StorageError:  # there is no journal
         return False
-    if job.in_place:
-        return True
     try:
         folder.read(MANIFEST_NAME, 0, 1)
     except NotFoundError:
@@ -395,12 +386,9 @@ def _is_claimed(folder: OutputFolder, job: PartJob) -> bool:
 def _claim_locked(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> None:
     files = folder.list_files()
     if _has_job(folder, files, job):
-        if MANIFEST_NAME in files and not job.in_place and missing_parts(files, job.parts):
+        if MANIFEST_NAME in files and missing_parts(files, job.parts):
             # Of the dataset to replace: the claim was stopped halfway.
             folder.remove(MANIFEST_NAME)
-        return
-    if job.in_place:
-        _claim_in_place(job, folder, files)
         return
     destination = claim_destination(
         folder, job.names, task=job.task, overwrite=overwrite, extras=frozenset(job.extras)
@@ -438,18 +426,6 @@ def set_parts(job: PartJob, parts: int) -> None:
             return
         journal.task = replace(journal.task, options={**journal.task.options, "parts": parts})
         journal.begin(1)
-
-
-def _claim_in_place(job: PartJob, folder: OutputFolder, files: Mapping[str, FileInfo]) -> None:
-    """Take a folder of tars for an index, also from one of tars that were replaced meanwhile: it could not be published."""
-    journal = read_journal(folder, files)
-    is_of_index = journal is not None and journal.task.options.get("job") == job.kind
-    if MANIFEST_NAME not in files and not is_of_index:
-        check_finished(folder.url, files)
-    head = folder.read(journal_name(0)) if journal_name(0) in files else None
-    Journal(folder=folder, task=job.task, run=job.run, head=head).begin(1)
-    for name in filter(is_part_record, files):
-        folder.remove(name)
 
 
 def missing_parts(files: Mapping[str, FileInfo], parts: int) -> list[int]:
