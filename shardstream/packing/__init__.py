@@ -45,12 +45,11 @@ from shardstream.packing.job.report import PackReport, Progress, counts_text, lo
 from shardstream.packing.key_index import key_index_name, open_key_index, write_key_index
 from shardstream.packing.pack import pack
 from shardstream.packing.reshard import cut_by_size, iter_cuts, reshard
-from shardstream.packing.shards.part_writer import PartWriter
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     ShardWriter,
-    WriterOptions,
 )
 from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.packing.shards.write_shard import write_shard

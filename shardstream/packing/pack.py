@@ -35,12 +35,9 @@ from shardstream.packing.job.report import (
     skipped_before_error,
 )
 from shardstream.packing.shards.column_builder import checked_columns
-from shardstream.packing.shards.shard_writer import (
-    DEFAULT_MAX_BYTES,
-    DEFAULT_MAX_SAMPLES,
-    DatasetWriter,
-    WriterOptions,
-)
+from shardstream.packing.shards.dataset_writer import DatasetWriter
+from shardstream.packing.shards.part_writer import WriterOptions
+from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.class_numbering import AnyClasses, warn_of_siblings
 from shardstream.packing.sources.detection import AnySource, SourceOptions
 from shardstream.packing.sources.source import Record, may_repeat_keys, named, records_from

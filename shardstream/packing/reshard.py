@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,12 +35,8 @@ from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJo
 from shardstream.packing.opened_shards import OpenedShards, open_shards
 from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
-from shardstream.packing.shards.part_writer import PartWriter
-from shardstream.packing.shards.shard_writer import (
-    DEFAULT_MAX_BYTES,
-    DEFAULT_MAX_SAMPLES,
-    WriterOptions,
-)
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.shards.tar_shard import sample_pieces
 from shardstream.storage import (
     OutputFolder,
@@ -415,7 +412,8 @@ class ReshardWork:
         matched = [0] * len(sources)
         names = ShardNames(folder=folder.url, template=self.template)
         keys: list[str] = []
-        with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
+        name = partial(names.name, self.number)
+        with closing(PartWriter(folder, self.limits, name=name, check_owner=check_owner)) as writer:
             with closing(self._samples(here, matched)) as samples:
                 for key, fields in self.steps.apply(samples, self.job):
                     writer.write(key, fields)

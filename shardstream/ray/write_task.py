@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +74,8 @@ class RowsWork:
         """
         names = ShardNames(folder=folder.url, template=self.template)
         row, keys = self.first_row, list[str]()
-        with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
+        name = partial(names.name, self.number)
+        with closing(PartWriter(folder, self.limits, name=name, check_owner=check_owner)) as writer:
             for key, fields in _loaded_rows(self.ranges):
                 try:
                     writer.write(f"{row:08d}" if key is None else key, fields)
@@ -123,7 +125,8 @@ class JoinWork:
         """
         names = ShardNames(folder=folder.url, template=self.template)
         added = self._added_fields()
-        with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
+        name = partial(names.name, self.number)
+        with closing(PartWriter(folder, self.limits, name=name, check_owner=check_owner)) as writer:
             for sample, fields in zip(self._samples(), added, strict=True):
                 key = sample["__key__"]
                 own = {name: data for name, data in sample.items() if not name.startswith("__")}

@@ -126,6 +126,15 @@ def test_refused_sample_can_be_caught_and_skipped(tmp_path: Path) -> None:
     assert [s["__key__"] for s in samples_of(tmp_path / "000000.tar")] == ["a", "c"]
 
 
+def test_refused_first_sample_of_a_shard_leaves_no_empty_shard(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, max_samples=1, columns="cls") as writer:
+        writer.write({"__key__": "a", "json": {"cls": 1}, "cls": 1})
+        with pytest.raises(SampleError, match="column"):
+            writer.write({"__key__": "b", "cls": b"cat"})
+    assert [shard.nsamples for shard in writer.manifest.shards] == [1]
+    assert not [name for name in names(tmp_path) if "000001" in name]
+
+
 def test_error_of_a_value_names_sample_and_field(tmp_path: Path) -> None:
     with (
         pytest.raises(SampleError, match=r"field 'cls'.*sample '0042'"),

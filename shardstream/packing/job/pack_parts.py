@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -228,8 +229,9 @@ class PackWork:
         names = replace(opened.names, folder=folder.url)
         skipped: list[Skip] = []
         keys: list[str] = []
+        name = partial(names.name, self.number)
         with closing(
-            PartWriter(folder, names, self.number, self.request.limits, check_owner)
+            PartWriter(folder, self.request.limits, name=name, check_owner=check_owner)
         ) as writer:
             for sample in self._encoded(opened):
                 error = sample.error

@@ -18,7 +18,7 @@ from shardstream.packing.job.destination import ShardNames
 from shardstream.packing.job.journal import Task
 from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
-from shardstream.packing.shards.shard_writer import WriterOptions
+from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
 from shardstream.packing.sources.detection import AnySource, SourceOptions, open_source
 from shardstream.packing.sources.folder_source import ClassFolderSource

@@ -1,104 +1,335 @@
-"""Write the shards of one part of a job."""
+"""Write shards, and publish each in the background while the next one is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from shardstream.format import END_OF_ARCHIVE, INDEX_SUFFIX, ShardInfo, encode_index
-from shardstream.packing.job.destination import ShardNames
+from shardstream.errors import OptionError, SampleError, StorageError, get_logger
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    INDEX_SUFFIX,
+    OFFSET_BYTES,
+    Column,
+    ShardInfo,
+    encode_index,
+)
 from shardstream.packing.shards.column_builder import ColumnSummary
-from shardstream.packing.shards.shard_upload import ShardFiles
-from shardstream.packing.shards.shard_writer import WriterOptions
-from shardstream.packing.shards.tar_shard import Pieces, TarShard, sample_pieces
+from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import OutputFolder, PendingFile
+from shardstream.storage import OutputFolder, PendingFile, join_url
+
+_log = get_logger(__name__)
+
+# Finished shards that wait to be published: on a disk, or as up to 72 MiB that are being sent to S3.
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """Limits of a shard and columns (see `ShardWriter`); of a pack also its name, names of other small files; whether keys are compared."""
+
+    max_samples: int
+    max_bytes: int
+    name: str = ""
+    columns: tuple[Column, ...] | None = None
+    overwrite: bool = False
+    extras: frozenset[str] = frozenset()
+    compares_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise OptionError(f"max_samples must be 1 or more, not {self.max_samples}")
 
 
 class PartWriter:
-    """Writes the shards of one part: the first under the number of the part, further ones with a suffix (see `ShardNames.name`).
+    """Writes the shards of a part of a dataset, all in one process and in order.
+
+    A full shard is flushed and published in a thread while the next one is written, its tar not after its index. An error
+    is raised by the next call, and by all later ones.
 
     Args:
         folder: Folder of the dataset.
-        names: Names of its shards.
-        number: Number of the part.
         limits: Maximum samples and bytes of a shard, and its columns.
+        name: Returns the name of a shard by its number in the part, from 0.
         check_owner: Called before each shard is published; raises if another job has taken the folder over.
+        replaces: Whether shards of these names may exist already.
     """
 
     def __init__(
         self,
         folder: OutputFolder,
-        names: ShardNames,
-        number: int,
         limits: WriterOptions,
+        *,
+        name: Callable[[int], str],
         check_owner: Callable[[], None],
+        replaces: bool = False,
     ) -> None:
-        self.shards: list[ShardInfo] = []
-        """Published shards, in order."""
-        self.fields: dict[str, int] = {}
-        """Number of samples that have each field, in the published shards."""
+        self.nsamples = 0
+        """Samples so far."""
+        self.size_bytes = 0
+        """Bytes of the tars so far, without their ends."""
+        self.fields = Counter[str]()
+        """Number of samples that have each field, in the finished shards."""
         self.columns: list[ColumnSummary] = []
-        """Number and type of the values of columns, for each published shard."""
-        self._folder, self._names, self._number = folder, names, number
-        self._limits, self._check_owner = limits, check_owner
+        """Number and type of the values of columns, for each finished shard."""
+        self._folder, self._limits, self._name = folder, limits, name
+        self._publisher = _Publisher(folder, check_owner=check_owner, replaces=replaces)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
+        self._begun = 0
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
+        self._is_open = True
+        self._error: BaseException | None = None
         keep_freed_memory()
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]:
+        """The published shards, in order; all of them after `finish`."""
+        return self._publisher.published
 
     def write(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
         """Append a sample; begin another shard where it exceeds a limit.
 
         Raises:
             SampleError: If it would not read back equal, or its key is in the shard; then nothing of it is written.
-            StorageError: If the shard cannot be written.
+            StorageError: If this or an earlier shard cannot be written.
         """
-        pieces: Pieces = sample_pieces(key, fields)
-        size = sum(map(len, pieces)) + len(END_OF_ARCHIVE)
-        shard = self._shard
-        if shard is not None and (
-            shard.nsamples >= self._limits.max_samples
-            or shard.size_bytes + size > self._limits.max_bytes
-        ):
-            self.finish()
-        if self._shard is None:
-            name = self._names.name(self._number, len(self.shards))
-            self._pending = self._folder.open(name)
-            self._shard = TarShard(
-                self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
-            )
-        self._shard.add_pieces(key, fields, pieces)
+        self._check_usable()
+        pieces = sample_pieces(key, fields)
+        size = sum(map(len, pieces))
+        try:
+            self._publisher.check()
+            shard = self._shard
+            if shard is not None and (
+                shard.nsamples >= self._limits.max_samples
+                or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._limits.max_bytes
+            ):
+                self._end_shard()
+            (self._shard or self._begin_shard()).add_pieces(key, fields, pieces)
+        except SampleError:  # nothing of it was written: the shard is as it was
+            raise
+        except BaseException as error:  # a shard is missing: later calls must fail, too
+            self._error = error
+            raise
+        self.nsamples += 1
+        self.size_bytes += size
 
-    def finish(self) -> None:
-        """Publish the shard that is being written, if there is one.
+    def end(self) -> None:
+        """Hand the last shard over without waiting until it is published.
 
         Raises:
-            StorageError: If it cannot be published.
+            StorageError: If this or an earlier shard cannot be written.
         """
+        self._check_usable()
+        self._end_shard()
+
+    def drain(self) -> None:
+        """Wait until the shards that are full so far are published.
+
+        Raises:
+            StorageError: If one cannot be published.
+        """
+        self._publisher.drain()
+
+    def finish(self) -> None:
+        """Publish the last shard, and wait until all are published.
+
+        Raises:
+            StorageError: If one cannot be published.
+        """
+        self.end()
+        self.drain()
+
+    def check_in_place(self) -> None:
+        """Compare the folder with the published files: sizes, and the ETags of S3 servers.
+
+        Raises:
+            StorageError: If a shard or its index is missing, or is another one.
+        """
+        self._publisher.check_in_place()
+
+    def close(self) -> None:
+        """Drop the shards that are not being published yet, and end the threads; a second call does nothing."""
+        self._is_open = False
+        if self._pending is not None:
+            self._pending.discard()
+            self._pending = self._shard = None
+        self._hashing.shutdown(wait=True, cancel_futures=True)
+        self._publisher.stop()
+
+    def _check_usable(self) -> None:
+        if not self._is_open:
+            raise OptionError("the writer is closed; open another one")
+        if self._error is not None:
+            raise self._error
+
+    def _begin_shard(self) -> TarShard:
+        name = self._name(self._begun)
+        self._pending = self._folder.open(name)
+        self._shard = TarShard(
+            self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
+        )
+        self._begun += 1
+        return self._shard
+
+    def _end_shard(self) -> None:
+        """Finish the current shard, if there is one, and hand it over to be published."""
         shard, pending = self._shard, self._pending
         if shard is None or pending is None:
             return
+        if not shard.nsamples:  # its first sample was refused
+            pending.discard()
+            self._shard = self._pending = None
+            return
         info = shard.finish()
-        columns = shard.column_file(info)
         others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
+        columns = shard.column_file(info)
         if columns is not None:
             others[info.columns_url] = columns
             self.columns.append(shard.column_summary)
-        files = ShardFiles(self._folder, pending, others)
-        try:
-            files.end()
-            self._check_owner()
-            files.commit()
-        finally:
-            files.discard()
-        for field, count in shard.fields.items():
-            self.fields[field] = self.fields.get(field, 0) + count
-        self.shards.append(info)
+        self.fields.update(shard.fields)
         self._shard = self._pending = None
+        self._publisher.send(pending, info, others)
 
-    def close(self) -> None:
-        """Drop an unfinished shard, and end the thread."""
-        if self._pending is not None:
-            self._pending.discard()
-        self._hashing.shutdown(wait=True, cancel_futures=True)
+
+class _Upload(NamedTuple):
+    future: Future[ShardInfo]
+    tar: PendingFile
+
+
+class _Publisher:
+    """Flushes and publishes shards with the files next to them in threads, in order; an error is raised by the next call.
+
+    Args:
+        folder: Folder of the dataset.
+        check_owner: Called before each shard is published; raises if another job has taken the folder over.
+        replaces: Whether shards of these names may exist already.
+    """
+
+    def __init__(
+        self, folder: OutputFolder, *, check_owner: Callable[[], None], replaces: bool
+    ) -> None:
+        self.published: list[ShardInfo] = []
+        """Shards that are published, in order."""
+        self._folder, self._check_owner, self._replaces = folder, check_owner, replaces
+        self._etags: dict[str, str] = {}
+        self._is_stopped = False
+        self._uploads: deque[_Upload] = deque()
+        # The disk flushes several files at once. Each shard is published after the one before it.
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-publish")
+
+    def send(self, tar: PendingFile, info: ShardInfo, others: Mapping[str, bytes]) -> None:
+        """Queue a finished shard; wait while two others are in flight.
+
+        Args:
+            tar: Its bytes.
+            info: Its entry in the manifest.
+            others: Name -> bytes of its index, and of the other files next to it.
+
+        Raises:
+            StorageError: If an earlier one could not be published.
+        """
+        try:
+            while len(self._uploads) >= _IN_FLIGHT:
+                self._take_oldest()
+        except BaseException:
+            tar.discard()
+            raise
+        before = self._uploads[-1].future if self._uploads else None
+        future = self._pool.submit(self._publish, tar, info, others, before)
+        self._uploads.append(_Upload(future, tar))
+
+    def check(self) -> None:
+        """Raise the error of a shard that could not be published, if there is one.
+
+        Raises:
+            StorageError: That error.
+        """
+        if self._uploads and self._uploads[0].future.done():
+            self._take_oldest()
+
+    def drain(self) -> None:
+        """Wait until all are published.
+
+        Raises:
+            StorageError: If one could not be published.
+        """
+        while self._uploads:
+            self._take_oldest()
+
+    def check_in_place(self) -> None:
+        """Compare the folder with the published files (see `PartWriter.check_in_place`)."""
+        files = self._folder.list_files()
+        for info in self.published:
+            tar, index = files.get(info.url), files.get(info.url + INDEX_SUFFIX)
+            index_bytes = OFFSET_BYTES * ((info.nsamples or 0) + 1)
+            etag = self._etags.get(info.url, "")
+            if (
+                tar is None
+                or index is None
+                or (tar.size_or_none, index.size_or_none) != (info.filesize, index_bytes)
+                or etag not in (tar.version or etag)
+            ):
+                raise StorageError(
+                    "the shard or its index was replaced or deleted while others were written, by another pack or "
+                    "ShardWriter or by hand; nothing is published, run this again",
+                    shard=join_url(self._folder.url, info.url),
+                )
+
+    def stop(self) -> None:
+        """Drop waiting shards, wait for the one in flight, end the threads; a second call does nothing."""
+        self._is_stopped = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for upload in self._uploads:
+            upload.tar.discard()
+        self._uploads.clear()
+
+    def _take_oldest(self) -> None:
+        self.published.append(self._uploads.popleft().future.result())
+
+    def _publish(
+        self,
+        tar: PendingFile,
+        info: ShardInfo,
+        others: Mapping[str, bytes],
+        before: Future[ShardInfo] | None,
+    ) -> ShardInfo:
+        """Flush a shard and the files next to it; publish them once the shard before is published."""
+        files = [tar]
+        try:
+            tar.end()
+            for name, data in others.items():
+                file = self._folder.open(name)
+                files.append(file)
+                file.write(data)
+                file.end()
+            if before is not None:
+                before.result()  # if it has failed, it must not be missing before this one
+                if self._is_stopped:
+                    raise StorageError(
+                        "the writer was stopped before the shard was published", shard=info.url
+                    )
+            self._check_owner()
+            self._commit(files, info.url + INDEX_SUFFIX)
+        finally:
+            for file in files:
+                file.discard()
+        if tar.etag is not None:
+            self._etags[info.url] = tar.etag
+        _log.info("published %s/%s: %s samples", self._folder.url, info.url, info.nsamples)
+        return info
+
+    def _commit(self, files: Sequence[PendingFile], index_name: str) -> None:
+        tar, *others = files
+        if not self._replaces:
+            self._folder.commit(tar, *others)
+            return
+        # An old index is never next to the new shard, nor the new one next to the old shard.
+        self._folder.remove(index_name)
+        self._folder.commit(tar)
+        self._folder.sync()
+        self._folder.commit(*others)

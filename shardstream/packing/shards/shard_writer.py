@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError, get_logger
-from shardstream.format import (
-    COLUMNS_SUFFIX,
-    END_OF_ARCHIVE,
-    INDEX_SUFFIX,
-    MANIFEST_NAME,
-    Column,
-    Manifest,
-    encode_index,
-    encode_manifest_files,
-)
+from shardstream.format import COLUMNS_SUFFIX, MANIFEST_NAME, Manifest, encode_manifest_files
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.job.destination import ShardNames, claim_destination, remove_shard
-from shardstream.packing.job.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
-from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
-from shardstream.packing.shards.column_builder import (
-    ColumnSummary,
-    check_summaries,
-    checked_columns,
+from shardstream.packing.job.destination import (
+    Destination,
+    ShardNames,
+    claim_destination,
+    remove_shard,
 )
+from shardstream.packing.job.journal import WRITER_TASK, Journal
+from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
-from shardstream.packing.shards.shard_upload import ShardUploader
-from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
-from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
-from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import OutputFolder, PendingFile, open_output_folder, parse_bytes
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.storage import OutputFolder, open_output_folder, parse_bytes
 
 _log = get_logger(__name__)
 
@@ -86,31 +70,45 @@ class ShardWriter:
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
     ) -> None:
-        options = WriterOptions(
+        self._limits = WriterOptions(
             max_samples=max_samples,
             max_bytes=parse_bytes(max_bytes),
             name=name,
             columns=checked_columns(columns),
-            overwrite=overwrite,
         )
         names = ShardNames.parse(url)
-        folder = open_output_folder(names.folder, storage_options, filesystem)
-        self._writer = DatasetWriter(folder, names, task=WRITER_TASK, options=options)
+        self._folder = open_output_folder(names.folder, storage_options, filesystem)
+        self._is_open = True
+        self._is_changed = False
+        self._manifest: Manifest | None = None
+        self._folder.lock()
+        try:
+            self._destination, self._journal = _claim(self._folder, names, overwrite=overwrite)
+        except BaseException:
+            self._folder.unlock()
+            raise
+        self._part = PartWriter(
+            self._folder,
+            self._limits,
+            name=names.name,
+            check_owner=self._prepare_first_change,
+            replaces=self._destination.replaces,
+        )
 
     @property
     def folder(self) -> str:
         """URL of the folder that the dataset goes to."""
-        return self._writer.folder
+        return self._folder.url
 
     @property
     def nsamples(self) -> int:
         """Samples written so far."""
-        return self._writer.nsamples
+        return self._part.nsamples
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tars so far, without their ends."""
-        return self._writer.size_bytes
+        return self._part.size_bytes
 
     @property
     def manifest(self) -> Manifest:
@@ -119,7 +117,11 @@ class ShardWriter:
         Raises:
             OptionError: Before that.
         """
-        return self._writer.manifest
+        if self._manifest is None:
+            raise OptionError(
+                "the manifest is known after the writer was closed without an error; call close() first"
+            )
+        return self._manifest
 
     def write(self, sample: Mapping[str, object]) -> None:
         """Encode a sample (see `encode_field`) and append it.
@@ -131,14 +133,14 @@ class ShardWriter:
             SampleError: If it cannot be encoded, or would not read back equal; then nothing of it is written.
             StorageError: If this or an earlier shard cannot be written.
         """
-        key = sample.get("__key__", f"{self._writer.nsamples:08d}")
+        key = sample.get("__key__", f"{self._part.nsamples:08d}")
         if not isinstance(key, str):
             raise SampleError(f"__key__ is text, not {type(key).__name__} ({key!r}); use str(key)")
         try:
             fields = encode_sample(sample)
         except SampleError as error:
             raise SampleError(str(error), key=key) from error
-        self._writer.write(key, fields)
+        self._part.write(key, fields)
 
     def drain(self) -> None:
         """Wait until the shards that are full so far are published.
@@ -146,7 +148,7 @@ class ShardWriter:
         Raises:
             StorageError: If one cannot be published.
         """
-        self._writer.drain()
+        self._part.drain()
 
     def close(self) -> None:
         """Publish the last shard, then the manifest; a second call does nothing.
@@ -155,18 +157,33 @@ class ShardWriter:
             SampleError: If no sample was written.
             StorageError: If a shard or the manifest cannot be written; then the dataset is not published.
         """
-        if not self._writer.is_open:
+        if not self._is_open:
             return
         try:
-            self._writer.finish()
-            self._writer.publish()
-            self._writer.remove_journal()
+            if not self._part.nsamples:
+                raise SampleError(
+                    "no samples were written, so there is no dataset to publish; write at least one",
+                    shard=self.folder,
+                )
+            self._part.finish()
+            if self._limits.columns is not None:
+                check_summaries(self._limits.columns, self._part.columns, self._part.nsamples)
+            self._prepare_first_change()
+            self._part.check_in_place()
+            self._remove_stale()
+            self._publish()
+            self._remove_journal()
         finally:
-            self._writer.abort()
+            self.abort()
 
     def abort(self) -> None:
         """Drop the unfinished shard and publish no manifest; finished shards stay. After `close` it does nothing."""
-        self._writer.abort()
+        is_first, self._is_open = self._is_open, False
+        self._part.close()
+        if is_first and not self._is_changed:
+            with suppress(StorageError):  # the earlier error is the one to report
+                self._release_destination()
+        self._folder.unlock()
 
     def __enter__(self) -> Self:
         return self
@@ -182,252 +199,6 @@ class ShardWriter:
         else:
             self.abort()
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterOptions:
-    """Options of a `DatasetWriter`: limits of a shard and columns (see `ShardWriter`); names of other small files; whether keys are compared."""
-
-    max_samples: int
-    max_bytes: int
-    name: str = ""
-    columns: tuple[Column, ...] | None = None
-    overwrite: bool = False
-    extras: frozenset[str] = frozenset()
-    compares_keys: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_samples < 1:
-            raise OptionError(f"max_samples must be 1 or more, not {self.max_samples}")
-
-
-class DatasetWriter:
-    """Writes encoded samples; publishes shards, indexes and manifest in separate steps, for `ShardWriter` and `pack`.
-
-    The journal is written first and deleted last. While it exists and ``index.json`` does not, readers refuse the folder.
-
-    Args:
-        folder: Where the dataset goes; it is locked until `abort`.
-        names: Names of the shards.
-        task: Written to the journal. A pack is resumed after the finished shards of an earlier run of the same task.
-        options: Limits and names.
-
-    Raises:
-        OptionError: If another dataset is there and may not be replaced.
-        StorageError: If the folder cannot be reached, or another writer writes there.
-    """
-
-    def __init__(
-        self, folder: OutputFolder, names: ShardNames, *, task: Task, options: WriterOptions
-    ) -> None:
-        self.folder = folder.url
-        self.is_open = True
-        self.nsamples = self.size_bytes = self.position = 0
-        self._folder, self._names, self._options = folder, names, options
-        self._is_resumable = task != WRITER_TASK
-        self._skipped: list[NumberedSkip] = []
-        self._fields, self._summaries, self._keys = (
-            Counter[str](),
-            list[ColumnSummary](),
-            KeyHashes(),
-        )
-        self._shard: TarShard | None = None
-        self._pending: PendingFile | None = None
-        self._error: BaseException | None = None
-        self._manifest: Manifest | None = None
-        self._published: bytes | None = None  # its index.json
-        self._is_changed = False
-        folder.lock()
-        try:
-            self._destination = claim_destination(
-                folder, names, task=task, overwrite=options.overwrite, extras=options.extras
-            )
-            self.kept = self._destination.finished
-            self._journal = Journal(
-                folder=folder,
-                task=task,
-                stale=self._destination.stale,
-                finished=list(self.kept),
-                head=self._destination.journal_head,
-            )
-            self._journal.begin(self._destination.journal_files)
-            if self._destination.files:
-                self._destination.remove_parts()
-        except BaseException:
-            folder.unlock()
-            raise
-        self._uploader = ShardUploader(
-            folder,
-            replaces=self._destination.replaces,
-            check_owner=self._prepare_first_change,
-        )
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
-        keep_freed_memory()
-        self._begun = len(self.kept)
-        if self.kept:
-            self._count_kept(self.kept)
-
-    @property
-    def num_finished(self) -> int:
-        """Number of published shards."""
-        return len(self._uploader.sent)
-
-    @property
-    def manifest(self) -> Manifest:
-        """The dataset, once it is published."""
-        if self._manifest is None:
-            raise OptionError(
-                "the manifest is known after the writer was closed without an error; call close() first"
-            )
-        return self._manifest
-
-    def write(
-        self, key: str, fields: Mapping[str, bytes | memoryview], *, position: int = 0
-    ) -> None:
-        """Append a sample.
-
-        Args:
-            key: Its key.
-            fields: Its fields, encoded.
-            position: Number of the source's record that follows it, for the journal.
-        """
-        self._check_usable()
-        pieces = sample_pieces(key, fields)
-        size = sum(map(len, pieces))
-        try:
-            self._uploader.check()
-            shard = self._shard
-            if shard is not None and (
-                shard.nsamples >= self._options.max_samples
-                or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._options.max_bytes
-            ):
-                self._upload_shard()
-            (self._shard or self._begin_shard()).add_pieces(key, fields, pieces)
-        except SampleError:  # nothing of it was written: the shard is as it was
-            raise
-        except BaseException as error:  # a shard is missing: later calls must fail, too
-            self._error = error
-            raise
-        self.nsamples += 1
-        self.size_bytes += size
-        self.position = position
-
-    def skip(self, skipped: NumberedSkip) -> None:
-        """Record a skipped record of the source."""
-        self._skipped.append(skipped)
-
-    def drain(self) -> None:
-        """Wait until all finished shards are published."""
-        self._uploader.drain()
-
-    def finish(self) -> None:
-        """Publish the last shard, check that all are in place, and delete those of an earlier dataset."""
-        self._check_usable()
-        if not self.nsamples:
-            raise SampleError(
-                "no samples were written, so there is no dataset to publish; write at least one",
-                shard=self.folder,
-            )
-        self._upload_shard()
-        if self._options.columns is not None:
-            check_summaries(self._options.columns, self._summaries, self.nsamples)
-        self._uploader.drain()
-        self._prepare_first_change()
-        self._uploader.check_in_place()
-        refuse_repeated_keys(self._keys, self._uploader.sent, self._folder)
-        if self._destination.stale:
-            self._remove_stale()
-
-    def publish(self) -> None:
-        """Write ``index.json``; if that fails, it is not there."""
-        manifest = Manifest(
-            shards=tuple(self._uploader.sent), name=self._options.name, fields=dict(self._fields)
-        )
-        self._journal.check_owner()
-        files = encode_manifest_files(manifest)
-        try:
-            write_manifest_files(self._folder, files)
-            # A run that took the folder in between has not seen the manifest, so it must not stay.
-            self._journal.check_owner()
-        except BaseException:  # the write may have succeeded anyway
-            with suppress(StorageError):
-                self._remove_manifest(files[MANIFEST_NAME])
-            raise
-        self._manifest, self._published = manifest, files[MANIFEST_NAME]
-        remove_old_pages(self._folder, self._destination.files, files)
-
-    def unpublish(self) -> None:
-        """Delete ``index.json`` again, if this writer published it; shards and journal stay."""
-        if self._published is not None:
-            self._remove_manifest(self._published)
-            self._manifest = self._published = None
-
-    def remove_journal(self) -> None:
-        """Delete the journal of the published dataset; readers ignore it if that fails."""
-        try:
-            self._journal.remove()
-        except StorageError as error:
-            _log.warning("%s: published, but its journal is still there: %s", self.folder, error)
-
-    def abort(self) -> None:
-        """Drop the unfinished shard, stop the threads and unlock the folder; a second call does nothing."""
-        is_first, self.is_open = self.is_open, False
-        if self._pending is not None:
-            self._pending.discard()
-            self._pending = self._shard = None
-        self._hashing.shutdown(wait=True, cancel_futures=True)
-        self._uploader.stop()
-        self._keys.close()
-        if is_first and not self._is_changed:
-            with suppress(StorageError):  # the earlier error is the one to report
-                self._release_destination()
-        self._folder.unlock()
-
-    def _check_usable(self) -> None:
-        if not self.is_open:
-            raise OptionError("the writer is closed; open another one")
-        if self._error is not None:
-            raise self._error
-
-    def _begin_shard(self) -> TarShard:
-        name = self._names.name(self._begun)
-        self._pending = self._folder.open(name)
-        self._shard = TarShard(
-            self._pending, url=name, hashing=self._hashing, columns=self._options.columns
-        )
-        self._begun += 1
-        return self._shard
-
-    def _upload_shard(self) -> None:
-        """Finish the current shard, if there is one, and hand it to the uploading thread."""
-        shard, pending = self._shard, self._pending
-        if shard is None or pending is None:
-            return
-        info = shard.finish()
-        columns = shard.column_file(info)
-        self._summaries.append(shard.column_summary)
-        self._fields.update(shard.fields)
-        hashes = hash_keys(shard.keys if self._options.compares_keys else [])
-        self._keys.add(hashes, place_of(self._begun - 1, len(hashes)))
-        self._shard = self._pending = None
-        on_uploaded = None
-        if self._is_resumable:
-            # Only skips before this position: the record that filled the shard is not written yet.
-            skipped = tuple(one for one in self._skipped if one.number < self.position)
-            self._skipped = self._skipped[len(skipped) :]
-            finished = FinishedShard(
-                info=info,
-                fields=dict(shard.fields),
-                position=self.position,
-                skipped=skipped,
-                columns=shard.column_summary,
-                key_hashes=encode_hashes(hashes),
-            )
-            on_uploaded = partial(self._journal.add, finished)
-        files = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
-        if columns is not None:
-            files[info.columns_url] = columns
-        self._uploader.send(pending, info, files, on_uploaded)
-
     def _prepare_first_change(self) -> None:
         """Check that the folder is still ours; before the first shard appears, unpublish the dataset it replaces."""
         self._journal.check_owner()
@@ -439,6 +210,47 @@ class DatasetWriter:
             # A run that took the folder in between may rely on the manifest that is gone now.
             self._journal.check_owner()
 
+    def _remove_stale(self) -> None:
+        """Delete shards of the earlier dataset that were not written again, and columns of those that were written without."""
+        files, written = self._destination.files, {info.url for info in self._part.shards}
+        for name in sorted(self._destination.stale - written):
+            remove_shard(self._folder, name, files)
+        if self._limits.columns is None:
+            for name in sorted(written):
+                if name + COLUMNS_SUFFIX in files:
+                    self._folder.remove(name + COLUMNS_SUFFIX)
+
+    def _publish(self) -> None:
+        """Write ``index.json``; if that fails, it is not there."""
+        manifest = Manifest(
+            shards=tuple(self._part.shards), name=self._limits.name, fields=dict(self._part.fields)
+        )
+        self._journal.check_owner()
+        files = encode_manifest_files(manifest)
+        try:
+            write_manifest_files(self._folder, files)
+            # A run that took the folder in between has not seen the manifest, so it must not stay.
+            self._journal.check_owner()
+        except BaseException:  # the write may have succeeded anyway
+            with suppress(StorageError):
+                self._remove_manifest(files[MANIFEST_NAME])
+            raise
+        self._manifest = manifest
+        remove_old_pages(self._folder, self._destination.files, files)
+
+    def _remove_manifest(self, manifest: bytes) -> None:
+        """Delete ``index.json`` if it is ours."""
+        with suppress(NotFoundError):
+            if self._folder.read(MANIFEST_NAME) == manifest:
+                self._folder.remove(MANIFEST_NAME)
+
+    def _remove_journal(self) -> None:
+        """Delete the journal of the published dataset; readers ignore it if that fails."""
+        try:
+            self._journal.remove()
+        except StorageError as error:
+            _log.warning("%s: published, but its journal is still there: %s", self.folder, error)
+
     def _release_destination(self) -> None:
         """Delete the journal where the folder is as before: free, or with the manifest of its dataset."""
         if self._destination.has_manifest:
@@ -446,30 +258,16 @@ class DatasetWriter:
         if self._destination.has_manifest or self._destination.is_free:
             self._journal.remove()
 
-    def _count_kept(self, finished: Iterable[FinishedShard]) -> None:
-        """Count the shards of an earlier run as published."""
-        for number, one in enumerate(finished):
-            hashes = decode_hashes(one.key_hashes)
-            self._keys.add(hashes, place_of(number, len(hashes)))
-            self._summaries.append(one.columns)
-            self._fields.update(one.fields)
-            self._uploader.sent.append(one.info)
-            self.nsamples += one.info.nsamples or 0
-            self.size_bytes += (one.info.filesize or 0) - len(END_OF_ARCHIVE)
-            self.position = one.position
 
-    def _remove_stale(self) -> None:
-        """Delete shards of the earlier dataset that were not written again, and columns of those that were written without."""
-        files, written = self._destination.files, {info.url for info in self._uploader.sent}
-        for name in sorted(self._destination.stale - written):
-            remove_shard(self._folder, name, files)
-        if self._options.columns is None:
-            for name in sorted(written):
-                if name + COLUMNS_SUFFIX in files:
-                    self._folder.remove(name + COLUMNS_SUFFIX)
-
-    def _remove_manifest(self, manifest: bytes) -> None:
-        """Delete ``index.json`` if it is ours."""
-        with suppress(NotFoundError):
-            if self._folder.read(MANIFEST_NAME) == manifest:
-                self._folder.remove(MANIFEST_NAME)
+def _claim(
+    folder: OutputFolder, names: ShardNames, *, overwrite: bool
+) -> tuple[Destination, Journal]:
+    """Take a locked folder for a `ShardWriter`; no file of the dataset there is changed yet."""
+    destination = claim_destination(folder, names, task=WRITER_TASK, overwrite=overwrite)
+    journal = Journal(
+        folder=folder, task=WRITER_TASK, stale=destination.stale, head=destination.journal_head
+    )
+    journal.begin(destination.journal_files)
+    if destination.files:
+        destination.remove_parts()
+    return destination, journal

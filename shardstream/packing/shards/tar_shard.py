@@ -141,10 +141,11 @@ class TarShard:
 
     def finish(self) -> ShardInfo:
         """Write the end of the archive, and return the shard's entry for the manifest."""
-        self._buffer.append(END_OF_ARCHIVE)
-        self._buffered_bytes += len(END_OF_ARCHIVE)
-        self._flush()
+        data = b"".join([*self._buffer, END_OF_ARCHIVE])
+        self._stream.write(data)
+        # Hashed here, so that no thread is started for a small shard.
         self._wait_for_hashes(0)
+        self._digest.update(data)
         return ShardInfo(
             url=self._url,
             nsamples=self.nsamples,
