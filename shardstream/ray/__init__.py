@@ -14,7 +14,6 @@ And back to shards:
     write            the public function: check the destination, cut rows into shards, publish
     row_stream       run the dataset; its blocks in order, encoded by tasks
     field_columns    columns of a block -> field bytes, and how many bytes each row takes in a tar
-    write_join       rows and the samples of a dataset, joined by key
     write_task       write one shard in a Ray worker
 
 ``executor`` runs tasks of `ss.reshard`, `ss.index` and `ss.verify` on a cluster. In this folder ``ray`` is Ray itself: imports are absolute.

@@ -40,10 +40,6 @@ class EncodedBlock(NamedTuple):
 
     table: pa.Table | None
     """Columns of bytes, and of the keys if there are some; None if the block has this form already."""
-    keys: pa.Array | None
-    """Keys, as strings; None without a column for them."""
-    fields: tuple[str, ...]
-    """Names of the fields."""
     sizes: Sizes
     """Bytes of each row in a tar, shape (n,)."""
     bad: BadRow | None
@@ -89,15 +85,13 @@ def encode_block(table: pa.Table) -> EncodedBlock:
     if bad:
         row, _, error = min(bad, key=lambda one: one.row)
         key = keys[row].as_py() if keys is not None else None
-        return EncodedBlock(
-            None, None, tuple(fields), np.empty(0, np.int64), BadRow(row, key, error)
-        )
+        return EncodedBlock(None, np.empty(0, np.int64), BadRow(row, key, error))
     sizes = _tar_sizes(table.num_rows, keys, columns)
     is_same = all(columns[name] is table.column(name) for name in fields)
     if is_same and (names is None or pa.types.is_string(table.schema.field(names).type)):
-        return EncodedBlock(None, keys, tuple(fields), sizes, None)
+        return EncodedBlock(None, sizes, None)
     with_keys = columns if keys is None else {KEY: keys, **columns}
-    return EncodedBlock(pa.table(with_keys), keys, tuple(fields), sizes, None)
+    return EncodedBlock(pa.table(with_keys), sizes, None)
 
 
 def iter_fields(table: pa.Table) -> Iterator[tuple[str | None, dict[str, memoryview]]]:

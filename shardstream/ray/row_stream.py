@@ -28,20 +28,15 @@ class RowsBlock(NamedTuple):
     """Where its rows are."""
     first_row: int
     """Number of its first row in the dataset."""
-    fields: tuple[str, ...]
     sizes: Sizes
     """Bytes of each row in a tar, shape (n,)."""
-    keys: pa.Array | None
-    """Keys, if they were asked for and there is a column for them."""
 
 
 class _Summary(NamedTuple):
     """What the driver gets to know about a block."""
 
     is_encoded: bool
-    fields: tuple[str, ...]
     sizes: Sizes
-    keys: pa.Array | None
     bad: BadRow | None
 
 
@@ -57,9 +52,7 @@ def in_row_order(dataset: ray.data.Dataset) -> Iterator[None]:
         options.preserve_order = before
 
 
-def encoded_blocks(
-    dataset: ray.data.Dataset, in_flight: int, *, with_keys: bool
-) -> Iterator[RowsBlock]:
+def encoded_blocks(dataset: ray.data.Dataset, in_flight: int) -> Iterator[RowsBlock]:
     """Yield the blocks of a dataset that have rows, in order, encoded to field bytes.
 
     The dataset runs as fast as blocks are taken; an error of its functions is passed on.
@@ -67,7 +60,6 @@ def encoded_blocks(
     Args:
         dataset: The dataset.
         in_flight: Maximum of blocks that are encoded ahead.
-        with_keys: Return the keys, too.
 
     Raises:
         SampleError: If a row cannot be written; names it.
@@ -75,7 +67,7 @@ def encoded_blocks(
     encode = ray.remote(_encode).options(num_cpus=TASK_CPUS, num_returns=2).remote
     row = 0
     submitted = (
-        (block, *encode(block.reference, block.start, block.stop, with_keys))
+        (block, *encode(block.reference, block.start, block.stop))
         for block in _block_ranges(dataset)
     )
     for block, encoded, reference in ahead(submitted, in_flight):
@@ -90,9 +82,7 @@ def encoded_blocks(
         yield RowsBlock(
             BlockRange(encoded if summary.is_encoded else block.reference, first, first + count),
             row,
-            summary.fields,
             summary.sizes,
-            summary.keys,
         )
         row += count
 
@@ -130,16 +120,14 @@ def _block_ranges(dataset: ray.data.Dataset) -> Iterator[BlockRange]:
         del bundles  # stops what still runs
 
 
-def _encode(block: Any, start: int, stop: int, with_keys: bool) -> tuple[pa.Table | None, _Summary]:
+def _encode(block: Any, start: int, stop: int) -> tuple[pa.Table | None, _Summary]:
     """Encode the rows of a block, in a Ray worker; ``stop`` -1 is the end."""
     table = BlockAccessor.for_block(block).to_arrow()
     table = table.slice(start, None if stop < 0 else stop - start)
     found = encode_block(table)
     summary = _Summary(
         is_encoded=found.table is not None,
-        fields=found.fields,
         sizes=found.sizes,
-        keys=found.keys if with_keys else None,
         bad=found.bad,
     )
     return found.table, summary

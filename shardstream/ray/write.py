@@ -36,9 +36,8 @@ from shardstream.packing import (
 from shardstream.pipeline import check_at_least
 from shardstream.ray.executor import run_tasks
 from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, encoded_blocks, in_row_order
-from shardstream.ray.write_join import join_works, open_samples
 from shardstream.ray.write_task import BlockRange, RowsWork
-from shardstream.storage import Urls, absolute_url, absolute_urls, parse_bytes
+from shardstream.storage import absolute_url, parse_bytes
 from shardstream.tasks import RetryCount, Task, run_task
 
 _MAX_RETRIES = 3  # of a task whose worker dies
@@ -50,7 +49,6 @@ def write(  # noqa: PLR0913  (public door)
     *,
     max_samples: int = DEFAULT_MAX_SAMPLES,
     max_bytes: int | str = DEFAULT_MAX_BYTES,
-    join: Urls | None = None,
     name: str = "",
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -68,19 +66,17 @@ def write(  # noqa: PLR0913  (public door)
     last. When the write ends with an error, or is killed, nothing is published: readers refuse the folder, and ``overwrite=True`` replaces
     what is there. The folder stays as it was until the first shard is full.
 
-    With ``join``, the fields of each row are added to the sample of the same key of another dataset, and the samples are written in the
-    order of that dataset. Then all rows are held in the object store, and all keys in the memory of the driver (about 50 bytes
-    a sample); the shards are read twice, first for the keys.
+    To add the fields of the rows to the samples of a dataset, write the rows with ``__key__``, and write `shardstream.join` of both with
+    `shardstream.reshard`.
 
     Args:
         ds: The dataset. It must not read from ``dest``.
         dest: Folder, or pattern with ``{shard}``.
         max_samples: Maximum samples of a shard.
         max_bytes: Maximum size of a shard, e.g. "256MB". A larger row gets a shard of its own.
-        join: Indexed shards, as for `ShardDataset`, whose samples get the fields of the rows; each needs exactly one row.
         name: Name of the dataset, kept in the manifest.
         overwrite: Replace an existing dataset, or an unfinished one.
-        storage_options: ``storage_options`` of fsspec, for ``dest`` and ``join``; they travel with the tasks.
+        storage_options: ``storage_options`` of fsspec for ``dest``; they travel with the tasks.
         concurrency: Shards that are written at the same time; by default the CPUs of the cluster.
 
     Returns:
@@ -89,7 +85,7 @@ def write(  # noqa: PLR0913  (public door)
     Raises:
         OptionError: If an argument is wrong, a dataset is in the destination already, or there are no rows.
         SampleError: If a row cannot be written; names the row (counted from 0), its key and the field.
-        SourceError: If two rows have the same key, or keys of rows and ``join`` differ.
+        SourceError: If two rows have the same key.
         StorageError: If a place cannot be reached or is full, or another job writes there.
         RayError: If a function of the dataset raises; as Ray raises it.
     """
@@ -101,9 +97,6 @@ def write(  # noqa: PLR0913  (public door)
             f"write() takes a Ray dataset, not {type(ds).__name__}; see ss.ray.read and ray.data"
         )
     names = ShardNames.parse(absolute_url(dest))
-    samples = None
-    if join is not None:
-        samples = open_samples(absolute_urls(join), names, storage_options)
     job = PartJob(
         kind="ray.write",
         title="rows of a Ray dataset",
@@ -112,26 +105,17 @@ def write(  # noqa: PLR0913  (public door)
         options={"max_samples": limits.max_samples, "max_bytes": limits.max_bytes},
         parts=0,  # not known before all rows are
         name=name,
-        extras={} if samples is None else samples.extras,
         storage_options=storage_options,
     )
-    claim_destination(  # refuses before the dataset runs; nothing is changed
-        job.open_folder(), names, task=job.task, overwrite=overwrite, extras=frozenset(job.extras)
-    )
+    # Refuses before the dataset runs; nothing is changed.
+    claim_destination(job.open_folder(), names, task=job.task, overwrite=overwrite)
     counts = PartCounts(
         logged(f"ray.write {names.folder}", None), None, RetryCount(None), skips=False
     )
     most = concurrency or max(1, int(ray.cluster_resources().get("CPU", 1)))
     with in_row_order(ds):
-        blocks = encoded_blocks(ds, most, with_keys=samples is not None)
-        if samples is None:
-            num_parts = _run(
-                job, _row_works(blocks, limits, names), most, counts, overwrite=overwrite
-            )
-        else:
-            rows = list(blocks)
-            works = join_works(samples, rows, limits, names, most) if rows else ()
-            num_parts = _run(job, works, most, counts, overwrite=overwrite)
+        works = _row_works(encoded_blocks(ds, most), limits, names)
+        num_parts = _run(job, works, most, counts, overwrite=overwrite)
     set_parts(job, num_parts)
     report = merge(names.folder, storage_options=storage_options)
     return replace(report, source=job.title, seconds=time.monotonic() - begin_s)

@@ -1,10 +1,9 @@
-"""Rows of Ray datasets written to shards: order, sizes, bytes, joins by key, and errors that publish nothing."""
+"""Rows of Ray datasets written to shards: order, sizes, bytes, and errors that publish nothing."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ray.exceptions import RayError
 
 import shardstream as ss
 from shardstream.packing import Progress
-from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.ray.cluster import MARKS
 from tests.servers import S3Server
@@ -53,12 +51,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
         for n in range(NUM_SAMPLES):
             writer.write(sample(n))
     return str(folder)
-
-
-def scores(keys: Sequence[str], **options: Any) -> Any:
-    """Return rows of keys and scores."""
-    items = [{"__key__": key, "score.npy": np.full(3, float(n))} for n, key in enumerate(keys)]
-    return ray.data.from_items(items, **options)
 
 
 def files_of(folder: str | Path) -> dict[str, bytes]:
@@ -236,68 +228,21 @@ class Scores:
         return {"__key__": batch["__key__"], "score.npy": numbers @ self.weights}
 
 
-def test_predictions_of_a_pool_are_joined_with_their_samples(source: str, tmp_path: Path) -> None:
-    folder = tmp_path / "actors"
+def test_predictions_of_a_pool_are_written_with_the_keys_of_their_samples(
+    source: str, tmp_path: Path
+) -> None:
     rows = ss.ray.read(ss.ShardDataset(source).decode(), fields=["cls"], num_cpus=0.25)
     pool = ray.data.ActorPoolStrategy(size=2)
     for name, predictions in (
         ("actors", rows.map_batches(Scores, batch_size=16, num_cpus=0.75, compute=pool)),
         ("tasks", rows.map_batches(Scores(), batch_size=16)),
     ):
-        report = ss.ray.write(predictions, tmp_path / name, join=source, max_bytes=60_000)
-        assert report.fields == dict.fromkeys(
-            ["bin", "cls", "json", "npy", "score.npy", "txt"], 120
-        )
+        report = ss.ray.write(predictions, tmp_path / name, max_samples=50)
+        assert report.fields == {"score.npy": NUM_SAMPLES}
     assert files_of(tmp_path / "actors") == files_of(tmp_path / "tasks")
-    assert ss.verify(str(folder)).problems == ()
-    before = list(ss.ShardDataset(source).decode())
-    after = list(ss.ShardDataset(str(folder)).decode())
-    assert [one["__key__"] for one in after] == [one["__key__"] for one in before]
-    assert all(one["bin"] == other["bin"] for one, other in zip(after, before, strict=True))
-    assert after[3]["score.npy"].tolist() == [1.5, 3.0]
-    sizes = [path.stat().st_size for path in sorted(folder.glob("*.tar"))]
-    assert max(sizes) <= 60_000
-    firsts = [
-        int(np.diff(np.fromfile(path, "<i8")[:2])[0]) for path in sorted(folder.glob("*.idx"))
-    ]
-    assert all(a + b > 60_000 for a, b in zip(sizes[:-1], firsts[1:], strict=True))
-
-
-def test_a_join_keeps_the_order_of_the_samples_and_their_classes(
-    source: str, tmp_path: Path
-) -> None:
-    copied = tmp_path / "classed"
-    ss.ray.write(ss.ray.read(source), copied)
-    (copied / "classes.json").write_text('["a", "b", "c", "d", "e"]')
-    keys = np.random.default_rng(0).permutation(KEYS).tolist()
-    for name, blocks in (("one", 1), ("two", 5)):
-        rows = scores(keys, override_num_blocks=blocks)
-        ss.ray.write(rows, tmp_path / name, join=str(copied), max_samples=50)
-    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
-    joined = ss.ShardDataset(str(tmp_path / "one")).decode()
-    assert joined.classes == ("a", "b", "c", "d", "e")
-    assert [keys[int(one["score.npy"][0])] for one in joined] == KEYS
-
-
-def test_keys_that_do_not_match_are_named(source: str, tmp_path: Path) -> None:
-    rows = ss.ray.read(source, fields=[])
-    for given, message in (
-        (KEYS[:7] + KEYS[9:], r"2 keys of the samples of join= have no row, the first is '0007'"),
-        (["x", *KEYS], r"1 key of the rows has no sample in join=, the first is 'x'"),
-        ([*KEYS, "0011"], r"1 key of the rows comes more than once, the first is '0011'"),
-    ):
-        with pytest.raises(ss.SourceError, match=message):
-            ss.ray.write(scores(given), tmp_path / "new", join=source)
-    renamed = rows.map(lambda row: {"__key__": row["__key__"], "cls": b"1"})
-    with pytest.raises(ss.OptionError, match=r"have the field 'cls' already; drop the column"):
-        ss.ray.write(renamed, tmp_path / "new", join=source)
-    with pytest.raises(ss.OptionError, match=r"no column besides the key"):
-        ss.ray.write(rows, tmp_path / "new", join=source)
-    with pytest.raises(ss.OptionError, match=r"have no column '__key__' or 'key'"):
-        ss.ray.write(ray.data.range(3), tmp_path / "new", join=source)
-    with pytest.raises(ss.OptionError, match=r"would be overwritten while they are read"):
-        ss.ray.write(scores(KEYS), source, join=source, overwrite=True)
-    assert not (tmp_path / "new").exists()
+    found = list(ss.ShardDataset(str(tmp_path / "actors")).decode())
+    assert [one["__key__"] for one in found] == KEYS
+    assert found[3]["score.npy"].tolist() == [1.5, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -382,31 +327,23 @@ def test_an_error_upstream_is_passed_on_and_leaves_the_old_dataset(
 
 def test_wrong_arguments_are_refused(source: str, tmp_path: Path) -> None:
     rows = ss.ray.read(source)
-    for join in (None, source):
-        with pytest.raises(ss.OptionError, match="the dataset has no rows"):
-            ss.ray.write(rows.limit(0), tmp_path / "new", join=join)
+    with pytest.raises(ss.OptionError, match="the dataset has no rows"):
+        ss.ray.write(rows.limit(0), tmp_path / "new")
     with pytest.raises(ss.OptionError, match="takes a Ray dataset, not ShardDataset"):
         ss.ray.write(ss.ShardDataset(source), tmp_path / "new")
     with pytest.raises(ss.OptionError, match="concurrency must be at least 1"):
         ss.ray.write(rows, tmp_path / "new", concurrency=0)
     with pytest.raises(ss.OptionError, match="max_samples must be 1 or more"):
         ss.ray.write(rows, tmp_path / "new", max_samples=0)
-    plain = Path(make_shards(tmp_path / "plain", samples=[{"cls": 1}]))
-    for extra in (*plain.glob("*.idx"), plain / "index.json"):
-        extra.unlink()
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
-def test_rows_are_written_to_a_store_and_joined_there(
-    source: str, bucket: str, s3: S3Server, s3_env: None
-) -> None:
+def test_rows_are_written_to_a_store(source: str, bucket: str, s3: S3Server, s3_env: None) -> None:
     options = s3.storage_options
     ss.ray.write(ss.ray.read(source), f"{bucket}/data", storage_options=options, **LIMITS)
     url = f"{bucket}/data/"
     assert ss.verify(url).problems == ()
-    rows = ray.data.from_items([{"key": f"{n:04d}", "n.cls": n} for n in range(NUM_SAMPLES)])
-    ss.ray.write(rows, f"{bucket}/joined", join=url, storage_options=options, max_samples=50)
-    joined = list(ss.ShardDataset(f"{bucket}/joined/").decode())
-    assert [one["n.cls"] for one in joined] == [*range(NUM_SAMPLES)]
-    assert joined[5]["txt"] == "number 5"
+    written = list(ss.ShardDataset(url).decode())
+    assert [one["cls"] for one in written] == [n % 5 for n in range(NUM_SAMPLES)]
+    assert written[5]["txt"] == "number 5"
