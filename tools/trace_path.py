@@ -43,7 +43,7 @@ PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # Where an iteration begins, and what its state holds (loader/epoch_positions.py, loader/lightning.py), took 1 file and 5 functions of the
 # first path, 1 and 2 of the second, 2 and 2 of the states.
 # So did checks: shards that are named twice, globs that are folders, versions and lengths of files, masked arrays; and the keys that a
-# ShardWriter keeps for the check before publication (packing/job/key_hashes.py, packing/verify_checks.py).
+# ShardWriter keeps for the check before publication (packing/job/key_hashes.py).
 # The count of epochs for plain loaders (loader/epoch_counter.py), which says whether `set_epoch` was called, took 1 file of three paths, 3
 # functions of the first and 1 of each state; Lightning's overfit_batches 1 file and 4 functions of the first, and 1 function of each state.
 LIMITS = {

@@ -28,7 +28,13 @@ from shardstream.packing.indexing import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
 from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
 from shardstream.packing.job.journal import FinishedShard, Journal, Task, read_journal
-from shardstream.packing.job.key_hashes import KeyHashes, encode_hashes, hash_keys
+from shardstream.packing.job.key_hashes import (
+    KeyHashes,
+    encode_hashes,
+    find_repeated_keys,
+    hash_keys,
+    place_of,
+)
 from shardstream.packing.job.merge import merge
 from shardstream.packing.job.pack_plan import PackRequest
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
@@ -60,7 +66,6 @@ from shardstream.packing.sources.source import FileRef, Record, SamplesSource, S
 from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
 from shardstream.packing.sources.tables import iter_rows
 from shardstream.packing.verification import VerifyReport, verify
-from shardstream.packing.verify_checks import KeyPlace, find_repeated_keys, place_of
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -74,7 +79,6 @@ __all__ = [
     "ImageOptions",
     "Journal",
     "KeyHashes",
-    "KeyPlace",
     "Listing",
     "PackReport",
     "PackRequest",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, cast
 
 from shardstream.errors import (
@@ -26,7 +26,16 @@ from shardstream.format import (
     is_pages_name,
 )
 from shardstream.packing.images import decode_error
-from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
+from shardstream.packing.job.key_hashes import (
+    OTHER_KEYS,
+    KeyHashes,
+    RepeatedKeys,
+    decode_hashes,
+    encode_hashes,
+    find_repeated_keys,
+    hash_keys,
+    place_of,
+)
 from shardstream.packing.job.report import ProgressFunction
 from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.shard_scan import (
@@ -36,15 +45,10 @@ from shardstream.packing.shards.shard_scan import (
     run_shard_tasks,
 )
 from shardstream.packing.verify_checks import (
-    KeyPlace,
     Problem,
     check_file,
     check_index,
-    find_repeated_keys,
-    place_of,
     problem_from_error,
-    read_key,
-    split_place,
 )
 from shardstream.packing.verify_extras import ExtraFiles, check_presence
 from shardstream.storage import (
@@ -116,10 +120,8 @@ class VerifyShard:
         extras = ExtraFiles(info, self.storage)
         scan, sha256, nbytes = self._scan(extras, problems)
         hashes: JSON = None
-        is_indexed = False
         if scan is not None:
             bad = _check_index(info, scan.offsets, self.storage) if self.has_index else None
-            is_indexed = self.has_index and bad is None
             problems += [] if bad is None else [bad]
             read = replace(info, nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
             problems += chain(
@@ -130,7 +132,6 @@ class VerifyShard:
         return {
             "problems": [asdict(one) for one in problems],
             "hashes": hashes,
-            "is_indexed": is_indexed,
             "bytes": nbytes,
             "fields": {} if scan is None else dict(scan.fields),
             "columns": columns_identity(extras.columns),
@@ -235,7 +236,9 @@ def verify(  # noqa: PLR0913  (public door)
         columns = all_results.columns
         found = [
             *chain.from_iterable(one for _, one in sorted(all_results.problems.items())),
-            *find_repeated_keys(keys, partial(_read_keys, located, all_results.indexed, storage)),
+            *_problems_of_keys(
+                find_repeated_keys(keys, located.shards, partial(_read_keys, located, storage))
+            ),
             *_find_stray_files(located, storage),
             *check_presence({tasks[one].info.url: columns[one] for one in sorted(columns)}),
         ]
@@ -259,7 +262,6 @@ class _Results:
         self.problems: dict[int, list[Problem]] = {}
         self.columns: dict[int, Sequence[str] | None] = {}
         self.fields = Counter[str]()
-        self.indexed = set[int]()
         self.nbytes = 0
 
     def add(self, number: int, result: Mapping[str, JSON]) -> None:
@@ -268,8 +270,6 @@ class _Results:
         self.columns[number] = cast("list[str] | None", result["columns"])
         self.fields.update(cast("dict[str, int]", result["fields"]))
         self.nbytes += cast("int", result["bytes"])
-        if result["is_indexed"]:
-            self.indexed.add(number)
         if result["hashes"] is not None:
             hashes = decode_hashes(cast("str", result["hashes"]))
             self.keys.add(hashes, place_of(number, len(hashes)))
@@ -391,34 +391,31 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
 
 
 def _read_keys(
-    located: LocatedShards, indexed: Collection[int], storage: Storage, places: Sequence[int]
-) -> dict[int, KeyPlace]:
-    """Read the keys at some places (see `place_of`): by the index of a shard if it is right, else by another pass over the shard.
+    located: LocatedShards, storage: Storage, number: int, samples: Sequence[int]
+) -> list[str]:
+    """Read the keys of some samples of a shard, by another pass over it.
 
     Raises:
-        ChangedError: If a shard has fewer samples than before.
-        ShardStreamError: If a shard can no longer be read.
+        ChangedError: If the shard has fewer samples than before.
+        ShardStreamError: If it can no longer be read.
     """
-    found = {}
-    for number, mine in groupby(places, lambda place: split_place(place)[0]):
-        url = located.shards[number].url
-        keys: Sequence[str] | None = None
-        if number in indexed:
-            index_url = located.shards[number].index_url
-            offsets = decode_index(storage.read_bounded(index_url), url=index_url)
-        else:
-            with ShardScanner(storage, url, storage.info(url).size, None) as shard:
-                scan = shard.scan()
-            offsets, keys = scan.offsets, scan.keys
-        for place in mine:
-            sample = split_place(place)[1]
-            if sample + 1 >= len(offsets):
-                raise ChangedError(
-                    "the shard was replaced while the dataset was verified; verify it again",
-                    shard=url,
-                )
-            start, end = int(offsets[sample]), int(offsets[sample + 1])
-            read = partial(storage.read, url)
-            key = read_key(read, url, start, end) if keys is None else keys[sample]
-            found[place] = KeyPlace(key, url, start)
-    return found
+    url = located.shards[number].url
+    size = storage.info(url).size
+    with ShardScanner(storage, url, size, None, hashes=is_compressed(url)) as shard:
+        keys = shard.scan().keys
+    if samples[-1] >= len(keys):
+        raise ChangedError(
+            "the shard was replaced while the dataset was verified; verify it again", shard=url
+        )
+    return [keys[sample] for sample in samples]
+
+
+def _problems_of_keys(found: RepeatedKeys) -> Iterator[Problem]:
+    for one in found.listed:
+        yield Problem(shard=one.later, what=str(one), remedy=OTHER_KEYS, key=one.key)
+    if found.others:
+        yield Problem(
+            shard=found.listed[-1].later,
+            what=f"{plural(found.others, 'more key')} in two shards",
+            remedy="check whether a shard was copied under another name",
+        )

@@ -252,7 +252,7 @@ def test_function_that_other_processes_cannot_import_is_refused(
 
 
 def test_key_that_two_new_shards_have_is_refused(source: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.SourceError, match=r"comes twice, in .*nothing is published, .*map="):
+    with pytest.raises(ss.SourceError, match=r"comes twice, in .*nothing is published; .*map="):
         ss.reshard(source, tmp_path / "new", max_samples=2, map=name_by_twos)
     assert not (tmp_path / "new" / "index.json").exists()
 

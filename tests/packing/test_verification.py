@@ -8,7 +8,7 @@ import lzma
 import re
 import tarfile
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from pyarrow import parquet as pq
 
 from shardstream import ShardDataset
 from shardstream.errors import ManifestError, OptionError, ShardError, StorageError
+from shardstream.format import ShardInfo
 from shardstream.packing import (
     KeyHashes,
-    KeyPlace,
     VerifyReport,
     find_repeated_keys,
     hash_keys,
@@ -156,13 +156,15 @@ def test_wrong_count_in_the_manifest_is_an_error(dataset: Path) -> None:
     assert "4 samples, the manifest or the index says 5" in only(verify(str(dataset)))
 
 
-def test_key_in_two_shards_is_reported_with_both_offsets(dataset: Path) -> None:
+def test_key_in_two_shards_is_reported_with_both(dataset: Path) -> None:
     path = dataset / "train-000002.tar"
     path.write_bytes(tar_bytes([*samples(20, 1), *samples(1, 1)]))
     index(str(dataset))
     (problem,) = verify(str(dataset)).problems
-    assert (problem.shard, problem.key, problem.offset) == (str(path), "0001", 2560)
-    assert problem.what == f"the key is in {dataset}/train-000000.tar as well, at byte 2560"
+    assert (problem.shard, problem.key) == (str(path), "0001")
+    assert (
+        problem.what == f"the key '0001' comes twice, in {dataset}/train-000000.tar and in {path}"
+    )
 
 
 def test_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Path) -> None:
@@ -180,10 +182,9 @@ def test_hash_collisions_are_not_repeated_keys() -> None:
         for shard in (0, 1):
             keys.add(hash_keys(["a"]), place_of(shard, 1))
 
-        def read(places: Sequence[int]) -> dict[int, KeyPlace]:
-            return {place: KeyPlace(f"key {place}", "a.tar", 0) for place in places}
-
-        assert list(find_repeated_keys(keys, read)) == []
+        shards = [ShardInfo(url="a.tar"), ShardInfo(url="b.tar")]
+        found = find_repeated_keys(keys, shards, lambda shard, _: [f"key of {shard}"])
+        assert not found.listed
 
 
 def test_keys_of_bare_and_compressed_shards_are_compared_too(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_keys_of_bare_and_compressed_shards_are_compared_too(tmp_path: Path) -> 
     (tmp_path / "b.tar.gz").write_bytes(gzip.compress(tar_bytes(samples(2, 3))))
     (problem,) = verify(str(tmp_path)).errors
     assert (problem.shard, problem.key) == (str(tmp_path / "b.tar.gz"), "0002")
-    assert f"the key is in {tmp_path}/a.tar as well" in problem.what
+    assert f"the key '0002' comes twice, in {tmp_path}/a.tar and in " in problem.what
 
 
 def test_memory_does_not_grow_with_the_number_of_keys() -> None:
@@ -204,15 +205,13 @@ def test_memory_does_not_grow_with_the_number_of_keys() -> None:
                 hashes[7] = 1 << 40  # the only equal ones
                 keys.add(hashes, place_of(shard, len(hashes)))
 
-            def read(places: Sequence[int]) -> dict[int, KeyPlace]:
-                return {place: KeyPlace("same", f"{place >> 32}.tar", 0) for place in places}
-
-            problems = list(find_repeated_keys(keys, read))
+            names = [ShardInfo(url=f"{shard}.tar") for shard in range(shards)]
+            found = find_repeated_keys(keys, names, lambda _, samples: ["same" for _ in samples])
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        listed = [problem for problem in problems if problem.key == "same"]
-        assert len(listed) == min(shards - 1, 20)
-        assert problems[0].what == "the key is in 0.tar as well, at byte 0"
+        assert len(found.listed) == min(shards - 1, 20)
+        assert len(found.listed) + found.others == shards - 1
+        assert str(found.listed[0]) == "the key 'same' comes twice, in 0.tar and in 1.tar"
         return peak
 
     small, large = peak_bytes(15), peak_bytes(60)  # 1.5 and 6 million keys

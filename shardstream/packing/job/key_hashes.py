@@ -1,27 +1,48 @@
-"""Sort the hashes of keys in bounded memory."""
+"""Find repeated keys in bounded memory, by sorting their hashes."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.storage import TemporaryFile
+from shardstream.errors import SourceError, plural
+from shardstream.format import (
+    INDEX_SUFFIX,
+    Offsets,
+    ShardInfo,
+    decode_index,
+    iter_members,
+    split_member_name,
+)
+from shardstream.storage import OutputFolder, TemporaryFile, join_url
+
+OTHER_KEYS = (
+    "keys must differ within a dataset: choose others (pack: key='{index:08d}', --key; reshard: map= with another __key__; ss.ray.write: "
+    "another column) and replace the shards with overwrite=True (--overwrite), or leave one shard out"
+)
+"""What to do about a key that comes twice."""
 
 Hashes = npt.NDArray[np.uint64]
 """Shape (n,): 64 bits of each key."""
 Places = npt.NDArray[np.int64]
-"""Shape (n,): number of the sample that has each key."""
+"""Shape (n,): number of the sample that has each key, or its shard and its number in that (see `place_of`)."""
+
+ReadKeys = Callable[[int, Sequence[int]], Sequence[str]]
+"""Number of a shard, numbers of samples in it -> their keys."""
 
 _KEPT_KEYS = 1 << 19  # in memory: 8 MiB, and 40 MiB while they are sorted
 _PARTITION_BITS = 8  # 10^9 keys make partitions of 63 MB
 _PAIR_BYTES = 16
 _BATCH_KEYS = 4096
+_LISTED_KEYS = 20
+_SAMPLE_BITS = 32  # of a place
 
 
 def hash_keys(keys: Sequence[str]) -> Hashes:
@@ -131,6 +152,104 @@ class KeyHashes:
         return np.frombuffer(data, dtype=np.uint64).reshape(-1, 2)
 
 
+class RepeatedKey(NamedTuple):
+    """A key that two samples have."""
+
+    key: str
+    first: str
+    """URL or name of the shard that has it first."""
+    later: str
+
+    def __str__(self) -> str:
+        return f"the key {self.key!r} comes twice, in {self.first} and in {self.later}"
+
+
+class RepeatedKeys(NamedTuple):
+    """Keys that come more than once."""
+
+    listed: Sequence[RepeatedKey]
+    """The first of them in the order of the samples, up to 20."""
+    others: int
+    """Number of the rest."""
+
+    def __str__(self) -> str:
+        others = len(self.listed) - 1 + self.others
+        return f"{self.listed[0]}" + (f", and so do {plural(others, 'other key')}" * bool(others))
+
+
+def place_of(shard: int, count: int) -> Places:
+    """Return the places of all samples of a shard, in order; shape (count,). Shard and number in it are 32 bits each."""
+    return np.arange(count, dtype=np.int64) + (shard << _SAMPLE_BITS)
+
+
+def find_repeated_keys(
+    keys: KeyHashes, shards: Sequence[ShardInfo], read_keys: ReadKeys
+) -> RepeatedKeys:
+    """Find keys that samples of several shards have.
+
+    Args:
+        keys: The keys of all shards, with their places (see `place_of`).
+        shards: The shards.
+        read_keys: Reads some keys of a shard, to distinguish equal keys from equal hashes.
+    """
+
+    def key_of(places: Sequence[int]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for shard, mine in itertools.groupby(places, lambda place: place >> _SAMPLE_BITS):
+            listed = list(mine)
+            samples = [place - (shard << _SAMPLE_BITS) for place in listed]
+            found |= zip(listed, read_keys(shard, samples), strict=True)
+        return found
+
+    found, others = _equal_keys(keys, key_of)
+    listed = [
+        RepeatedKey(key, *(shards[place >> _SAMPLE_BITS].url for place in pair))
+        for key, *pair in found
+    ]
+    return RepeatedKeys(listed, others)
+
+
+def refuse_repeated_keys(
+    keys: KeyHashes, shards: Sequence[ShardInfo], folder: OutputFolder
+) -> None:
+    """Refuse to publish shards in which a key comes twice.
+
+    Args:
+        keys: The keys of all shards, with their places (see `place_of`).
+        shards: The shards, which are in the folder with their indexes.
+        folder: Folder of the dataset.
+
+    Raises:
+        SourceError: If there is such a key; names two of its shards.
+    """
+    if not keys.count:  # none can repeat
+        return
+
+    def read_keys(shard: int, samples: Sequence[int]) -> list[str]:
+        name = shards[shard].url
+        url, index_name = join_url(folder.url, name), name + INDEX_SUFFIX
+        offsets = decode_index(folder.read(index_name), url=join_url(folder.url, index_name))
+        return [read_key(partial(folder.read, name), url, offsets, sample) for sample in samples]
+
+    found = find_repeated_keys(keys, shards, read_keys)
+    if found.listed:
+        raise SourceError(f"{found}; nothing is published", remedy=OTHER_KEYS, shard=folder.url)
+
+
+def read_key(read: Callable[[int, int], bytes], url: str, offsets: Offsets, sample: int) -> str:
+    """Read the key of a sample.
+
+    Args:
+        read: Returns the bytes of the shard between two offsets.
+        url: URL of the shard, for messages.
+        offsets: Its index.
+        sample: Number of the sample in it.
+    """
+    start, end = int(offsets[sample]), int(offsets[sample + 1])
+    members = iter_members(lambda at, size: read(at, at + size), start=start, end=end, shard=url)
+    return next(parts[0] for name, *_ in members if (parts := split_member_name(name)))
+
+
 def find_repeat(keys: Iterable[str], key_at: Callable[[int], str]) -> tuple[int, int] | None:
     """Return the numbers of the first key that comes again, and of its first repetition; None if all keys differ.
 
@@ -138,21 +257,32 @@ def find_repeat(keys: Iterable[str], key_at: Callable[[int], str]) -> tuple[int,
         keys: All keys.
         key_at: Returns a key by its number.
     """
-    found: tuple[int, int] | None = None
     with KeyHashes() as hashes:
         for some in batches(keys):
             numbers = np.arange(hashes.count, hashes.count + len(some), dtype=np.int64)
             hashes.add(hash_keys(some), numbers)
-        for block, places in hashes.sorted_blocks():
-            equal = np.flatnonzero(block[1:] == block[:-1])
-            for at in equal[np.argsort(places[equal + 1])].tolist():
-                first, second = int(places[at]), int(places[at + 1])
-                if found is not None and second > found[1]:
-                    break
-                if key_at(first) == key_at(second):  # else the hashes are equal by chance
-                    found = (first, second)
-                    break
-    return found
+        found, _ = _equal_keys(hashes, lambda places: {place: key_at(place) for place in places})
+    return found[0][1:] if found else None
+
+
+def _equal_keys(
+    keys: KeyHashes, read: Callable[[Sequence[int]], Mapping[int, str]]
+) -> tuple[list[tuple[str, int, int]], int]:
+    """Return the first keys that come again, each with two of its places, and the number of the others."""
+    pairs: list[tuple[int, int]] = []  # later place, and the one before it
+    total = 0
+    for hashes, places in keys.sorted_blocks():
+        equal = np.flatnonzero(hashes[1:] == hashes[:-1])
+        total += len(equal)
+        some = equal[np.argsort(places[equal + 1])][:_LISTED_KEYS]
+        pairs += zip(places[some + 1].tolist(), places[some].tolist(), strict=True)
+        pairs = sorted(pairs)[:_LISTED_KEYS]
+    if not pairs:
+        return [], 0
+    found = read(sorted({place for pair in pairs for place in pair}))
+    # Else the hashes are equal by chance.
+    same = [(found[one], one, later) for later, one in pairs if found[one] == found[later]]
+    return same, total - len(pairs)
 
 
 def batches(keys: Iterable[str]) -> Iterator[list[str]]:

@@ -31,7 +31,12 @@ from shardstream.format import (
 )
 from shardstream.packing.job.destination import ShardNames, is_deletable, remove_shard, shard_of
 from shardstream.packing.job.journal import Journal, read_journal
-from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes
+from shardstream.packing.job.key_hashes import (
+    KeyHashes,
+    decode_hashes,
+    place_of,
+    refuse_repeated_keys,
+)
 from shardstream.packing.job.part_job import (
     PUBLISHED,
     PartCounts,
@@ -56,7 +61,6 @@ from shardstream.packing.shards.manifest_files import (
     write_manifest_files,
 )
 from shardstream.packing.sources.class_numbering import warn_of_siblings
-from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.storage import (
     FileInfo,
     OutputFolder,

@@ -20,13 +20,19 @@ from shardstream.format import (
 )
 from shardstream.packing.job.destination import ShardNames, claim_destination, remove_shard
 from shardstream.packing.job.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
-from shardstream.packing.job.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
+from shardstream.packing.job.key_hashes import (
+    KeyHashes,
+    decode_hashes,
+    encode_hashes,
+    hash_keys,
+    place_of,
+    refuse_repeated_keys,
+)
 from shardstream.packing.shards.column_builder import ColumnSummary, check_summaries
 from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.shards.shard_upload import ShardUploader
 from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
-from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile
 
