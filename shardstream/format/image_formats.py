@@ -79,6 +79,12 @@ def is_image_field(field: str) -> bool:
     return field.rpartition(".")[2] in IMAGE_FORMATS
 
 
+def is_image_name(name: str) -> bool:
+    """Return whether a file is an image that is packed, by its name; hidden files are not."""
+    last = name.rpartition("/")[2]
+    return "." in last[1:] and last[0] != "." and is_image_field(last.lower())
+
+
 def check_masks(names: Iterable[str]) -> None:
     """Check the names of mask fields that a user gives: one that no image can have has no effect.
 

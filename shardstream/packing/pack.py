@@ -40,7 +40,7 @@ from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.class_numbering import AnyClasses, warn_of_siblings
 from shardstream.packing.sources.detection import AnySource, SourceOptions
-from shardstream.packing.sources.source import Record, may_repeat_keys, named, records_from
+from shardstream.packing.sources.source import Record, named
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 from shardstream.tasks import Executor
 
@@ -219,7 +219,7 @@ def _open_job(
             request.limits,
             overwrite=overwrite,
             extras=extras,
-            compares_keys=may_repeat_keys(opened.plan.source),
+            compares_keys=opened.plan.source.may_repeat_keys,
         ),
         storage_options=request.writing,
         skips=request.skips,
@@ -268,7 +268,7 @@ class _Job:
             ),
             seconds=time.monotonic() - start_s,
             skipped=tuple(Skip(one.where, one.reason) for one in sorted(self.skipped)),
-            files=getattr(self.plan.source, "num_files", None),
+            files=self.plan.source.num_files,
             fields=dict(sum((Counter(one.manifest.fields) for one in writers), Counter())),
         )
 
@@ -344,7 +344,7 @@ class _Job:
         """Yield number, writer and record of each record that is in no finished shard."""
         starts = [writer.position for writer in writers]
         first, assigned = min(starts), self.plan.assigned
-        for number, record in enumerate(records_from(self.plan.records, first), start=first):
+        for number, record in enumerate(self.plan.records.iter_from(first), start=first):
             split = 0 if assigned is None else int(assigned[number])
             if number >= starts[split]:
                 yield number, writers[split], record

@@ -18,7 +18,7 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import UnfinishedError
-from shardstream.packing import Record, assign_splits
+from shardstream.packing import assign_splits, file_key
 from shardstream.storage import LocalFolder
 from tests.limits import set_limits
 
@@ -264,7 +264,7 @@ class StoppedError(BaseException):
 def test_no_split_is_published_if_a_check_of_another_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, Record, PLACES_KEPT=0)  # keys are compared at the end only
+    set_limits(monkeypatch, file_key, PLACES_KEPT=0)  # keys are compared at the end only
     split = {"a": 0.5, "b": 0.5}
     rows = [row for row, number in enumerate(assign_splits(20, split, seed=0)) if number == 1]
     twice = (rows[0], rows[-1])

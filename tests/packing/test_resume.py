@@ -32,6 +32,7 @@ from shardstream.packing import (
     SamplesSource,
     ShardWriter,
     Task,
+    file_key,
     pack,
     read_journal,
 )
@@ -431,7 +432,7 @@ def test_check_that_failed_fails_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, Record, PLACES_KEPT=kept)
+    set_limits(monkeypatch, file_key, PLACES_KEPT=kept)
     make, options, message = FAILING[failing]
     source = make(tmp_path)
     for _ in range(3):
@@ -450,7 +451,7 @@ def test_checks_hold_for_the_shards_of_a_killed_run(
     stop_after: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, Record, PLACES_KEPT=0)  # the first records are read ahead of the stop
+    set_limits(monkeypatch, file_key, PLACES_KEPT=0)  # the first records are read ahead of the stop
     make, options, message = FAILING[failing]
     source = make(tmp_path)
     for count in (1, 1):
@@ -599,20 +600,29 @@ def test_resume_after_the_manifest_was_written(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
+class NamedSamples(list[dict[str, str]]):
+    """Samples that say when they change."""
+
+    fingerprint = "numbers to 60"
+
+
 def test_python_samples_are_resumed_only_with_a_fingerprint(
     tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     samples = [{"txt": f"{i}"} for i in range(60)]
     report: list[PackReport] = []
-    for fingerprint, kept in ((None, 0), ("numbers to 60", 3)):
-        dest = tmp_path / str(fingerprint)
-        source = SamplesSource(samples=samples, fingerprint=fingerprint)
+    for source, kept in (
+        (samples, 0),
+        (SamplesSource(samples=samples, fingerprint="numbers to 60"), 3),
+        (NamedSamples(samples), 3),
+    ):
+        dest = tmp_path / f"{len(report)}"
         pack_stopped(stop_after, 3, source, dest, max_samples=10)
         report.append(pack(source, dest, max_samples=10))
         assert report[-1].kept == kept
     pack(samples, tmp_path / "clean", max_samples=10)
-    assert contents(tmp_path / "None") == contents(tmp_path / "clean")
-    assert contents(tmp_path / "numbers to 60") == contents(tmp_path / "clean")
+    for number in range(3):
+        assert contents(tmp_path / f"{number}") == contents(tmp_path / "clean")
 
 
 def test_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -> None:

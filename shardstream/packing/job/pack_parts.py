@@ -23,13 +23,7 @@ from shardstream.packing.job.part_job import PartJob, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction, Skip
 from shardstream.packing.reshard import cut_by_size
 from shardstream.packing.shards.part_writer import PartWriter
-from shardstream.packing.sources.source import (
-    FileRef,
-    Record,
-    may_repeat_keys,
-    named,
-    records_from,
-)
+from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.packing.sources.split import Numbers, SplitNumbers
 from shardstream.storage import OutputFolder
 from shardstream.tasks import Executor
@@ -86,7 +80,7 @@ def pack_in_parts(
         )
     finally:
         _opened_here.clear()
-    return replace(report, files=getattr(plan.source, "num_files", None))
+    return replace(report, files=plan.source.num_files)
 
 
 def _identity(opened: OpenedPack) -> str:
@@ -171,10 +165,10 @@ def numbered_records(plan: PackPlan, split: int, first: int) -> Iterator[tuple[i
         first: Position among the records of the split.
     """
     if plan.assigned is None:
-        yield from enumerate(records_from(plan.records, first), start=first)
+        yield from enumerate(plan.records.iter_from(first), start=first)
         return
     begin = _nth(plan.assigned, split, first)
-    for number, record in enumerate(records_from(plan.records, begin), start=begin):
+    for number, record in enumerate(plan.records.iter_from(begin), start=begin):
         if plan.assigned[number] == split:
             yield number, record
 
@@ -246,7 +240,7 @@ class PackWork:
                 if error is not None:
                     skipped.append(Skip(sample.where, str(error)))
             writer.finish()
-        compared = keys if may_repeat_keys(opened.plan.source) else []
+        compared = keys if opened.plan.source.may_repeat_keys else []
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 from shardstream.errors import OptionError
 from shardstream.format import CLASSES_NAME
@@ -21,17 +18,9 @@ from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
 from shardstream.packing.sources.detection import AnySource, SourceOptions, open_source
-from shardstream.packing.sources.folder_source import ClassFolderSource
-from shardstream.packing.sources.source import (
-    IndexedSource,
-    Record,
-    SeekableSource,
-    Source,
-    SplitSource,
-)
-from shardstream.packing.sources.split import Numbers, SplitNumbers, assign_splits, shuffled_order
-from shardstream.packing.sources.stored_records import StoredRecords
-from shardstream.storage import RowFile, Storage, absolute_url, join_url
+from shardstream.packing.sources.source import ShuffledSource, Source
+from shardstream.packing.sources.split import SplitNumbers, assign_splits
+from shardstream.storage import Storage, absolute_url, join_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +85,6 @@ class PackRequest:
         _check_source_is_elsewhere(opened, names.folder, reading)
         folders = [folder_of_split(names, one) for one in _split_names(opened, self.split)]
         opened = number_classes(opened, self.classes, folders, Storage(self.writing))
-        if isinstance(opened, ClassFolderSource):
-            opened.warn_of_empty_folders()
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
         asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
         asked |= {"kind": options.kind, "key": options.key, "fields": dict(options.fields) or None}
@@ -140,36 +127,20 @@ class PackPlan:
     """Records in packing order, with the split of each."""
 
     source: Source
-    records: Iterable[Record]
+    records: Source
     total: int | None
     splits: tuple[str, ...]
     assigned: SplitNumbers | None
 
 
-class _Reordered:
-    """The records of a source in another order, which is kept in a temporary file."""
-
-    def __init__(self, source: IndexedSource, order: Iterable[Numbers]) -> None:
-        self._source = source
-        self._order = RowFile(number for some in order for number in some.tolist())
-
-    def __iter__(self) -> Iterator[Record]:
-        return self.iter_from(0)
-
-    def iter_from(self, first: int) -> Iterator[Record]:
-        """Yield the records from a place in the order on."""
-        return self._source.records_at(self._order.iter_from(first))
-
-
 def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
     """Return the names of the datasets to write; one without a name if there are no splits."""
-    own = source.splits if isinstance(source, SplitSource) else ()
-    if own and split:
+    if source.splits and split:
         raise OptionError(
-            f"the source has splits already: {', '.join(own)}; leave split (--split) out, or pack one of these folders",
+            f"the source has splits already: {', '.join(source.splits)}; leave split (--split) out, or pack one of these folders",
             shard=source.name,
         )
-    return own or tuple(split) or ("",)
+    return source.splits or tuple(split) or ("",)
 
 
 def folder_of_split(names: ShardNames, split: str) -> str:
@@ -184,28 +155,20 @@ def _digest(data: bytes | None) -> str | None:
 def _plan(
     source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]
 ) -> PackPlan:
-    records: Iterable[Record] = source
-    total = source.length
-    splits = _split_names(source, split)
-    assigned = source.assigned() if isinstance(source, SplitSource) and source.splits else None
+    records, splits = source, _split_names(source, split)
     if source.shuffled if shuffle is None else shuffle:
         if source.folders:
             raise OptionError(
                 "tars cannot be shuffled when they are packed (all samples would have to be in memory); "
                 "leave shuffle out: training shuffles when it reads"
             )
-        found = source if isinstance(source, IndexedSource) else StoredRecords(source)
-        total = found.length
-        order = partial(shuffled_order, total, seed=seed, purpose="order")
-        records = _Reordered(found, order())
-        if assigned is not None:
-            assigned = np.concatenate([assigned[some] for some in order()])
+        records = ShuffledSource(source, seed=seed)
+    elif split and source.length is None and not source.is_repeatable:
+        records = source.in_any_order()
+    assigned = records.assigned() if source.splits else None
+    total = records.length
     if split:
-        if total is None and isinstance(source, SeekableSource):
-            total = sum(1 for _ in source)
-        elif total is None:  # may be a generator, which counting consumes
-            records = [*records]
-            total = len(records)
+        total = records.count()
         assigned = assign_splits(total, split, seed=seed)
     return PackPlan(source=source, records=records, total=total, splits=splits, assigned=assigned)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 from shardstream.catalog import (
     Classes,
@@ -17,7 +16,6 @@ from shardstream.catalog import (
 from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
 from shardstream.packing.sources.source import Source
-from shardstream.packing.sources.table_source import TableSource
 from shardstream.storage import Storage, join_url, parent_url
 
 _log = get_logger(__name__)
@@ -33,21 +31,6 @@ _SPLIT = re.compile(rf"(?<![a-z])(?:{'|'.join(SPLIT_NAMES)})(?![a-z])", re.IGNOR
 
 AnyClasses = str | os.PathLike[str] | Sequence[str]
 """Names in the order of their numbers, or the URL of a ``classes.json`` or of the folder of a packed dataset."""
-
-
-@runtime_checkable
-class ClassSource(Protocol):
-    """A source that numbers its classes."""
-
-    classes: Classes | None
-    """Names of its classes in the order of their numbers; None while it has none."""
-
-    def with_class_numbers(self, classes: Classes, where: str) -> Source:
-        """Return the source with these numbers; ``where`` is their origin, for messages.
-
-        Raises:
-            SourceError: If it has a class that is not among them.
-        """
 
 
 def read_given_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
@@ -82,7 +65,7 @@ def number_classes(
 ) -> Source:
     """Return a source whose classes have the numbers that the user gives, or those of a split that is packed already.
 
-    A warning is logged if the names at the destination change.
+    A warning is logged if the names at the destination change, or a folder has no number because it is empty.
 
     Args:
         source: The source.
@@ -96,16 +79,25 @@ def number_classes(
         StorageError: If a place cannot be reached.
     """
     renumbered = _apply_numbers(source, classes, folders, storage)
-    if isinstance(renumbered, ClassSource) and renumbered.classes is not None:
-        difference = find_difference(
-            {"this pack": renumbered.classes} | read_all_classes(folders, storage)
+    if renumbered.classes is None:
+        return renumbered
+    difference = find_difference(
+        {"this pack": renumbered.classes} | read_all_classes(folders, storage)
+    )
+    if difference is not None:
+        _log.warning(
+            "class numbers change: %s; --classes with the old %s keeps them",
+            difference,
+            CLASSES_NAME,
         )
-        if difference is not None:
-            _log.warning(
-                "class numbers change: %s; --classes with the old %s keeps them",
-                difference,
-                CLASSES_NAME,
-            )
+    # They move the numbers of the others.
+    empty = [f"{name}/" for name in source.empty_folders if name not in renumbered.labels]
+    if empty:
+        _log.warning(
+            "%s: no image in %s, so classes have no number for it; to keep one, name all classes with classes= (--classes)",
+            source.name,
+            ", ".join(empty[:10]) + (", ..." if len(empty) > 10 else ""),
+        )
     return renumbered
 
 
@@ -113,15 +105,9 @@ def _apply_numbers(
     source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
 ) -> Source:
     if classes is not None:
-        if not isinstance(source, ClassSource):
-            raise OptionError(
-                "classes (--classes) numbers the folders of images, or the column of a table that becomes 'cls'; "
-                f"the numbers in {source.name} stay as they are"
-            )
         return source.with_class_numbers(*read_given_classes(classes, storage))
-    if isinstance(source, TableSource):
-        source = source.with_own_class_numbers()
-    if not isinstance(source, ClassSource) or source.classes is None:
+    source = source.with_own_class_numbers()
+    if source.classes is None:
         return source
     found = sibling_classes(folders, storage)
     difference = find_difference(found)

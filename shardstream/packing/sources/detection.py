@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format import MANIFEST_NAME
 from shardstream.packing.sources.folder_source import folder_source
-from shardstream.packing.sources.source import SampleSequence, SamplesSource, Source
+from shardstream.packing.sources.samples_source import SamplesSource
+from shardstream.packing.sources.source import Source
 from shardstream.packing.sources.table_source import TableSource
 from shardstream.packing.sources.tables import (
     FILE_COLUMN,
@@ -98,11 +99,7 @@ def _python_source(source: Source | Iterable[Mapping[str, Any]], options: Source
         raise OptionError(
             "kind, key, fields, root, allow and header apply to files; leave them out for samples from Python"
         )
-    if hasattr(source, "extras"):
-        return cast("Source", source)
-    if isinstance(source, Sequence):
-        return SampleSequence(samples=source)
-    return SamplesSource(samples=source)
+    return source if isinstance(source, Source) else SamplesSource(source)
 
 
 def guess_kind(url: str, storage: Storage) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 
 from shardstream.errors import SourceError, plural
-from shardstream.format import UNSUPPORTED_IMAGES, has_mask_word, words_of
+from shardstream.format import UNSUPPORTED_IMAGES, has_mask_word, is_image_name, words_of
 from shardstream.packing.sources.class_numbering import SPLIT_NAMES
-from shardstream.packing.sources.source import is_image_name
 from shardstream.packing.sources.tables import METADATA_NAMES
 from shardstream.storage import FileList, sort_rows
 

@@ -1,25 +1,21 @@
-"""Define sources of a pack, which yield records; the encoder reads their files later."""
+"""Define records and the base class of sources, which yield them; the encoder reads their files later."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import numpy as np
-from PIL import Image
 
+from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
-from shardstream.format import is_image_field
+from shardstream.format import CLASSES_NAME, encode_classes
 from shardstream.packing.encode import encode_field
-from shardstream.packing.sources.split import SplitNumbers
-
-_RUNNING = re.compile(r"\{index[:}]")
-PLACES_KEPT = 500_000
-"""Keys that a `KeyMaker` remembers (200 bytes each), to find a repeated one early; all are compared before the dataset is published."""
+from shardstream.packing.sources.split import SplitNumbers, shuffled_order
+from shardstream.storage import RowFile, TemporaryFile
 
 
 class FileRef(NamedTuple):
@@ -42,79 +38,200 @@ class Record(NamedTuple):
     """The reason why it cannot be packed, if it cannot."""
 
 
-class Source(Protocol):
-    """Yields the records of a dataset, the same ones in the same order each time."""
+class Source(ABC):
+    """Yields the records of a dataset, the same ones in the same order each time.
 
-    @property
-    def name(self) -> str:
-        """Kind and location of the source, for messages and reports."""
+    A subclass has a `name` and `iter_from`; all else has defaults.
+    """
+
+    name: str
+    """Kind and location of the source, for messages and reports."""
+    folders: frozenset[str] = frozenset()
+    """URLs of folders whose shards are read while packing: nothing must be written there."""
+    shuffled: bool = False
+    """Whether its order should be shuffled unless the user says otherwise: it is sorted by class."""
+    is_repeatable: bool = True
+    """Whether the records can be read a second time; those of a generator cannot."""
+    may_repeat_keys: bool = True
+    """Whether keys may be equal, so that they are compared before the dataset is published."""
+    num_files: int | None = None
+    """Number of loose files that the records were made of."""
+    splits: tuple[str, ...] = ()
+    """Names of the datasets that the records belong to; empty if all belong to one."""
+    classes: Classes | None = None
+    """Names of its classes in the order of their numbers; None while it numbers none (see `set_classes`)."""
+    labels: Mapping[str, int] = {}
+    """Name of each class -> its number."""
+    empty_folders: Sequence[str] = ()
+    """Names of folders that could be of classes, but hold no image."""
 
     @property
     def length(self) -> int | None:
         """Number of records; None if unknown without a pass over them."""
-
-    @property
-    def extras(self) -> Mapping[str, bytes]:
-        """Small files written to the folder of the manifest: name -> bytes."""
-
-    @property
-    def folders(self) -> frozenset[str]:
-        """URLs of folders whose shards are read while packing: nothing must be written there."""
+        return None
 
     @property
     def fingerprint(self) -> str | None:
         """Text that changes when the records do; None if that is unknown: then a stopped pack starts again."""
+        return None
 
     @property
-    def shuffled(self) -> bool:
-        """Whether its order should be shuffled unless the user says otherwise: it is sorted by class."""
+    def extras(self) -> Mapping[str, bytes]:
+        """Small files written to the folder of the manifest: name -> bytes; by default ``classes.json``, if there are classes."""
+        return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
+
+    def count(self) -> int:
+        """Return the number of records, after a pass over them if `length` is unknown."""
+        return sum(1 for _ in self) if self.length is None else self.length
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records."""
+        return self.iter_from(0)
 
-
-@runtime_checkable
-class SeekableSource(Protocol):
-    """Records that can start at any one."""
-
+    @abstractmethod
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""
 
-
-@runtime_checkable
-class IndexedSource(Protocol):
-    """A source whose records can be made in any order."""
-
-    length: int
-
     def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
-        """Yield the records with these numbers."""
+        """Yield the records with these numbers, in any order; see `in_any_order`."""
+        return self.in_any_order().records_at(numbers)
 
+    def in_any_order(self) -> Source:
+        """Return a source of these records that has a length and quick `records_at`: by default a copy in a temporary file.
 
-@runtime_checkable
-class SplitSource(Protocol):
-    """A source whose records may belong to several datasets."""
-
-    splits: tuple[str, ...]
-    """Names of the datasets; empty if all records belong to one."""
+        Raises:
+            StorageError: If the temporary folder is full.
+        """
+        return StoredRecords(self)
 
     def assigned(self) -> SplitNumbers:
         """Return the dataset of each record, as its number in `splits`; shape (n,)."""
+        raise NotImplementedError
+
+    def with_own_class_numbers(self) -> Self:
+        """Return the source with `classes`, if they are known only after a pass over its records."""
+        return self
+
+    def with_class_numbers(self, classes: Classes, where: str) -> Self:  # noqa: ARG002
+        """Return the source with these class numbers; ``where`` is their origin, for messages.
+
+        Raises:
+            OptionError: If it numbers no classes.
+            SourceError: If it has a class that is not among them.
+        """
+        raise OptionError(
+            "classes (--classes) numbers the folders of images, or the column of a table that becomes 'cls'; "
+            f"the numbers in {self.name} stay as they are"
+        )
+
+    def set_classes(self, names: Sequence[str]) -> None:
+        """Number the classes in the order of their names."""
+        self.classes = tuple(names)
+        self.labels = {name: number for number, name in enumerate(names)}
 
 
-def may_repeat_keys(source: Source) -> bool:
-    """Return whether keys may be equal, so that they are compared before the dataset is published.
+class StoredRecords(Source):
+    """Records in a temporary file; memory holds half a byte for each.
 
-    A source that has compared all keys, or makes different ones, has a true attribute ``has_unique_keys``.
+    Args:
+        source: The records; their values are encoded, and files that they name stay where they are.
+
+    Raises:
+        StorageError: If the temporary folder is full.
     """
-    return not getattr(source, "has_unique_keys", False)
+
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        self._data = TemporaryFile("the rows to shuffle")
+        self._rows: RowFile[Any] = RowFile(map(self._store, source))
+
+    @property
+    def length(self) -> int:
+        """Number of records."""
+        return len(self._rows)
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on."""
+        return (self._load(*row) for row in self._rows.iter_from(first))
+
+    def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield the records with these numbers."""
+        return (self._load(*self._rows[number]) for number in numbers)
+
+    def in_any_order(self) -> StoredRecords:
+        """Return this source."""
+        return self
+
+    def _store(self, record: Record) -> tuple[Any, ...]:
+        """Return a record as a row: key, origin, error, start of its data in the file, and its fields with URLs or lengths."""
+        fields: list[tuple[Any, ...]] = []
+        error, start = record.error, self._data.size
+        data = bytearray()
+        try:
+            for field, value in record.fields.items():
+                if isinstance(value, FileRef):
+                    fields.append((field, *value))
+                else:
+                    encoded = encode_field(field, value)
+                    fields.append((field, len(encoded)))
+                    data += encoded
+        except SampleError as unfit:
+            error, fields = named(unfit, record.where), []
+        else:
+            self._data.append(data)
+        return record.key, record.where, None if error is None else str(error), start, fields
+
+    def _load(
+        self, key: str, where: str, error: str | None, start: int, stored: list[list[Any]]
+    ) -> Record:
+        if error is not None:
+            return Record(key, {}, where, SourceError(error))
+        sizes = [0 if len(rest) > 1 else rest[0] for _, *rest in stored]
+        data = self._data.read(start, start + sum(sizes)) if any(sizes) else b""
+        fields: dict[str, Any] = {}
+        end = 0
+        for (field, *rest), size in zip(stored, sizes, strict=True):
+            fields[field] = FileRef(*rest) if len(rest) > 1 else data[end : end + size]
+            end += size
+        return Record(key, fields, where)
 
 
-def records_from(records: Iterable[Record], first: int) -> Iterator[Record]:
-    """Yield the records from a number on."""
-    if first and isinstance(records, SeekableSource):
-        return records.iter_from(first)
-    return itertools.islice(records, first, None)
+class ShuffledSource(Source):
+    """The records of a source in a random order, which is kept in a temporary file.
+
+    Args:
+        source: The source.
+        seed: Decides the order.
+
+    Raises:
+        StorageError: If the temporary folder is full.
+    """
+
+    def __init__(self, source: Source, *, seed: int) -> None:
+        self.name = source.name
+        self._source = source.in_any_order()
+        self._blocks = partial(shuffled_order, self._source.count(), seed=seed, purpose="order")
+        self._order = RowFile(number for block in self._blocks() for number in block.tolist())
+
+    @property
+    def length(self) -> int:
+        """Number of records."""
+        return len(self._order)
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a place in the order on."""
+        return self._source.records_at(self._order.iter_from(first))
+
+    def assigned(self) -> SplitNumbers:
+        """Return the dataset of each record; shape (n,)."""
+        assigned = self._source.assigned()
+        return np.concatenate([assigned[block] for block in self._blocks()])
+
+
+def named(error: ShardStreamError, where: str) -> SourceError:
+    """Return an error that names its file or row."""
+    text = str(error)
+    return SourceError(text) if where in text else SourceError(text, shard=where)
 
 
 def fingerprint_of(kind: str, *parts: object) -> str:
@@ -128,152 +245,3 @@ def fingerprint_of_many(kind: str, parts: Iterable[object]) -> str:
     for part in parts:
         digest.update(b"\0" + str(part).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
-
-
-class KeyMaker:
-    """Makes the keys of one pass over a source, and detects repeated ones among the first `PLACES_KEPT`.
-
-    A dot would end a key, so in its last part each becomes "_".
-
-    >>> make = KeyMaker("{stem}", source="photos")
-    >>> make("photos/a.b.jpg", index=0, stem="a.b")
-    'a_b'
-
-    Args:
-        template: `str.format` text, e.g. ``"{index:08d}"``.
-        source: Name of the source, for messages.
-    """
-
-    def __init__(self, template: str, *, source: str) -> None:
-        self._template = template
-        self._source = source
-        self._places: dict[str, str] = {}
-        # Running numbers cannot repeat: they need no memory.
-        self._is_unique = _RUNNING.search(template) is not None
-
-    @property
-    def is_unique(self) -> bool:
-        """Whether keys have running numbers, so that they all differ."""
-        return self._is_unique
-
-    def make(self, **names: Any) -> str:
-        """Return the key of a record, without comparing it with others.
-
-        Raises:
-            OptionError: If the template names something unknown.
-        """
-        try:
-            key = self._template.format_map(names)
-        except (LookupError, ValueError, AttributeError, TypeError) as error:
-            raise OptionError(
-                f"the key {self._template!r} cannot be filled in ({type(error).__name__}: {error}); "
-                f"known here: {', '.join(f'{{{name}}}' for name in names)}",
-                shard=self._source,
-            ) from error
-        folder, slash, last = key.rpartition("/")
-        return folder + slash + last.replace(".", "_")
-
-    def __call__(self, where: str, /, **names: Any) -> str:
-        """Return the key of the record that comes from ``where``.
-
-        Raises:
-            OptionError: If the template names something unknown.
-            SourceError: If another record has this key.
-        """
-        key = self.make(**names)
-        if not self._is_unique:
-            earlier = self._places.get(key)
-            if earlier is not None:
-                raise repeated_key(key, earlier, where, source=self._source)
-            if len(self._places) < PLACES_KEPT:
-                self._places[key] = where
-        return key
-
-
-def repeated_key(key: str, earlier: str, where: str, *, source: str) -> SourceError:
-    """Return the error of a key that two records have."""
-    return SourceError(
-        f"the key {key!r} comes twice: from {earlier} and from {where}; "
-        "choose another, e.g. key='{index:08d}' (--key)",
-        shard=source,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplesSource:
-    """Samples from Python: a list of dicts, or any other iterable.
-
-    Args:
-        samples: Mappings as `ShardWriter.write` takes them; without ``__key__`` the key is the number.
-        name: Name of the source, for messages.
-        extras: Small files written to the folder of the manifest.
-        shuffled: Whether to shuffle by default.
-        fingerprint: Any text that identifies these samples in this order; a stopped pack is resumed if the text is equal.
-    """
-
-    samples: Iterable[Mapping[str, Any]]
-    name: str = "samples"
-    extras: Mapping[str, bytes] = field(default_factory=dict)
-    shuffled: bool = False
-    folders: frozenset[str] = frozenset()
-    fingerprint: str | None = None
-
-    @property
-    def length(self) -> int | None:
-        """Number of samples, if the iterable has a length."""
-        samples: Any = self.samples
-        return len(samples) if hasattr(samples, "__len__") else None
-
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records."""
-        return itertools.starmap(self._record, enumerate(self.samples))
-
-    def _record(self, index: int, sample: Mapping[str, Any]) -> Record:
-        where = f"{self.name}, sample {index}"
-        key = sample.get("__key__", f"{index:08d}")
-        if not isinstance(key, str):
-            raise SampleError(f"__key__ of {where} is {key!r}, not text; use str(key)")
-        try:
-            fields = {
-                name: _as_it_is_now(name, value)
-                for name, value in sample.items()
-                if not (name.startswith("__") and name.endswith("__"))
-            }
-        except SampleError as error:
-            return Record(key, {}, where, named(error, where))
-        return Record(key, fields, where)
-
-
-class SampleSequence(SamplesSource):
-    """Samples of a list, or another sequence, which can be read in any order."""
-
-    __slots__ = ()
-    samples: Sequence[Mapping[str, Any]]
-
-    @property
-    def length(self) -> int:
-        """Number of samples."""
-        return len(self.samples)
-
-    def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
-        """Yield the records with these numbers."""
-        return (self._record(number, self.samples[number]) for number in numbers)
-
-
-def _as_it_is_now(field: str, value: object) -> object:
-    """Encode a value, since its owner may fill the same buffer with the next sample; pixels are copied: processes may encode them."""
-    if is_image_field(field) and (type(value) is Image.Image or isinstance(value, np.ndarray)):
-        return value.copy()
-    return encode_field(field, value)
-
-
-def named(error: ShardStreamError, where: str) -> SourceError:
-    """Return an error that names its file or row."""
-    text = str(error)
-    return SourceError(text) if where in text else SourceError(text, shard=where)
-
-
-def is_image_name(name: str) -> bool:
-    """Return whether a file name is that of an image; those of hidden files are not."""
-    last = name.rpartition("/")[2]
-    return "." in last[1:] and last[0] != "." and is_image_field(last.lower())

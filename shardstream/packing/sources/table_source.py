@@ -10,14 +10,14 @@ from contextlib import suppress
 from decimal import Decimal
 from functools import cached_property
 from string import Formatter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from shardstream.catalog import Classes
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders
 from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
-from shardstream.format import CLASSES_NAME, canonical_field, encode_classes, split_member_name
+from shardstream.format import canonical_field, is_image_name, split_member_name
 from shardstream.packing.encode import (
     INT_FIELDS,
     JSON_FIELDS,
@@ -25,13 +25,8 @@ from shardstream.packing.encode import (
     has_encoder,
     number_array,
 )
-from shardstream.packing.sources.source import (
-    FileRef,
-    KeyMaker,
-    Record,
-    fingerprint_of,
-    is_image_name,
-)
+from shardstream.packing.sources.keys import KeyMaker
+from shardstream.packing.sources.source import FileRef, Record, Source, fingerprint_of
 from shardstream.packing.sources.split import Numbers
 from shardstream.packing.sources.tables import Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
@@ -47,7 +42,7 @@ _ARRAY_FIELD = "npy"
 _MEDIA = frozenset({*VIDEO_EXTENSIONS, *audio_decoders(AudioDecoder())})
 
 
-class TableSource:
+class TableSource(Source):
     """The rows of one table, or of several with the same columns.
 
     For an image field, or any other field that is not text, number or JSON, text in the column is the path or URL of a file.
@@ -61,9 +56,6 @@ class TableSource:
         root: URL of the folder that paths are relative to; by default the table's own.
         allow: Beginnings of URLs that a remote table may name outside this folder. A local table may name anything.
     """
-
-    shuffled = False
-    folders: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -87,20 +79,14 @@ class TableSource:
         self._file_column: str | None = None
         # Rows that an iteration has left, with the number of the next: parts of a job go on there.
         self._left: list[tuple[int, Iterator[tuple[int, str, Row]]]] = []
-        self.classes: Classes | None = None
-        """Names of the classes, if the column of ``cls`` holds names; set by `with_own_class_numbers` or `with_class_numbers`."""
-        self._labels: Mapping[str, int] = {}
+        others = f" and {len(self._urls) - 1} more" if len(self._urls) > 1 else ""
+        self.name = f"rows of {self._urls[0]}{others}"
+        self.may_repeat_keys = not KeyMaker(self._key, source=self._urls[0]).is_unique
         for field in self._fields:
             if field != field.lower() or not field or "/" in field:
                 raise OptionError(
                     f"{field!r} is not a field name; use lower case, e.g. jpg=path", field=field
                 )
-
-    @property
-    def name(self) -> str:
-        """Kind and location of the source."""
-        others = f" and {len(self._urls) - 1} more" if len(self._urls) > 1 else ""
-        return f"rows of {self._urls[0]}{others}"
 
     @property
     def length(self) -> int | None:
@@ -118,24 +104,19 @@ class TableSource:
             counts += found
         return np.cumsum(counts, dtype=np.int64)
 
-    @property
-    def extras(self) -> Mapping[str, bytes]:
-        """``classes.json``, if the column of ``cls`` holds names."""
-        return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
-
-    def with_files_of(self, column: str) -> TableSource:
+    def with_files_of(self, column: str) -> Self:
         """Return the same rows, with the file in a column as the field of its extension, and the other columns in ``json``."""
         changed = self._copy()
         changed._file_column = column
         return changed
 
-    def with_header(self, names: Sequence[str]) -> TableSource:
+    def with_header(self, names: Sequence[str]) -> Self:
         """Return the rows of CSV or TSV whose first line is a row, with these names of columns; without names the same rows."""
         changed = self._copy()
         changed._header = tuple(names)
         return changed
 
-    def with_class_numbers(self, classes: Classes, where: str) -> TableSource:
+    def with_class_numbers(self, classes: Classes, where: str) -> Self:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
 
         Raises:
@@ -147,11 +128,10 @@ class TableSource:
                 shard=self._urls[0],
             )
         changed = self._copy()
-        changed.classes = classes
-        changed._labels = {name: number for number, name in enumerate(classes)}
+        changed.set_classes(classes)
         return changed
 
-    def with_own_class_numbers(self) -> TableSource:
+    def with_own_class_numbers(self) -> Self:
         """Return the same rows; if the column of ``cls`` holds names alone, numbered in their order, after reading it once.
 
         Beside other values, such as numbers, they stay as they are: each row without a whole number has an error.
@@ -175,7 +155,7 @@ class TableSource:
             return self
         return self.with_class_numbers(tuple(sorted(names)), self._urls[0])
 
-    def _copy(self) -> TableSource:
+    def _copy(self) -> Self:
         copied = copy.copy(self)
         copied._left = []
         return copied
@@ -187,15 +167,6 @@ class TableSource:
         return fingerprint_of(
             "table", *(part for file in files for part in (file.size_or_none, file.version))
         )
-
-    @property
-    def has_unique_keys(self) -> bool:
-        """Whether keys have running numbers."""
-        return KeyMaker(self._key, source=self._urls[0]).is_unique
-
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records (see `iter_from`)."""
-        return self.iter_from(0)
 
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on; a row that an earlier iteration has not reached is read from there.
@@ -327,12 +298,12 @@ class TableSource:
 
     def _label(self, row: Row, column: str) -> int:
         name = row.get(column)
-        if name is None or str(name) not in self._labels:
+        if name is None or str(name) not in self.labels:
             raise row.error(
-                f"column {column!r} holds {name!r}, which is not in the list of {plural(len(self._labels), 'class')}; "
+                f"column {column!r} holds {name!r}, which is not in the list of {plural(len(self.labels), 'class')}; "
                 "add it to classes (--classes)"
             )
-        return self._labels[str(name)]
+        return self.labels[str(name)]
 
     def _names(self, row: Row, index: int) -> dict[str, Any]:
         """Return the values for the key template.

@@ -19,7 +19,8 @@ from shardstream.format import (
     iter_samples,
     open_decompressed,
 )
-from shardstream.packing.sources.source import KeyMaker, Record, fingerprint_of
+from shardstream.packing.sources.keys import KeyMaker
+from shardstream.packing.sources.source import Record, Source, fingerprint_of
 from shardstream.storage import RangeStream, Storage, is_compressed, locate_shards, parent_url
 
 _log = get_logger(__name__)
@@ -28,7 +29,7 @@ _RANGE_BYTES = 8 << 20  # of one range read
 _CONCURRENT_REQUESTS = 16
 
 
-class TarSource:
+class TarSource(Source):
     """The samples of existing shards, in their order; compressed tars too.
 
     Args:
@@ -40,8 +41,6 @@ class TarSource:
         StorageError: If no tar is found.
     """
 
-    shuffled = False
-
     def __init__(
         self, urls: str | Sequence[str], storage: Storage, *, key: str | None = None
     ) -> None:
@@ -51,11 +50,9 @@ class TarSource:
         self._shards = located.shards
         self._class_names = ClassNames(located, storage)
         self._urls = urls if isinstance(urls, str) else ", ".join(urls[:3])
-
-    @property
-    def name(self) -> str:
-        """Kind and location of the source."""
-        return f"{plural(len(self._shards), 'tar')} of {self._urls}"
+        self.name = f"{plural(len(self._shards), 'tar')} of {self._urls}"
+        self.folders = frozenset(parent_url(shard.url) for shard in self._shards)
+        self.may_repeat_keys = not KeyMaker(self._key, source=self._urls).is_unique
 
     @property
     def length(self) -> int | None:
@@ -80,11 +77,6 @@ class TarSource:
         return {} if names is None else {CLASSES_NAME: encode_classes(names)}
 
     @property
-    def folders(self) -> frozenset[str]:
-        """URLs of the folders of the tars."""
-        return frozenset(parent_url(shard.url) for shard in self._shards)
-
-    @property
     def fingerprint(self) -> str:
         """Hash of names and counts, with the sha256 in a manifest, else sizes and times or ETags."""
         with ThreadPoolExecutor(
@@ -100,20 +92,6 @@ class TarSource:
             return shard.sha256
         file = self._storage.info(shard.url)
         return f"{file.size} {file.version}"
-
-    @property
-    def has_unique_keys(self) -> bool:
-        """Whether keys have running numbers."""
-        return KeyMaker(self._key, source=self._urls).is_unique
-
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records.
-
-        Raises:
-            ShardError: If a tar is damaged.
-            SourceError: If a key is repeated.
-        """
-        return self.iter_from(0)
 
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on; tars before it whose samples are counted are not read.
