@@ -60,10 +60,10 @@ from shardstream.packing.shards.shard_writer import (
 from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.packing.shards.write_shard import write_shard
 from shardstream.packing.sources.class_numbering import sibling_folders
-from shardstream.packing.sources.detection import SourceOptions, open_source
+from shardstream.packing.sources.detection import open_source
 from shardstream.packing.sources.keys import file_key, key_levels
 from shardstream.packing.sources.samples_source import SamplesSource
-from shardstream.packing.sources.source import FileRef, Record, Source
+from shardstream.packing.sources.source import FileRef, Record, Source, SourceOptions
 from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
 from shardstream.packing.sources.tables import iter_rows
 from shardstream.packing.verification import VerifyReport, verify

@@ -39,8 +39,8 @@ from shardstream.packing.shards.dataset_writer import DatasetWriter
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.class_numbering import AnyClasses, warn_of_siblings
-from shardstream.packing.sources.detection import AnySource, SourceOptions
-from shardstream.packing.sources.source import Record, named
+from shardstream.packing.sources.detection import AnySource
+from shardstream.packing.sources.source import Record, SourceOptions, named
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 from shardstream.tasks import Executor
 

@@ -484,7 +484,9 @@ def test_tar_with_another_count_than_its_index_fails_again(
     document["shardlist"][1]["nsamples"] = said
     manifest.write_text(json.dumps(document))
     for _ in range(3):
-        with pytest.raises(ss.ShardStreamError, match=f"holds 5 samples, its index .* says {said}"):
+        with pytest.raises(
+            ss.ShardStreamError, match=rf"5 samples, (its index or|the) manifest says {said}"
+        ):
             pack(tmp_path / "tars", tmp_path / "out", max_samples=1, executor=executor)
         assert not (tmp_path / "out" / "index.json").exists()
 

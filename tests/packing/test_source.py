@@ -22,6 +22,7 @@ from pyarrow import parquet
 
 import shardstream as ss
 from shardstream.errors import (
+    ChangedError,
     IndexMismatchError,
     OptionError,
     ShardError,
@@ -594,6 +595,46 @@ def test_compressed_tar_is_read(tmp_path: Path) -> None:
     source = opened(str(tmp_path / "b.tar.gz"))
     assert source.length is None
     assert [record.key for record in source] == ["s0", "s1", "s2"]
+
+
+def test_reading_begins_at_any_sample_of_an_indexed_tar(tmp_path: Path) -> None:
+    folder = make_tars(tmp_path)
+    for first in range(9):
+        assert [r.key for r in opened(folder).iter_from(first)] == [
+            f"s{i}" for i in range(first, 7)
+        ]
+    (tmp_path / "000000.tar").write_bytes(bytes(os.path.getsize(tmp_path / "000000.tar")))
+    tar = tmp_path / "000001.tar"
+    tar.write_bytes(b"damaged!" * 128 + tar.read_bytes()[1024:])  # the first member of s3
+    assert [r.key for r in opened(folder).iter_from(4)] == ["s4", "s5", "s6"]
+    with pytest.raises(ShardError):
+        list(opened(folder).iter_from(3))
+
+
+@pytest.mark.parametrize(("at", "offset"), [(1, 1024), (1, 4096), (2, 1 << 20)])
+def test_index_that_does_not_fit_its_tar_is_an_error(at: int, offset: int, tmp_path: Path) -> None:
+    make_tars(tmp_path)
+    offsets = np.fromfile(tmp_path / "000000.tar.idx", dtype="<u8")
+    assert offsets.tolist() == [0, 2048, 4096, 6144]
+    offsets[at] = offset
+    if offset == 4096:  # as if one sample were not there
+        offsets = np.unique(offsets)
+    offsets.tofile(tmp_path / "000000.tar.idx")
+    with pytest.raises(IndexMismatchError):
+        ss.pack(tmp_path / "000000.tar", tmp_path / "out", kind="tars")
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_tar_that_is_replaced_while_it_is_packed_is_an_error(tmp_path: Path) -> None:
+    source = opened(make_tars(tmp_path / "in"))
+    records = iter(source)
+    next(records)
+    for name in ("000001.tar", "000001.tar.idx"):
+        (tmp_path / "in" / name).write_bytes(
+            (tmp_path / "in" / name.replace("1", "0")).read_bytes()
+        )
+    with pytest.raises(ChangedError, match=r"000001\.tar"):
+        list(records)
 
 
 def test_damaged_or_cut_tar_is_an_error(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
-from shardstream.packing.sources.detection import AnySource, SourceOptions, open_source
-from shardstream.packing.sources.source import ShuffledSource, Source
+from shardstream.packing.sources.detection import AnySource, open_source
+from shardstream.packing.sources.source import ShuffledSource, Source, SourceOptions
 from shardstream.packing.sources.split import SplitNumbers, assign_splits
 from shardstream.storage import Storage, absolute_url, join_url
 

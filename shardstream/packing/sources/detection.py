@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format import MANIFEST_NAME
 from shardstream.packing.sources.folder_source import folder_source
 from shardstream.packing.sources.samples_source import SamplesSource
-from shardstream.packing.sources.source import Source
+from shardstream.packing.sources.source import Source, SourceOptions
 from shardstream.packing.sources.table_source import TableSource
 from shardstream.packing.sources.tables import (
     FILE_COLUMN,
@@ -23,37 +22,7 @@ from shardstream.packing.sources.tables import (
 from shardstream.packing.sources.tar_source import TarSource
 from shardstream.storage import Storage, broken_link, is_glob, is_tar, join_url
 
-KINDS = ("images", "files", "table", "tars")
-
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceOptions:
-    """Options for reading a source.
-
-    Args:
-        kind: One of `KINDS`; None: guessed.
-        key: Template of the keys; None: the default of the kind.
-        fields: For a table: field -> column.
-        root: For a table: URL of the folder that its paths are relative to.
-        allow: For a remote table: beginnings of URLs that it may name outside this folder.
-        header: For CSV and TSV whose first line is a row: names of the columns.
-
-    Raises:
-        OptionError: If the kind is unknown.
-    """
-
-    kind: str | None = None
-    key: str | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
-    root: str | None = None
-    allow: Sequence[str] = ()
-    header: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        if self.kind is not None and self.kind not in KINDS:
-            raise OptionError(f"kind {self.kind!r} is unknown; it is one of {', '.join(KINDS)}")
 
 
 def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> Source:
@@ -78,15 +47,9 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
             shard=url,
         )
     if kind == "table":
-        rows = TableSource(
-            find_tables(url, storage) if metadata is None else [metadata],
-            storage,
-            fields=options.fields,
-            key=options.key,
-            root=options.root,
-            allow=options.allow,
-        ).with_header(options.header)
-        return rows if metadata is None or options.fields else rows.with_files_of(FILE_COLUMN)
+        if metadata is None:
+            return TableSource(find_tables(url, storage), storage, options)
+        return TableSource([metadata], storage, options, file_column=FILE_COLUMN)
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
     if not storage.exists(url):

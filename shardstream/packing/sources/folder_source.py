@@ -34,6 +34,7 @@ from shardstream.packing.sources.keys import (
     KeyMaker,
     Levels,
     file_key,
+    has_numbers,
     key_levels,
     names_of_file,
     repeated_key,
@@ -174,7 +175,7 @@ class ClassFolderSource(FolderSource):
         groups = itertools.groupby(images.paths(), top_folder) if self.splits else ((root, images),)
         # Files are sorted by path, so those of a split follow each other.
         self._datasets = [0, *itertools.accumulate(sum(1 for _ in one) for _, one in groups)]
-        if self._make_key is not None and not self._make_key.is_unique:
+        if key is not None and not has_numbers(key):
             self._compare_keys()
 
         splits_text = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
@@ -269,7 +270,7 @@ class GroupedFilesSource(FolderSource):
         self._datasets = (0, len(self._items))
         self.num_files = sum(len(rows) for _, rows in self._items)
         warn_of_rare_fields(root, self._members)
-        if key is not None and not self._make_key.is_unique:  # paths differ
+        if key is not None and not has_numbers(key):  # paths differ
             self._compare_keys()
 
     def _groups(self, convert: FileRows) -> Iterator[Sequence[Any]]:

@@ -31,6 +31,11 @@ def fill_key(template: str, names: dict[str, Any]) -> str:
     return folder + slash + last.replace(".", "_")
 
 
+def has_numbers(template: str) -> bool:
+    """Return whether keys have running numbers, so that they all differ."""
+    return _RUNNING.search(template) is not None
+
+
 class KeyMaker:
     """Makes the keys of one pass over a source, and detects repeated ones among the first `PLACES_KEPT`.
 
@@ -43,8 +48,7 @@ class KeyMaker:
         self._template = template
         self._source = source
         self._places: dict[str, str] = {}
-        self.is_unique = _RUNNING.search(template) is not None
-        """Whether keys have running numbers, so that they all differ."""
+        self._is_unique = has_numbers(template)
 
     def make(self, **names: Any) -> str:
         """Return the key of a record, without comparing it with others.
@@ -69,7 +73,7 @@ class KeyMaker:
             SourceError: If another record has this key.
         """
         key = self.make(**names)
-        if not self.is_unique:
+        if not self._is_unique:  # else they need no memory
             earlier = self._places.get(key)
             if earlier is not None:
                 raise repeated_key(key, earlier, where, source=self._source)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -14,8 +16,39 @@ from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
 from shardstream.format import CLASSES_NAME, encode_classes
 from shardstream.packing.encode import encode_field
+from shardstream.packing.sources.keys import KeyMaker, has_numbers
 from shardstream.packing.sources.split import SplitNumbers, shuffled_order
 from shardstream.storage import RowFile, TemporaryFile
+
+KINDS = ("images", "files", "table", "tars")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """Options for reading a source.
+
+    Args:
+        kind: One of `KINDS`; None: guessed.
+        key: Template of the keys; None: the default of the kind.
+        fields: For a table: field -> column.
+        root: For a table: URL of the folder that its paths are relative to.
+        allow: For a remote table: beginnings of URLs that it may name outside this folder.
+        header: For CSV and TSV whose first line is a row: names of the columns.
+
+    Raises:
+        OptionError: If the kind is unknown.
+    """
+
+    kind: str | None = None
+    key: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    root: str | None = None
+    allow: Sequence[str] = ()
+    header: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in KINDS:
+            raise OptionError(f"kind {self.kind!r} is unknown; it is one of {', '.join(KINDS)}")
 
 
 class FileRef(NamedTuple):
@@ -130,6 +163,61 @@ class Source(ABC):
         self.labels = {name: number for number, name in enumerate(names)}
 
 
+class SequentialSource(Source):
+    """Records that are read in their order, as the rows of a table or the samples of tars.
+
+    An iteration goes on in what an earlier one has read ahead and left, so that a process reads each record once for all its parts.
+
+    Args:
+        name: Kind and location of the source.
+        key: Template of the keys.
+    """
+
+    def __init__(self, name: str, key: str) -> None:
+        self.name = name
+        self._key = key
+        self.may_repeat_keys = not has_numbers(key)
+        self._left: list[tuple[int, Iterator[tuple[int, Any]]]] = []  # each with its next number
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on.
+
+        Raises:
+            SourceError: If the source is malformed, or a key is repeated among the first records.
+            ShardError: If a tar is damaged.
+            ChangedError: If a tar is another one than when it was read before.
+        """
+        make_key = KeyMaker(self._key, source=self.name)
+        items = self._items_from(first)
+        for number, item in items:
+            if number < first:
+                continue
+            try:
+                yield self._record(number, item, make_key)
+            except GeneratorExit:
+                self._left.append((number + 1, items))
+                raise
+
+    def _items_from(self, first: int) -> Iterator[tuple[int, Any]]:
+        with suppress(IndexError):  # `pop` gives items to one of several threads
+            number, items = self._left.pop()
+            if self._begin(first) <= number <= first:
+                return items
+        return self._read_from(first)
+
+    def _begin(self, first: int) -> int:
+        """Return the number of the item where reading can begin to reach a record."""
+        raise NotImplementedError
+
+    def _read_from(self, first: int) -> Iterator[tuple[int, Any]]:
+        """Read what records are made of, each with its number, from `_begin` on."""
+        raise NotImplementedError
+
+    def _record(self, number: int, item: Any, make_key: KeyMaker) -> Record:
+        """Make a record."""
+        raise NotImplementedError
+
+
 class StoredRecords(Source):
     """Records in a temporary file; memory holds half a byte for each.
 
@@ -168,12 +256,12 @@ class StoredRecords(Source):
         error, start = record.error, self._data.size
         data = bytearray()
         try:
-            for field, value in record.fields.items():
+            for name, value in record.fields.items():
                 if isinstance(value, FileRef):
-                    fields.append((field, *value))
+                    fields.append((name, *value))
                 else:
-                    encoded = encode_field(field, value)
-                    fields.append((field, len(encoded)))
+                    encoded = encode_field(name, value)
+                    fields.append((name, len(encoded)))
                     data += encoded
         except SampleError as unfit:
             error, fields = named(unfit, record.where), []
@@ -190,8 +278,8 @@ class StoredRecords(Source):
         data = self._data.read(start, start + sum(sizes)) if any(sizes) else b""
         fields: dict[str, Any] = {}
         end = 0
-        for (field, *rest), size in zip(stored, sizes, strict=True):
-            fields[field] = FileRef(*rest) if len(rest) > 1 else data[end : end + size]
+        for (name, *rest), size in zip(stored, sizes, strict=True):
+            fields[name] = FileRef(*rest) if len(rest) > 1 else data[end : end + size]
             end += size
         return Record(key, fields, where)
 

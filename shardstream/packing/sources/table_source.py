@@ -6,7 +6,6 @@ import copy
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from decimal import Decimal
 from functools import cached_property
 from string import Formatter
@@ -26,7 +25,13 @@ from shardstream.packing.encode import (
     number_array,
 )
 from shardstream.packing.sources.keys import KeyMaker
-from shardstream.packing.sources.source import FileRef, Record, Source, fingerprint_of
+from shardstream.packing.sources.source import (
+    FileRef,
+    Record,
+    SequentialSource,
+    SourceOptions,
+    fingerprint_of,
+)
 from shardstream.packing.sources.split import Numbers
 from shardstream.packing.sources.tables import Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
@@ -42,46 +47,39 @@ _ARRAY_FIELD = "npy"
 _MEDIA = frozenset({*VIDEO_EXTENSIONS, *audio_decoders(AudioDecoder())})
 
 
-class TableSource(Source):
+class TableSource(SequentialSource):
     """The rows of one table, or of several with the same columns.
 
     For an image field, or any other field that is not text, number or JSON, text in the column is the path or URL of a file.
-    Bytes become the field unchanged, also in the ``{"bytes": …, "path": …}`` of Hugging Face.
+    Bytes become the field unchanged, also in the ``{"bytes": …, "path": …}`` of Hugging Face. By default all columns go into one
+    field ``json``, and the key is the row's number.
 
     Args:
         urls: URLs of the tables.
         storage: Storage of the tables and of the files that they name.
-        fields: Field -> column; empty: all columns go into one field ``json``.
-        key: Template of the keys, from ``index`` and the columns, or the name of a column; by default the row's number.
-        root: URL of the folder that paths are relative to; by default the table's own.
-        allow: Beginnings of URLs that a remote table may name outside this folder. A local table may name anything.
+        options: Fields, and how paths are read; the key is a template from ``index`` and the columns, or the name of a column.
+        file_column: Without fields: the column whose file becomes the field of its extension; the others go into ``json``.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
         storage: Storage,
+        options: SourceOptions,
         *,
-        fields: Mapping[str, str] | None = None,
-        key: str | None = None,
-        root: str | None = None,
-        allow: Sequence[str] = (),
+        file_column: str | None = None,
     ) -> None:
-        self._urls = list(urls)
-        self._storage = storage
-        self._fields = dict(fields or {})
+        key = options.key
         self._key_column = key if key is not None and "{" not in key else None
-        self._key = "{key}" if self._key_column is not None else key or _RUNNING_KEY
-        self._key_columns = [column for _, column, _, _ in Formatter().parse(self._key) if column]
-        self._root = root
-        self._allowed = tuple(allow)
-        self._header: tuple[str, ...] = ()
-        self._file_column: str | None = None
-        # Rows that an iteration has left, with the number of the next: parts of a job go on there.
-        self._left: list[tuple[int, Iterator[tuple[int, str, Row]]]] = []
-        others = f" and {len(self._urls) - 1} more" if len(self._urls) > 1 else ""
-        self.name = f"rows of {self._urls[0]}{others}"
-        self.may_repeat_keys = not KeyMaker(self._key, source=self._urls[0]).is_unique
+        template = "{key}" if self._key_column is not None else key or _RUNNING_KEY
+        others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
+        super().__init__(f"rows of {urls[0]}{others}", template)
+        self._key_columns = [column for _, column, _, _ in Formatter().parse(template) if column]
+        self._urls = urls
+        self._storage = storage
+        self._options = options
+        self._fields = options.fields
+        self._file_column = file_column
         for field in self._fields:
             if field != field.lower() or not field or "/" in field:
                 raise OptionError(
@@ -91,7 +89,8 @@ class TableSource(Source):
     @property
     def length(self) -> int | None:
         """Number of rows, if the files store it, as Parquet does."""
-        return None if self._row_groups is None else int(self._row_groups[-1])
+        groups = self._row_groups
+        return None if groups is None else int(groups[-1])
 
     @cached_property
     def _row_groups(self) -> Numbers | None:
@@ -104,18 +103,6 @@ class TableSource(Source):
             counts += found
         return np.cumsum(counts, dtype=np.int64)
 
-    def with_files_of(self, column: str) -> Self:
-        """Return the same rows, with the file in a column as the field of its extension, and the other columns in ``json``."""
-        changed = self._copy()
-        changed._file_column = column
-        return changed
-
-    def with_header(self, names: Sequence[str]) -> Self:
-        """Return the rows of CSV or TSV whose first line is a row, with these names of columns; without names the same rows."""
-        changed = self._copy()
-        changed._header = tuple(names)
-        return changed
-
     def with_class_numbers(self, classes: Classes, where: str) -> Self:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
 
@@ -127,7 +114,7 @@ class TableSource(Source):
                 f"the names of {where} number the column that becomes 'cls'; name it: fields={{'cls': COLUMN}} (--map cls=COLUMN)",
                 shard=self._urls[0],
             )
-        changed = self._copy()
+        changed = copy.copy(self)
         changed.set_classes(classes)
         return changed
 
@@ -144,7 +131,7 @@ class TableSource(Source):
             return self
         names: set[str] = set()
         for url in self._urls:
-            for row in iter_rows(url, self._storage, columns=[column], header=self._header):
+            for row in self._rows(url, [column]):
                 cell = row.cells.get(column)
                 if isinstance(cell, str) and _parse_number(cell) is None:
                     names.add(cell)
@@ -155,11 +142,6 @@ class TableSource(Source):
             return self
         return self.with_class_numbers(tuple(sorted(names)), self._urls[0])
 
-    def _copy(self) -> Self:
-        copied = copy.copy(self)
-        copied._left = []
-        return copied
-
     @property
     def fingerprint(self) -> str:
         """Hash of sizes and versions of the tables; the files that they name are not checked."""
@@ -168,43 +150,30 @@ class TableSource(Source):
             "table", *(part for file in files for part in (file.size_or_none, file.version))
         )
 
-    def iter_from(self, first: int) -> Iterator[Record]:
-        """Yield the records from a number on; a row that an earlier iteration has not reached is read from there.
+    def _begin(self, first: int) -> int:
+        """Return the number of the first row of the row group that holds a row; 0 in tables without row groups."""
+        groups = self._row_groups
+        return 0 if groups is None else int(groups[np.searchsorted(groups, first, "right") - 1])
 
-        A row that lacks a column, or has a value that does not fit its field, becomes a record with an error.
-
-        Raises:
-            SourceError: If the table is malformed, or a key is repeated.
-        """
-        make_key = KeyMaker(self._key, source=self._urls[0])
-        rows = self._rows_from(first)
-        checked = None
-        for index, url, row in rows:
-            if index < first:
+    def _read_from(self, first: int) -> Iterator[tuple[int, tuple[str, Row]]]:
+        """Yield number, and table and row, from a number on; where a table does not store its length, from its first row on."""
+        number = 0
+        for url in self._urls:
+            groups = count_rows(url, self._storage) if number < first else None
+            skipped = 0 if groups is None else min(sum(groups), first - number)
+            number += skipped
+            if groups is not None and skipped == sum(groups):
                 continue
-            if url != checked:
-                self._check_names(row, url)
-                checked = url
-            try:
-                yield self._record(index, url, row, make_key)
-            except GeneratorExit:
-                self._left.append((index + 1, rows))
-                raise
+            for place, row in enumerate(self._rows(url, self._columns(), skipped)):
+                if not place:
+                    self._check_names(row, url)
+                yield number, (url, row)
+                number += 1
 
-    def _rows_from(self, first: int) -> Iterator[tuple[int, str, Row]]:
-        """Return rows from a number on, or from one before it."""
-        with suppress(IndexError):  # `pop` gives rows to one of several threads
-            index, rows = self._left.pop()
-            if index == first or (index < first and not self._can_jump(index, first)):
-                return rows
-        return _iter_tables(self._urls, self._storage, self._columns(), first, self._header)
-
-    def _can_jump(self, index: int, first: int) -> bool:
-        """Return whether some rows between two numbers need not be read, because another row group begins there."""
-        if self._row_groups is None:
-            return False
-        one, other = np.searchsorted(self._row_groups, [index, first], side="right")
-        return bool(one != other)
+    def _rows(self, url: str, columns: Sequence[str] | None, first: int = 0) -> Iterator[Row]:
+        return iter_rows(
+            url, self._storage, columns=columns, first=first, header=self._options.header
+        )
 
     def _check_names(self, row: Row, url: str) -> None:
         """Look at the names of the columns of a table, if all of them are packed: they may be a row.
@@ -212,7 +181,7 @@ class TableSource(Source):
         Raises:
             SourceError: If one is the path or URL of a file.
         """
-        if self._fields or self._header or not row.is_text:
+        if self._fields or self._options.header or not row.is_text:
             return
         names = [name for name in row.cells if name]
         values = [name for name in names if is_value(name)]
@@ -227,16 +196,17 @@ class TableSource(Source):
             )
         _log.warning("%s: %s; if it is, name the columns with --header path,caption", url, problem)
 
-    def _record(self, index: int, url: str, row: Row, make_key: KeyMaker) -> Record:
-        root = self._root or parent_url(url)
+    def _record(self, number: int, item: tuple[str, Row], make_key: KeyMaker) -> Record:
+        """Make the record of a row; one that lacks a column, or has a value that does not fit its field, gets an error."""
+        url, row = item
+        root = self._options.root or parent_url(url)
         try:
-            names = self._names(row.checked(), index)
-            fields = self._converted(row, root, is_first=index == 0)
-            if index == 0:
+            names = self._names(row.checked(), number)
+            fields = self._converted(row, root, is_first=number == 0)
+            if number == 0:
                 self._warn_of_unknown_fields(row)
-            if (
-                self._storage.local_path(url) is None
-            ):  # a local one is trusted as the command line is
+            # A local table is trusted as the command line is.
+            if self._storage.local_path(url) is None:
                 self._check_places(row, fields, root)
         except SourceError as error:
             return Record("", {}, row.where, error)
@@ -290,7 +260,7 @@ class TableSource(Source):
         for value in fields.values():
             if not isinstance(value, FileRef) or is_under(value.url, root):
                 continue
-            if not any(is_under(value.url, prefix) for prefix in self._allowed):
+            if not any(is_under(value.url, prefix) for prefix in self._options.allow):
                 raise row.error(
                     f"it names {redact(value.url)}, which is not under {redact(root)}; if you trust the table, name the folder of its files with "
                     f"root= (--root), or allow such names: allow=[{redact(parent_url(value.url))!r}] (--allow)"
@@ -327,27 +297,6 @@ class TableSource(Source):
             return None
         keys = [] if self._key_column is None else [self._key_column]
         return list(dict.fromkeys([*self._fields.values(), *keys]))
-
-
-def _iter_tables(
-    urls: Sequence[str],
-    storage: Storage,
-    columns: list[str] | None,
-    first: int,
-    header: Sequence[str],
-) -> Iterator[tuple[int, str, Row]]:
-    """Yield number, table and row from a number on; where a table does not store its length, from its first row on."""
-    index = 0
-    for url in urls:
-        groups = count_rows(url, storage) if index < first else None
-        count = None if groups is None else sum(groups)
-        skipped = 0 if count is None else min(count, first - index)
-        index += skipped
-        if skipped and skipped == count:
-            continue
-        for row in iter_rows(url, storage, columns=columns, first=skipped, header=header):
-            yield index, url, row
-            index += 1
 
 
 def _unmapped(row: Row, *, is_first: bool) -> dict[str, Any]:
