@@ -51,7 +51,7 @@ LIMITS = {
     "next batch": (16, 56),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
-    "ShardWriter, 40 samples": (20, 108),
+    "ShardWriter, 40 samples": (20, 99),
 }
 SAMPLES, BATCH_SIZE = 40, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

@@ -302,6 +302,26 @@ def test_failed_shard_upload_raises(
     assert not writer_threads()
 
 
+def test_writer_whose_shard_is_missing_stays_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file, failures = LocalFolder.open, iter([StorageError("refused")])
+
+    def fail_once(folder: LocalFolder, name: str) -> PendingFile:
+        if name == "000000.tar.idx" and (error := next(failures, None)) is not None:
+            raise error
+        return open_file(folder, name)
+
+    monkeypatch.setattr(LocalFolder, "open", fail_once)
+    writer = ShardWriter(tmp_path, max_samples=1)
+    writer.write({"cls": 0})
+    writer.write({"cls": 1})
+    for act in (writer.drain, writer.drain, lambda: writer.write({"cls": 2}), writer.close):
+        with pytest.raises(StorageError, match="refused"):
+            act()
+    assert not [name for name in names(tmp_path) if name.startswith(("0", "index"))]
+
+
 FULL_DISK = """
 import resource, signal, sys
 from shardstream.packing import ShardWriter

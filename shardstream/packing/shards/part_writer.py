@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger
 from shardstream.format import (
@@ -72,24 +71,25 @@ class PartWriter:
         """Samples so far."""
         self.size_bytes = 0
         """Bytes of the tars so far, without their ends."""
+        self.shards: list[ShardInfo] = []
+        """The published shards, in order; all of them after `finish`."""
         self.fields = Counter[str]()
         """Number of samples that have each field, in the finished shards."""
         self.columns: list[ColumnSummary] = []
         """Number and type of the values of columns, for each finished shard."""
         self._folder, self._limits, self._name = folder, limits, name
-        self._publisher = _Publisher(folder, check_owner=check_owner, replaces=replaces)
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
-        self._begun = 0
+        self._check_owner, self._replaces = check_owner, replaces
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
+        self._begun = 0
+        self._in_flight: deque[Future[ShardInfo]] = deque()
+        self._etags: dict[str, str] = {}
         self._is_open = True
         self._error: BaseException | None = None
+        # No thread is started before it is needed: a process may write thousands of small parts.
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
+        self._publishing = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-publish")
         keep_freed_memory()
-
-    @property
-    def shards(self) -> Sequence[ShardInfo]:
-        """The published shards, in order; all of them after `finish`."""
-        return self._publisher.published
 
     def write(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
         """Append a sample; begin another shard where it exceeds a limit.
@@ -102,7 +102,8 @@ class PartWriter:
         pieces = sample_pieces(key, fields)
         size = sum(map(len, pieces))
         try:
-            self._publisher.check()
+            if self._in_flight and self._in_flight[0].done():
+                self._wait(len(self._in_flight) - 1)
             shard = self._shard
             if shard is not None and (
                 shard.nsamples >= self._limits.max_samples
@@ -125,7 +126,11 @@ class PartWriter:
             StorageError: If this or an earlier shard cannot be written.
         """
         self._check_usable()
-        self._end_shard()
+        try:
+            self._end_shard()
+        except BaseException as error:
+            self._error = error
+            raise
 
     def drain(self) -> None:
         """Wait until the shards that are full so far are published.
@@ -133,7 +138,7 @@ class PartWriter:
         Raises:
             StorageError: If one cannot be published.
         """
-        self._publisher.drain()
+        self._wait(0)
 
     def finish(self) -> None:
         """Publish the last shard, and wait until all are published.
@@ -142,7 +147,7 @@ class PartWriter:
             StorageError: If one cannot be published.
         """
         self.end()
-        self.drain()
+        self._wait(0)
 
     def check_in_place(self) -> None:
         """Compare the folder with the published files: sizes, and the ETags of S3 servers.
@@ -150,7 +155,22 @@ class PartWriter:
         Raises:
             StorageError: If a shard or its index is missing, or is another one.
         """
-        self._publisher.check_in_place()
+        files = self._folder.list_files()
+        for info in self.shards:
+            tar, index = files.get(info.url), files.get(info.url + INDEX_SUFFIX)
+            index_bytes = OFFSET_BYTES * ((info.nsamples or 0) + 1)
+            etag = self._etags.get(info.url, "")
+            if (
+                tar is None
+                or index is None
+                or (tar.size_or_none, index.size_or_none) != (info.filesize, index_bytes)
+                or etag not in (tar.version or etag)
+            ):
+                raise StorageError(
+                    "the shard or its index was replaced or deleted while others were written, by another pack or "
+                    "ShardWriter or by hand; nothing is published, run this again",
+                    shard=join_url(self._folder.url, info.url),
+                )
 
     def close(self) -> None:
         """Drop the shards that are not being published yet, and end the threads; a second call does nothing."""
@@ -159,7 +179,7 @@ class PartWriter:
             self._pending.discard()
             self._pending = self._shard = None
         self._hashing.shutdown(wait=True, cancel_futures=True)
-        self._publisher.stop()
+        self._publishing.shutdown(wait=True)
 
     def _check_usable(self) -> None:
         if not self._is_open:
@@ -177,119 +197,32 @@ class PartWriter:
         return self._shard
 
     def _end_shard(self) -> None:
-        """Finish the current shard, if there is one, and hand it over to be published."""
+        """Finish the current shard, if there is one, and hand it over to be published; wait while two others are in flight."""
         shard, pending = self._shard, self._pending
         if shard is None or pending is None:
             return
-        if not shard.nsamples:  # its first sample was refused
+        if shard.nsamples:
+            info = shard.finish()
+            others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
+            columns = shard.column_file(info)
+            if columns is not None:
+                others[info.columns_url] = columns
+                self.columns.append(shard.column_summary)
+            self.fields.update(shard.fields)
+            self._wait(_IN_FLIGHT - 1)
+            before = self._in_flight[-1] if self._in_flight else None
+            self._in_flight.append(
+                self._publishing.submit(self._publish, pending, info, others, before)
+            )
+        else:  # its first sample was refused
             pending.discard()
-            self._shard = self._pending = None
-            return
-        info = shard.finish()
-        others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
-        columns = shard.column_file(info)
-        if columns is not None:
-            others[info.columns_url] = columns
-            self.columns.append(shard.column_summary)
-        self.fields.update(shard.fields)
         self._shard = self._pending = None
-        self._publisher.send(pending, info, others)
 
-
-class _Upload(NamedTuple):
-    future: Future[ShardInfo]
-    tar: PendingFile
-
-
-class _Publisher:
-    """Flushes and publishes shards with the files next to them in threads, in order; an error is raised by the next call.
-
-    Args:
-        folder: Folder of the dataset.
-        check_owner: Called before each shard is published; raises if another job has taken the folder over.
-        replaces: Whether shards of these names may exist already.
-    """
-
-    def __init__(
-        self, folder: OutputFolder, *, check_owner: Callable[[], None], replaces: bool
-    ) -> None:
-        self.published: list[ShardInfo] = []
-        """Shards that are published, in order."""
-        self._folder, self._check_owner, self._replaces = folder, check_owner, replaces
-        self._etags: dict[str, str] = {}
-        self._is_stopped = False
-        self._uploads: deque[_Upload] = deque()
-        # The disk flushes several files at once. Each shard is published after the one before it.
-        self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-publish")
-
-    def send(self, tar: PendingFile, info: ShardInfo, others: Mapping[str, bytes]) -> None:
-        """Queue a finished shard; wait while two others are in flight.
-
-        Args:
-            tar: Its bytes.
-            info: Its entry in the manifest.
-            others: Name -> bytes of its index, and of the other files next to it.
-
-        Raises:
-            StorageError: If an earlier one could not be published.
-        """
-        try:
-            while len(self._uploads) >= _IN_FLIGHT:
-                self._take_oldest()
-        except BaseException:
-            tar.discard()
-            raise
-        before = self._uploads[-1].future if self._uploads else None
-        future = self._pool.submit(self._publish, tar, info, others, before)
-        self._uploads.append(_Upload(future, tar))
-
-    def check(self) -> None:
-        """Raise the error of a shard that could not be published, if there is one.
-
-        Raises:
-            StorageError: That error.
-        """
-        if self._uploads and self._uploads[0].future.done():
-            self._take_oldest()
-
-    def drain(self) -> None:
-        """Wait until all are published.
-
-        Raises:
-            StorageError: If one could not be published.
-        """
-        while self._uploads:
-            self._take_oldest()
-
-    def check_in_place(self) -> None:
-        """Compare the folder with the published files (see `PartWriter.check_in_place`)."""
-        files = self._folder.list_files()
-        for info in self.published:
-            tar, index = files.get(info.url), files.get(info.url + INDEX_SUFFIX)
-            index_bytes = OFFSET_BYTES * ((info.nsamples or 0) + 1)
-            etag = self._etags.get(info.url, "")
-            if (
-                tar is None
-                or index is None
-                or (tar.size_or_none, index.size_or_none) != (info.filesize, index_bytes)
-                or etag not in (tar.version or etag)
-            ):
-                raise StorageError(
-                    "the shard or its index was replaced or deleted while others were written, by another pack or "
-                    "ShardWriter or by hand; nothing is published, run this again",
-                    shard=join_url(self._folder.url, info.url),
-                )
-
-    def stop(self) -> None:
-        """Drop waiting shards, wait for the one in flight, end the threads; a second call does nothing."""
-        self._is_stopped = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for upload in self._uploads:
-            upload.tar.discard()
-        self._uploads.clear()
-
-    def _take_oldest(self) -> None:
-        self.published.append(self._uploads.popleft().future.result())
+    def _wait(self, most: int) -> None:
+        """Wait until at most ``most`` shards are in flight. One that has failed stays there: later calls must fail, too."""
+        while len(self._in_flight) > most:
+            self.shards.append(self._in_flight[0].result())
+            self._in_flight.popleft()
 
     def _publish(
         self,
@@ -309,12 +242,17 @@ class _Publisher:
                 file.end()
             if before is not None:
                 before.result()  # if it has failed, it must not be missing before this one
-                if self._is_stopped:
-                    raise StorageError(
-                        "the writer was stopped before the shard was published", shard=info.url
-                    )
+                if not self._is_open:
+                    raise StorageError("the writer was closed before", shard=info.url)
             self._check_owner()
-            self._commit(files, info.url + INDEX_SUFFIX)
+            if self._replaces:
+                # An old index is never next to the new shard, nor the new one next to the old shard.
+                self._folder.remove(info.url + INDEX_SUFFIX)
+                self._folder.commit(tar)
+                self._folder.sync()
+                self._folder.commit(*files[1:])
+            else:
+                self._folder.commit(*files)
         finally:
             for file in files:
                 file.discard()
@@ -322,14 +260,3 @@ class _Publisher:
             self._etags[info.url] = tar.etag
         _log.info("published %s/%s: %s samples", self._folder.url, info.url, info.nsamples)
         return info
-
-    def _commit(self, files: Sequence[PendingFile], index_name: str) -> None:
-        tar, *others = files
-        if not self._replaces:
-            self._folder.commit(tar, *others)
-            return
-        # An old index is never next to the new shard, nor the new one next to the old shard.
-        self._folder.remove(index_name)
-        self._folder.commit(tar)
-        self._folder.sync()
-        self._folder.commit(*others)

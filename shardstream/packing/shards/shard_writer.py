@@ -167,7 +167,10 @@ class ShardWriter:
                 )
             self._part.finish()
             if self._limits.columns is not None:
-                check_summaries(self._limits.columns, self._part.columns, self._part.nsamples)
+                for warning in check_summaries(
+                    self._limits.columns, self._part.columns, self._part.nsamples
+                ):
+                    _log.warning("%s: %s", self.folder, warning)
             self._prepare_first_change()
             self._part.check_in_place()
             self._remove_stale()
