@@ -12,7 +12,7 @@ A record passes through these folders and files:
 parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``opened_shards`` opens the shards.
 ``join_fields`` adds fields of other shards and tables (``added_source``, ``added_table``) by key, which it finds in a ``key_index``
 (``key_hashes`` sorts it). Packed data pass through ``shard_scan``
-for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows shards and single samples.
+for ``index`` and ``verify`` (with ``shard_checks``); ``inspect`` shows shards and single samples.
 """
 
 from shardstream.packing.encode import (
@@ -24,7 +24,7 @@ from shardstream.packing.encode import (
     has_encoder,
 )
 from shardstream.packing.images import ImageOptions, reencode
-from shardstream.packing.indexing import index
+from shardstream.packing.index import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
 from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
 from shardstream.packing.job.journal import FinishedShard, Journal, Task, read_journal
@@ -66,7 +66,7 @@ from shardstream.packing.sources.samples_source import SamplesSource
 from shardstream.packing.sources.source import FileRef, Record, Source, SourceOptions
 from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
 from shardstream.packing.sources.tables import iter_rows
-from shardstream.packing.verification import VerifyReport, verify
+from shardstream.packing.verify import VerifyReport, verify
 
 __all__ = [
     "DEFAULT_MAX_BYTES",

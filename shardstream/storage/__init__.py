@@ -3,6 +3,7 @@
 A URL becomes bytes in these steps:
 
     discover, url_patterns, check_manifest_urls   URL, pattern, list or manifest -> shards
+    find_tars                    the same for tars alone, whatever a manifest lists
     listing, listing_pages, journal_marker   files below a folder, page by page; refuse a dataset that is not finished
     file_list, row_file, temporary_file      many files sorted by path, in bounded memory
     store, clients               one door for all stores; clients are opened once in each process
@@ -42,21 +43,16 @@ from shardstream.storage.check_manifest_urls import check_names, is_under
 from shardstream.storage.clients import Clients, protocol_of
 from shardstream.storage.concurrency import AdaptiveLimit, Slot, hints_of
 from shardstream.storage.discover import (
-    TAR_SUFFIXES,
     LocatedShards,
-    Urls,
     absolute_urls,
     check_folder_finished,
-    expand_urls,
-    is_compressed,
-    is_tar,
     locate_shards,
     read_manifest,
-    warn_of_links,
 )
 from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.file_list import FileList, FileRows, ListedFile
+from shardstream.storage.find_tars import cached_look_up, find_tars
 from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
 from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
 from shardstream.storage.journal_marker import (
@@ -107,7 +103,14 @@ from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url,
 from shardstream.storage.temporary_file import TemporaryFile
 from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
 from shardstream.storage.url_globs import is_glob
-from shardstream.storage.url_patterns import expand_braces
+from shardstream.storage.url_patterns import (
+    TAR_SUFFIXES,
+    Urls,
+    expand_braces,
+    expand_urls,
+    is_compressed,
+    is_tar,
+)
 
 if TYPE_CHECKING:
     from shardstream.storage.obstore_client import ObstoreReader
@@ -156,6 +159,7 @@ __all__ = [
     "absolute_url",
     "absolute_urls",
     "broken_link",
+    "cached_look_up",
     "check_finished",
     "check_folder_finished",
     "check_map",
@@ -167,6 +171,7 @@ __all__ = [
     "expand_braces",
     "expand_urls",
     "final_name",
+    "find_tars",
     "fingerprint_of_shards",
     "has_lost_obstore_threads",
     "hints_of",
@@ -211,7 +216,6 @@ __all__ = [
     "sort_rows",
     "translate_errors",
     "version_of",
-    "warn_of_links",
     "warn_of_rare_fields",
 ]
 

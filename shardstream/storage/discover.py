@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import posixpath
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from urllib.parse import urlsplit
 
 from shardstream.errors import (
     AccessDeniedError,
@@ -31,7 +28,13 @@ from shardstream.format import (
     num_samples,
 )
 from shardstream.storage.check_manifest_urls import check_names
-from shardstream.storage.clients import is_known_protocol, with_one_protocol
+from shardstream.storage.clients import with_one_protocol
+from shardstream.storage.find_tars import (
+    glob_tars,
+    no_tars_error,
+    tars_of_folder,
+    warn_of_links,
+)
 from shardstream.storage.journal_marker import check_finished, journal_name
 from shardstream.storage.local_files import read_range
 from shardstream.storage.paged_shards import PagedShards
@@ -42,12 +45,10 @@ from shardstream.storage.store import (
     join_url,
     parent_url,
 )
-from shardstream.storage.url_globs import is_glob
-from shardstream.storage.url_patterns import expand_braces, has_glob_signs, without_query
+from shardstream.storage.url_globs import explain_web_folder, is_glob
+from shardstream.storage.url_patterns import Urls, expand_urls, is_tar
 
 _log = get_logger(__name__)
-TAR_SUFFIXES = (".tar",)
-COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Limits of the indexes that are read with the manifest; workers read further or larger ones themselves.
 INDEXES, INDEXES_BYTES = 48, 1 << 20
@@ -56,10 +57,6 @@ _SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _SMALL_MANIFEST_BYTES = 64 << 20
 FOLDERS_LIMIT = 10_000  # each is listed once
-
-
-Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""Location of a dataset: a URL or path of a tar, pattern, folder or manifest, or several."""
 
 
 def absolute_urls(urls: Urls) -> Urls:
@@ -105,39 +102,6 @@ class AllIndexed(Container[str]):
         return True
 
 
-def is_tar(name: str) -> bool:
-    """Return whether a file name has the suffix of a shard."""
-    return without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
-
-
-def is_compressed(name: str) -> bool:
-    """Return whether a shard is compressed, so that it can only be read from start to end."""
-    return without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
-
-
-def expand_urls(urls: Urls) -> list[str]:
-    """Expand ``::`` joins and brace patterns, in order; an fsspec chain (``simplecache::s3://…``) stays one URL.
-
-    >>> expand_urls("a-{00..02}.tar::b.tar")
-    ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
-
-    Raises:
-        OptionError: If a brace is not closed, or the patterns expand to too many URLs (see `url_patterns`).
-    """
-    expanded: list[str] = []
-    for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
-        text = os.fspath(part)
-        patterns = _split_join(text) if "::" in text and not _is_path(text) else [text]
-        expanded += expand_braces(*patterns) if "{" in text else patterns
-    return expanded
-
-
-def _is_path(text: str) -> bool:
-    """Return whether a text with ``::`` is a path of this machine, or a pattern in a folder of this machine."""
-    folder = os.path.dirname(text)
-    return os.path.exists(text) or ("::" in folder and os.path.exists(folder))
-
-
 def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     """Find the shards of a dataset.
 
@@ -164,7 +128,7 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         if url.startswith("pipe:"):
             storage.resolve(url)  # raises the error
         elif is_glob(url, storage):
-            found = _globbed(url, storage)
+            found = [tar.url for tar in glob_tars(url, storage)]
             globbed.update(map(parent_url, found))
             tars += found
         elif is_tar(url):
@@ -262,80 +226,6 @@ def _absolute(shard: ShardInfo, folder: str) -> ShardInfo:
     """Return a shard of the manifest in a folder with absolute URLs."""
     index = None if shard.index is None else join_url(folder, shard.index)
     return replace(shard, url=join_url(folder, shard.url), index=index)
-
-
-def _split_join(text: str) -> Iterable[str]:
-    chain = ""
-    *heads, last = text.split("::")
-    for part in heads:
-        if part.isalnum() and is_known_protocol(part):
-            chain += f"{part}::"  # the head of an fsspec chain, not a file
-        else:
-            yield chain + part
-            chain = ""
-    yield chain + last  # even if it is the name of a protocol: a folder may be called "data"
-
-
-def _globbed(pattern: str, storage: Storage) -> list[str]:
-    with _explain_web_folder(pattern):
-        folder = parent_url(pattern)
-        if pattern.startswith(_HTTP) and not has_glob_signs(folder):  # the links of the folder
-            linked = _tars_of_folder(folder, storage.list_folder(folder)[0])
-            name = pattern.rsplit("/", 1)[-1]
-            found = [file for file in linked if fnmatchcase(file.url.rsplit("/", 1)[-1], name)]
-        else:
-            found = [file for file in storage.glob(pattern) if is_tar(file.url)]
-    warn_of_links(pattern, found)
-    if not found:
-        raise NotFoundError(
-            "no shard matches this pattern; check it, and that the names of the shards end in .tar",
-            shard=pattern,
-        )
-    return [file.url for file in found]
-
-
-def _tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
-    """Return the tars right in a folder; those that a web page links to, each once, whatever the links look like."""
-    tars = [file for file in files if is_tar(file.url)]
-    if not folder.startswith(_HTTP):
-        return tars
-    host, path = urlsplit(folder)[1:3]
-    by_path: dict[str, FileInfo] = {}
-    for file in sorted(
-        tars, key=lambda file: "?" in file.url
-    ):  # a link without a query is preferred
-        parts = urlsplit(file.url)
-        clean = posixpath.normpath(parts.path)
-        if parts.netloc == host and posixpath.dirname(clean) == posixpath.normpath(path or "/"):
-            by_path.setdefault(clean, replace(file, url=parts._replace(path=clean).geturl()))
-    return [by_path[one] for one in sorted(by_path)]
-
-
-def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
-    """Warn that the tars of a web folder are those that a page links to, which is no exact list."""
-    if tars and url.startswith(_HTTP):
-        _log.warning(
-            "%s: the tars are the %d that this page links to, and a page may leave some out. Compare their number, "
-            "name them by a pattern such as {000000..000099}.tar, or put an index.json there",
-            url,
-            len(tars),
-        )
-
-
-@contextmanager
-def _explain_web_folder(url: str) -> Iterator[None]:
-    """Say how the shards of a web server that does not list them can be named."""
-    try:
-        yield
-    except (NotFoundError, AccessDeniedError) as error:
-        if not url.startswith(_HTTP):
-            raise
-        raise type(error)(
-            "this folder has no index.json, and the web server does not list it (or refuses access)",
-            remedy="name the shards by a pattern such as {000000..000099}.tar, "
-            "or put an index.json there with 'shardstream index'",
-            shard=url,
-        ) from error
 
 
 def _from_manifest(
@@ -455,29 +345,19 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if found is not None and url.startswith(_HTTP):  # the folder need not be listed
         manifest_file = FileInfo(url=join_url(url, MANIFEST_NAME), size_or_none=None)
         return _from_manifest(manifest_file, storage, found=found)
-    with _explain_web_folder(url):
+    with explain_web_folder(url):
         files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
         return _from_manifest(by_name[MANIFEST_NAME], storage, files, found)
     _check_finished(url, by_name, storage)
-    tars = _tars_of_folder(url, files)
+    tars = tars_of_folder(url, files)
     warn_of_links(url, tars)
     if tars and url.startswith(_HTTP):  # the page has no sizes
         return _from_tars([tar.url for tar in tars], storage, ())
     if tars:
         return _with_indexes(tars, by_name, storage)
-    path = storage.local_path(url)
-    if path is not None and os.path.isfile(path):
-        raise StorageError(
-            "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
-        )
-    contents = ", ".join([f"{folder}/" for folder in folders[:5]] + list(by_name)[:5]) or "nothing"
-    raise StorageError(
-        f"no index.json and no .tar here (found: {contents}); name the folder that holds the shards, "
-        "or pack them with 'shardstream pack'",
-        shard=url,
-    )
+    raise no_tars_error(url, list(by_name), folders, storage)
 
 
 def check_folder_finished(folder: str, storage: Storage) -> None:

@@ -20,12 +20,12 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.storage.atomic_write import is_part
-from shardstream.storage.discover import is_tar
 from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.journal_marker import check_finished, is_journal
 from shardstream.storage.row_file import sort_rows
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 from shardstream.storage.url_globs import relative_paths
+from shardstream.storage.url_patterns import is_tar
 
 _log = get_logger(__name__)
 

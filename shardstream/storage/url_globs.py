@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from fsspec.utils import glob_translate
 
-from shardstream.errors import NotFoundError, OptionError
+from shardstream.errors import AccessDeniedError, NotFoundError, OptionError
 from shardstream.storage.url_patterns import has_glob_signs, simplify_glob
 
 if TYPE_CHECKING:
@@ -84,4 +84,20 @@ def _translate(pattern: str) -> Callable[[str], object]:
     except ValueError as error:
         raise OptionError(
             f"the pattern {pattern!r} is no glob: {error}; '**' stands for folders, as in '**/*.tar'"
+        ) from error
+
+
+@contextmanager
+def explain_web_folder(url: str) -> Iterator[None]:
+    """Say how the shards of a web server that does not list them can be named."""
+    try:
+        yield
+    except (NotFoundError, AccessDeniedError) as error:
+        if not url.startswith(("http://", "https://")):
+            raise
+        raise type(error)(
+            "this folder has no index.json, and the web server does not list it (or refuses access)",
+            remedy="name the shards by a pattern such as {000000..000099}.tar, "
+            "or put an index.json there with 'shardstream index'",
+            shard=url,
         ) from error

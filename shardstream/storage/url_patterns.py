@@ -1,14 +1,17 @@
-"""Expand brace patterns and simplify globs, with limits on the number of URLs and on the time of a match."""
+"""Expand brace patterns and ``::`` joins, recognise tars, and simplify globs, with limits on the number of URLs and on the time of a match."""
 
 from __future__ import annotations
 
+import os
 import re
 import reprlib
 import string
+from collections.abc import Iterable, Sequence
 
 import braceexpand
 
 from shardstream.errors import OptionError
+from shardstream.storage.clients import is_known_protocol
 
 URLS_LIMIT = 1_000_000
 _TEXT_LIMIT = 65_536
@@ -20,6 +23,56 @@ _MAX_DIGITS = 18
 _BEYOND: int = 10**_MAX_DIGITS
 _GLOB = re.compile(r"[*?\[]")
 _BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
+TAR_SUFFIXES = (".tar",)
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
+
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Location of a dataset: a URL or path of a tar, pattern, folder or manifest, or several."""
+
+
+def is_tar(name: str) -> bool:
+    """Return whether a file name has the suffix of a shard."""
+    return without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
+
+
+def is_compressed(name: str) -> bool:
+    """Return whether a shard is compressed, so that it can only be read from start to end."""
+    return without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
+
+
+def expand_urls(urls: Urls) -> list[str]:
+    """Expand ``::`` joins and brace patterns, in order; an fsspec chain (``simplecache::s3://…``) stays one URL.
+
+    >>> expand_urls("a-{00..02}.tar::b.tar")
+    ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
+
+    Raises:
+        OptionError: If a brace is not closed, or the patterns expand to too many URLs (see `url_patterns`).
+    """
+    expanded: list[str] = []
+    for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
+        text = os.fspath(part)
+        patterns = _split_join(text) if "::" in text and not _is_path(text) else [text]
+        expanded += expand_braces(*patterns) if "{" in text else patterns
+    return expanded
+
+
+def _is_path(text: str) -> bool:
+    """Return whether a text with ``::`` is a path of this machine, or a pattern in a folder of this machine."""
+    folder = os.path.dirname(text)
+    return os.path.exists(text) or ("::" in folder and os.path.exists(folder))
+
+
+def _split_join(text: str) -> Iterable[str]:
+    chain = ""
+    *heads, last = text.split("::")
+    for part in heads:
+        if part.isalnum() and is_known_protocol(part):
+            chain += f"{part}::"  # the head of an fsspec chain, not a file
+        else:
+            yield chain + part
+            chain = ""
+    yield chain + last  # even if it is the name of a protocol: a folder may be called "data"
 
 
 def expand_braces(*patterns: str, limit: int = URLS_LIMIT) -> list[str]:

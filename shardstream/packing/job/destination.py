@@ -26,7 +26,7 @@ from shardstream.packing.job.journal import (
     read_listed,
 )
 from shardstream.packing.key_index import is_key_index
-from shardstream.packing.shards.manifest_files import read_manifest_shards
+from shardstream.packing.shards.manifest_files import read_old_manifest
 from shardstream.storage import (
     OutputFolder,
     final_name,
@@ -358,7 +358,7 @@ def _published_error(names: ShardNames) -> OptionError:
 
 def _is_published_by(journal: Journal) -> bool:
     """Return whether the published dataset is that of a journal, whose run was stopped before it deleted the journal."""
-    shards = read_manifest_shards(journal.folder)
+    shards = read_old_manifest(journal.folder).shards
     return bool(shards) and shards == tuple(one.info for one in journal.finished)
 
 
@@ -377,5 +377,5 @@ def _intact_shards(
 
 
 def _shards_in_manifest(folder: OutputFolder, files: Mapping[str, int]) -> frozenset[str]:
-    shards = read_manifest_shards(folder) if MANIFEST_NAME in files else ()
+    shards = read_old_manifest(folder).shards if MANIFEST_NAME in files else ()
     return frozenset(shard.url for shard in shards if is_deletable(shard.url))

@@ -184,8 +184,8 @@ def place_of(shard: int, count: int) -> Places:
 
 def find_repeated_keys(
     keys: KeyHashes, shards: Sequence[ShardInfo], read_keys: ReadKeys
-) -> RepeatedKeys:
-    """Find keys that samples of several shards have.
+) -> RepeatedKeys | None:
+    """Find keys that samples of several shards have; None if all keys differ.
 
     Args:
         keys: The keys of all shards, with their places (see `place_of`).
@@ -206,7 +206,7 @@ def find_repeated_keys(
         RepeatedKey(key, *(shards[place >> _SAMPLE_BITS].url for place in pair))
         for key, *pair in found
     ]
-    return RepeatedKeys(listed, others)
+    return RepeatedKeys(listed, others) if listed else None
 
 
 def refuse_repeated_keys(
@@ -232,7 +232,7 @@ def refuse_repeated_keys(
         return [read_key(partial(folder.read, name), url, offsets, sample) for sample in samples]
 
     found = find_repeated_keys(keys, shards, read_keys)
-    if found.listed:
+    if found is not None:
         raise SourceError(f"{found}; nothing is published", remedy=OTHER_KEYS, shard=folder.url)
 
 

@@ -56,7 +56,7 @@ from shardstream.packing.job.report import (
 from shardstream.packing.key_index import is_key_index
 from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.shards.manifest_files import (
-    read_manifest_shards,
+    read_old_manifest,
     remove_old_pages,
     write_manifest_files,
 )
@@ -369,7 +369,7 @@ def _checked(folder: OutputFolder) -> _Publication:
         raise _no_job_error(url, files, journal)
     journal.finished.clear()
     if PUBLISHED in options and options[PUBLISHED] == _published_now(folder, files):
-        shards = read_manifest_shards(folder)
+        shards = tuple(read_old_manifest(folder).shards)
         manifest = Manifest(shards=shards, name=str(options["name"]), fields={})
         return _Publication(
             folder, files, journal, manifest, _report_of(url, manifest, begin_s), True

@@ -35,7 +35,7 @@ class ColumnBuilder:
     """
 
     def __init__(self, columns: Sequence[Column], shard: str) -> None:
-        self._columns = columns
+        self.columns = columns
         self._shard = shard
         self._values: dict[Column, dict[str, Any]] = {column: {} for column in columns}
         self._kinds: dict[Column, tuple[str, str]] = {}
@@ -55,7 +55,7 @@ class ColumnBuilder:
         if found is None:
             found = self._by_field[field] = [
                 column
-                for column in self._columns
+                for column in self.columns
                 if column.source == field.lower()
                 or (_is_json(field) and column.source.startswith(f"{field.lower()}."))
             ]

@@ -9,7 +9,6 @@ from shardstream.errors import ManifestError, NotFoundError
 from shardstream.format import (
     MANIFEST_NAME,
     Manifest,
-    ShardInfo,
     decode_manifest,
     decode_pages,
     is_pages_name,
@@ -38,13 +37,14 @@ def remove_old_pages(
             folder.remove(name)
 
 
-def read_manifest_shards(folder: OutputFolder) -> tuple[ShardInfo, ...]:
-    """Return the shards that the manifest of a folder lists; none if it is invalid."""
+def read_old_manifest(folder: OutputFolder) -> Manifest:
+    """Return the manifest of a folder, to be replaced; an empty one if there is none, or it is invalid."""
     url = join_url(folder.url, MANIFEST_NAME)
     try:
         manifest = decode_manifest(folder.read(MANIFEST_NAME), url=url)
         if isinstance(manifest, Manifest):
-            return tuple(manifest.shards)
-        return decode_pages(partial(folder.read, manifest.pages_name), manifest, url=url)
+            return manifest
+        shards = decode_pages(partial(folder.read, manifest.pages_name), manifest, url=url)
+        return Manifest(shards=shards, name=manifest.name, fields=manifest.fields)
     except (ManifestError, NotFoundError):
-        return ()
+        return Manifest(shards=())

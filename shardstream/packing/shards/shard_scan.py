@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from typing import BinaryIO, Self, TypeVar, cast
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, BinaryIO, Literal, Self, cast
 
-from shardstream.errors import OptionError, WorkerError, plural
+from shardstream.errors import ChangedError, OptionError, WorkerError, plural
 from shardstream.format import (
     ForwardReader,
     Member,
@@ -24,8 +25,19 @@ from shardstream.format import (
     scan_members,
     split_member_name,
 )
+from shardstream.packing.job.key_hashes import (
+    KeyHashes,
+    decode_hashes,
+    encode_hashes,
+    hash_keys,
+    place_of,
+)
 from shardstream.packing.job.report import Progress, ProgressFunction, logged
-from shardstream.packing.shards.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
+from shardstream.packing.shards.column_builder import (
+    VALUE_LIMIT_BYTES,
+    ColumnBuilder,
+    ColumnSummary,
+)
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed, map_file
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
@@ -36,7 +48,80 @@ DEFAULT_THREADS = 4  # that read tars
 _LOCAL_READ_BYTES = 1 << 20
 _HEADERS_READ_BYTES = 256 << 10  # at a time, where larger bodies are skipped
 OnImage = Callable[[int, str, str, bytes], None]
-_Task = TypeVar("_Task", bound=Task)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        shard: URL of the shard, or of its index.
+        what: Description of the problem.
+        remedy: One action; empty if none is known.
+        offset: Byte offset in that file.
+        key: Key of the sample.
+        severity: An error loses or changes samples, or stops a reader; a warning does not.
+    """
+
+    shard: str
+    what: str
+    remedy: str = ""
+    offset: int | None = None
+    key: str | None = None
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        location = self.shard
+        if self.offset is not None:
+            location += f", byte {self.offset}"
+        if self.key is not None:
+            location += f", sample {self.key!r}"
+        return f"{location}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardResult:
+    """Result of a task that reads one tar.
+
+    Args:
+        problems: Findings about it.
+        nsamples: Number of its samples; None if they cannot be read.
+        nbytes: Bytes read.
+        sha256: Hex digits, if the bytes were hashed.
+        fields: Number of samples that have each field.
+        columns: Columns of its file of columns (``name=source``); None if there is none.
+        summary: Number and type of the values of columns.
+        key_hashes: Hashes of all keys, in order (see `encode_hashes`).
+    """
+
+    problems: Sequence[Problem] = ()
+    nsamples: int | None = None
+    nbytes: int = 0
+    sha256: str | None = None
+    fields: Mapping[str, int] = field(default_factory=dict)
+    columns: Sequence[str] | None = None
+    summary: ColumnSummary = field(default_factory=dict)
+    key_hashes: str = ""
+
+    @property
+    def errors(self) -> int:
+        """Number of problems that are not warnings."""
+        return sum(one.severity == "error" for one in self.problems)
+
+    def with_samples(self, scan: ShardScan) -> ShardResult:
+        """Return the result with the samples of the shard."""
+        hashes = encode_hashes(hash_keys(scan.keys))  # shorter than a million numbers in JSON
+        return replace(self, nsamples=len(scan.keys), fields=scan.fields, key_hashes=hashes)
+
+    def encode(self) -> dict[str, JSON]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, document: Mapping[str, Any]) -> ShardResult:
+        """Read what `encode` has returned."""
+        problems = [Problem(**one) for one in document["problems"]]
+        return cls(**{**document, "problems": problems})
 
 
 class StoppedError(Exception):
@@ -59,6 +144,8 @@ class ProgressMeter:
         self._progress = logged(title, progress)
         self._update = Progress(0, 0, 0, None, total_bytes=total)
         self._retries = RetryCount(executor)
+        # Tasks in other processes have no meter that counts their bytes.
+        self._counts_bytes_of_shards = executor is not None
         self._lock = threading.Lock()
         self.stopped = Cancellation()
 
@@ -72,15 +159,14 @@ class ProgressMeter:
             raise StoppedError
         self._report(size_bytes=count)
 
-    def add_shard(self, samples: int, failures: int, size_bytes: int = 0) -> None:
-        """Count a shard that is done.
-
-        Args:
-            samples: Its samples.
-            failures: Errors in it.
-            size_bytes: Its bytes, unless `add` has counted them.
-        """
-        self._report(shards=1, samples=samples, failures=failures, size_bytes=size_bytes)
+    def add_shard(self, result: ShardResult) -> None:
+        """Count a shard that is done."""
+        self._report(
+            shards=1,
+            samples=result.nsamples or 0,
+            failures=result.errors,
+            size_bytes=result.nbytes * self._counts_bytes_of_shards,
+        )
 
     def stop(self) -> None:
         """Make every pass end at its next chunk, and end the read of a remote one."""
@@ -124,7 +210,6 @@ class ShardScanner:
         """Findings about skipped members and the end of the tar; known after `scan`."""
         self._size = size
         self._meter = meter
-        self._stopped = None if meter is None else meter.stopped
         self._hashes = hashes
         self._storage = storage
         self._read: ReadAt
@@ -134,33 +219,27 @@ class ShardScanner:
 
     def __enter__(self) -> Self:
         keep_freed_memory()  # reuse the memory of one chunk for the next: a fifth faster
-        if not self._hashes:
-            self._read = self._open_headers()
+        path = self._storage.local_path(self.url)
+        if not (
+            path is None or self._hashes or is_compressed(self.url)
+        ):  # only the pages of headers are touched
+            mapped = self._stack.enter_context(closing(map_file(path, self.url)))
+            self._read = lambda offset, size: mapped[offset : offset + size]
             return self
-        is_local = self._storage.local_path(self.url) is not None
-        self._read_bytes = _LOCAL_READ_BYTES if is_local else _REMOTE_READ_BYTES
-        tar = RangeStream(self._storage, self.url, self._size, cancelled=self._stopped)
-        source = _TappedStream(tar, self._on_chunk, self._read_bytes)
-        stream: Readable = source
+        stopped = None if self._meter is None else self._meter.stopped
+        stream: Readable = RangeStream(self._storage, self.url, self._size, cancelled=stopped)
+        chunk_bytes = _HEADERS_READ_BYTES
+        if self._hashes:
+            chunk_bytes = _REMOTE_READ_BYTES if path is None else _LOCAL_READ_BYTES
+            stream = self._source = _TappedStream(stream, self._on_chunk, chunk_bytes)
         if is_compressed(self.url):
-            stream = self._stack.enter_context(
-                open_decompressed(cast("BinaryIO", source), shard=self.url)
-            )
-        self._source = source
-        self._read = ForwardReader(stream, chunk_bytes=self._read_bytes)
+            opened = open_decompressed(cast("BinaryIO", stream), shard=self.url)
+            stream = self._stack.enter_context(opened)
+        self._read = ForwardReader(stream, chunk_bytes=chunk_bytes)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def _open_headers(self) -> ReadAt:
-        """Open the tar to read little more than its headers: only their pages of a local file."""
-        path = self._storage.local_path(self.url)
-        if path is None:
-            tar = RangeStream(self._storage, self.url, self._size, cancelled=self._stopped)
-            return ForwardReader(tar, chunk_bytes=_HEADERS_READ_BYTES)
-        mapped = self._stack.enter_context(closing(map_file(path, self.url)))
-        return lambda offset, size: mapped[offset : offset + size]
 
     def scan(
         self,
@@ -184,10 +263,8 @@ class ShardScanner:
         members = iter_whole(self._read, end=end, shard=self.url, diagnostics=self.diagnostics)
         if keep_members:
             members = self._keep(members)
-        if columns is not None:
-            members = self._take_values(members, columns)
-        if on_image is not None:
-            members = self._take_images(members, on_image)
+        if columns is not None or on_image is not None:
+            members = self._take_bodies(members, columns, on_image)
         return scan_members(members, shard=self.url)
 
     def finish(self) -> tuple[str | None, int]:
@@ -196,7 +273,7 @@ class ShardScanner:
             if self._meter is not None:
                 self._meter.add(self._size)
             return None, self._size
-        while self._source.read(self._read_bytes):
+        while self._source.read(_LOCAL_READ_BYTES):
             pass
         return self._digest.hexdigest(), self._nbytes
 
@@ -205,23 +282,21 @@ class ShardScanner:
             self.members.append(member)
             yield member
 
-    def _take_values(self, members: Iterator[Member], columns: ColumnBuilder) -> Iterator[Member]:
-        for member in members:
-            name, _, start, size = member
-            parts = split_member_name(name)
-            if parts is not None and not is_meta_name(name) and columns.columns_of(parts[1]):
-                data = self._read(start, min(size, VALUE_LIMIT_BYTES + 1))
-                columns.add(parts[0], {parts[1]: data})
-            yield member
-
-    def _take_images(self, members: Iterator[Member], on_image: OnImage) -> Iterator[Member]:
+    def _take_bodies(
+        self, members: Iterator[Member], columns: ColumnBuilder | None, on_image: OnImage | None
+    ) -> Iterator[Member]:
+        """Pass members on, and the bodies of some to ``columns`` and ``on_image``."""
         for member in members:
             name, offset, start, size = member
             parts = split_member_name(name)
-            if parts is not None and not is_meta_name(name) and is_image_field(parts[1]):
-                data = self._read(start, size)
-                if len(data) == size:  # else the tar is cut, which the scan tells
-                    on_image(offset, *parts, data)
+            if parts is not None and not is_meta_name(name):
+                if columns is not None and columns.columns_of(parts[1]):
+                    data = self._read(start, min(size, VALUE_LIMIT_BYTES + 1))
+                    columns.add(parts[0], {parts[1]: data})
+                if on_image is not None and is_image_field(parts[1]):
+                    data = self._read(start, size)
+                    if len(data) == size:  # else the tar is cut, which the scan tells
+                        on_image(offset, *parts, data)
             yield member
 
     def _on_chunk(self, chunk: bytes) -> None:
@@ -235,7 +310,7 @@ class _TappedStream:
     """A stream that passes each chunk to a callback, also if a decompressor reads it in small pieces."""
 
     def __init__(
-        self, stream: RangeStream, on_chunk: Callable[[bytes], None], chunk_bytes: int
+        self, stream: Readable, on_chunk: Callable[[bytes], None], chunk_bytes: int
     ) -> None:
         self._stream = stream
         self._chunk_bytes = chunk_bytes
@@ -243,13 +318,12 @@ class _TappedStream:
         self._buffer = b""
         self._position = 0
 
-    def read(self, size: int = -1, /) -> bytes:
+    def read(self, size: int, /) -> bytes:
         if self._position >= len(self._buffer):
             self._buffer, self._position = self._stream.read(self._chunk_bytes), 0
             if self._buffer:
                 self._on_chunk(self._buffer)
-        end = len(self._buffer) if size < 0 else self._position + size
-        piece = self._buffer[self._position : end]
+        piece = self._buffer[self._position : self._position + size]
         self._position += len(piece)
         return piece
 
@@ -273,19 +347,20 @@ def check_threads(threads: int | None, executor: Executor | None) -> None:
         )
 
 
-def run_shard_tasks(
-    tasks: Sequence[_Task],
-    on_result: Callable[[int, Mapping[str, JSON]], None],
+def scan_shards(
+    tasks: Sequence[Task],
+    keys: KeyHashes,
     executor: Executor | None,
     *,
     threads: int | None,
     meter: ProgressMeter,
-) -> None:
-    """Run one task for each shard: all, or those of a part (see `Parts`).
+) -> dict[int, ShardResult]:
+    """Run one task for each shard, or those of a part (see `Parts`); return number of the shard -> result, in order.
 
     Args:
-        tasks: The tasks, with different names; those with this ``meter`` count their bytes in it.
-        on_result: Called with the number of each task and its result, in any order, in this thread; tells the meter of the shard.
+        tasks: The tasks, with different names; those with this ``meter`` count their bytes in it. Their results are those of
+            `ShardResult.encode`.
+        keys: Gets the keys of all shards.
         executor: Executor of the tasks; None uses ``threads`` threads of this process.
         threads: By default `DEFAULT_THREADS`; see `check_threads`.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
@@ -294,12 +369,17 @@ def run_shard_tasks(
         WorkerError: If the executor has not run all tasks, and is not `Parts`.
     """
     left = {task.name: number for number, task in enumerate(tasks)}
+    results: dict[int, ShardResult] = {}
 
-    def done(task: Task, result: Mapping[str, JSON]) -> None:
+    def done(task: Task, document: Mapping[str, JSON]) -> None:
         number = left.pop(task.name, None)
         if number is None:  # the executor has run it twice
             return
-        on_result(number, result)
+        result = ShardResult.decode(document)
+        hashes = decode_hashes(result.key_hashes)
+        keys.add(hashes, place_of(number, len(hashes)))
+        results[number] = replace(result, key_hashes="")
+        meter.add_shard(result)
 
     if executor is not None:
         executor.run(tasks, done)
@@ -316,3 +396,25 @@ def run_shard_tasks(
         raise WorkerError(
             f"the executor ended without running {plural(len(left), 'task')}, the first: {next(iter(left))}"
         )
+    return dict(sorted(results.items()))
+
+
+def read_keys(storage: Storage, url: str, samples: Sequence[int]) -> list[str]:
+    """Read the keys of some samples of a shard, by a pass over its headers.
+
+    Args:
+        storage: The storage of the shard.
+        url: URL of the shard.
+        samples: Their numbers in it, in order.
+
+    Raises:
+        ChangedError: If the shard has fewer samples.
+        ShardStreamError: If it cannot be read.
+    """
+    with ShardScanner(storage, url, storage.info(url).size, None, hashes=False) as shard:
+        keys = shard.scan().keys
+    if samples[-1] >= len(keys):
+        raise ChangedError(
+            "the shard was replaced while the dataset was read; run this again", shard=url
+        )
+    return [keys[sample] for sample in samples]

@@ -1,0 +1,346 @@
+"""Read every byte of a dataset again, and list all problems."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from shardstream.errors import (
+    NotFoundError,
+    OptionError,
+    StorageError,
+    plural,
+    redact,
+)
+from shardstream.format import (
+    MANIFEST_NAME,
+    ShardInfo,
+    ShardScan,
+    columns_in_file,
+    is_pages_name,
+)
+from shardstream.packing.images import decode_error
+from shardstream.packing.job.key_hashes import (
+    OTHER_KEYS,
+    KeyHashes,
+    RepeatedKeys,
+    find_repeated_keys,
+)
+from shardstream.packing.job.report import ProgressFunction
+from shardstream.packing.shards.column_builder import ColumnBuilder
+from shardstream.packing.shards.shard_checks import (
+    check_columns,
+    check_count,
+    check_file,
+    check_index,
+    check_members,
+    check_presence,
+    noted,
+)
+from shardstream.packing.shards.shard_scan import (
+    Problem,
+    ProgressMeter,
+    ShardResult,
+    ShardScanner,
+    check_threads,
+    read_keys,
+    scan_shards,
+)
+from shardstream.storage import (
+    LocatedShards,
+    PagedShards,
+    Storage,
+    Urls,
+    absolute_urls,
+    is_compressed,
+    is_journal,
+    is_part,
+    is_tar,
+    locate_shards,
+    parent_url,
+)
+from shardstream.tasks import JSON, Executor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """Result of `verify`.
+
+    Args:
+        shards: Shards of the dataset.
+        samples: Samples in those that could be read.
+        bytes: Bytes read.
+        problems: Errors and warnings, in the order of the shards.
+        unchecked: Shards that were not read, because they belong to other parts (see `Parts`).
+    """
+
+    shards: int
+    samples: int
+    bytes: int
+    problems: tuple[Problem, ...]
+    unchecked: int = 0
+
+    @property
+    def errors(self) -> tuple[Problem, ...]:
+        """The problems that are not warnings; empty if the dataset is intact."""
+        return tuple(problem for problem in self.problems if problem.severity == "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyShard:
+    """The task that checks one tar and the files next to it.
+
+    Args:
+        info: The shard, as the manifest or its index describes it.
+        has_index: Whether it has an index.
+        storage: The storage of the files.
+        decode: Whether to decode images.
+        meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
+    """
+
+    info: ShardInfo
+    has_index: bool
+    storage: Storage
+    decode: bool = False
+    meter: ProgressMeter | None = None
+
+    @property
+    def name(self) -> str:
+        """Verb and tar."""
+        return f"verify {redact(self.info.url)}"
+
+    def run(self) -> Mapping[str, JSON]:
+        """Read the shard; its problems are results, not errors."""
+        info, url, problems = self.info, self.info.url, list[Problem]()
+        columns_file = self._read(info.columns_url, problems)
+        members_file = None if is_compressed(url) else self._read(info.members_url, problems)
+        builder = _builder_of(columns_file, info, problems)
+        result = ShardResult(
+            columns=None if builder is None else list(map("=".join, builder.columns))
+        )
+        with noted(problems, url), self._open() as shard:
+            scan = None
+            with noted(problems, url, but=StorageError):
+                scan = shard.scan(
+                    keep_members=members_file is not None,
+                    columns=builder,
+                    on_image=partial(_decode, url, problems) if self.decode else None,
+                )
+                problems += _check_diagnostics(shard, scan)
+            sha256, nbytes = shard.finish()
+            result = replace(result, nbytes=nbytes, sha256=sha256)
+            problems += check_file(info, sha256=sha256 or "", nbytes=nbytes)
+            if scan is not None:
+                result = result.with_samples(scan)
+                problems += check_count(info, len(scan.keys), has_index=self.has_index)
+                if self.has_index:
+                    with noted(problems, info.index_url):
+                        data = self.storage.read_bounded(info.index_url)
+                        problems += check_index(data, scan.offsets, url=info.index_url)
+                if columns_file is not None and builder is not None:
+                    with noted(problems, info.columns_url):
+                        read = replace(
+                            info, nsamples=len(scan.keys), filesize=nbytes, sha256=sha256
+                        )
+                        problems += check_columns(columns_file, builder, scan.keys, read)
+                if members_file is not None:
+                    with noted(problems, info.members_url):
+                        problems += check_members(members_file, shard.members, url=info.members_url)
+        return replace(result, problems=problems).encode()
+
+    def _open(self) -> ShardScanner:
+        url = self.info.url
+        return ShardScanner(self.storage, url, self.storage.info(url).size, self.meter)
+
+    def _read(self, url: str, problems: list[Problem]) -> bytes | None:
+        """Read a file that may be next to the shard; None if it is missing, or cannot be read."""
+        with noted(problems, url), suppress(NotFoundError):
+            return self.storage.read_bounded(url)
+        return None
+
+
+def _builder_of(
+    columns_file: bytes | None, info: ShardInfo, problems: list[Problem]
+) -> ColumnBuilder | None:
+    """Return the columns of a file of columns, to be made again; None if there is none, or it cannot be read."""
+    # Without pyarrow they cannot be read.
+    with noted(problems, info.columns_url), suppress(OptionError):
+        if columns_file is not None:
+            columns = columns_in_file(columns_file, url=info.columns_url)
+            return ColumnBuilder(columns, shard=info.url)
+    return None
+
+
+def verify(  # noqa: PLR0913  (public door)
+    urls: Urls,
+    *,
+    decode: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    threads: int | None = None,
+    progress: ProgressFunction | None = None,
+    executor: Executor | None = None,
+) -> VerifyReport:
+    """Read a whole dataset again and compare it with its manifest, its indexes and itself.
+
+    Checks of each tar: length and sha256 as in the manifest, valid headers, no links instead of fields, no data after its end,
+    count of samples; index, index of members and columns equal to those of a fresh scan. Checks of all: no repeated key, no tar or
+    half-written file that the manifest does not list, the same columns in all shards, and, if nothing else is wrong, the manifest's
+    sums and fields. A bad shard does not stop the verification.
+
+    Args:
+        urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
+        decode: Also decode every image, and list the key of each that cannot be decoded: a file that was cut before it was packed has a valid
+            checksum. It costs the time of an epoch; ``executor=LocalExecutor(processes=8)`` uses several cores best.
+        storage_options: ``storage_options`` of fsspec.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
+        threads: Tars to read at a time, by default 4; each takes about 4 MiB of memory (remote: 32 MiB) and 150 bytes for each of its samples. Each sample of the dataset
+            takes 16 bytes of a temporary file (in ``TMPDIR``), which is made from 500,000 samples on.
+        progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
+            from this thread.
+        executor: Executor that reads the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
+            Storage options travel with the tasks. `Parts` reads a part of the tars: repeated keys are found within it only.
+
+    Raises:
+        OptionError: If the list of URLs is empty, or names a shard twice.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
+        StorageError: If nothing is found, or the place cannot be reached, or the temporary folder is full.
+        ChangedError: If a shard with a repeated key is replaced during the verification.
+        ManifestError: If the manifest is invalid.
+    """
+    check_threads(threads, executor)
+    if executor is not None:  # its processes may have another current folder
+        urls = absolute_urls(urls)
+    storage = Storage(storage_options, filesystem)
+    located = locate_shards(urls, storage)
+    total = sum(shard.filesize or 0 for shard in located.shards)
+    meter = ProgressMeter("verify", total, progress, executor)
+    tasks = [
+        VerifyShard(
+            info=info,
+            has_index=info.url in located.indexed,
+            storage=storage,
+            decode=decode,
+            meter=meter if executor is None else None,
+        )
+        for info in located.shards
+    ]
+    with KeyHashes() as keys:
+        results = scan_shards(tasks, keys, executor, threads=threads, meter=meter)
+        repeated = find_repeated_keys(
+            keys,
+            located.shards,
+            lambda shard, samples: read_keys(storage, located.shards[shard].url, samples),
+        )
+    problems = [
+        *chain.from_iterable(one.problems for one in results.values()),
+        *_problems_of_keys(repeated),
+        *_find_stray_files(located, storage),
+        *check_presence({tasks[number].info.url: one.columns for number, one in results.items()}),
+    ]
+    report = VerifyReport(
+        shards=len(tasks),
+        samples=sum(one.nsamples or 0 for one in results.values()),
+        bytes=sum(one.nbytes for one in results.values()),
+        problems=tuple(problems),
+        unchecked=len(tasks) - len(results),
+    )
+    if report.unchecked or report.errors:
+        return report
+    fields = sum((Counter(one.fields) for one in results.values()), Counter[str]())
+    wrong = _check_totals(located, storage, report, fields)
+    return replace(report, problems=(*problems, *wrong))
+
+
+def _problems_of_keys(found: RepeatedKeys | None) -> Iterator[Problem]:
+    if found is None:
+        return
+    for one in found.listed:
+        yield Problem(shard=one.later, what=str(one), remedy=OTHER_KEYS, key=one.key)
+    if found.others:
+        yield Problem(
+            shard=found.listed[-1].later,
+            what=f"{plural(found.others, 'more key')} in two shards",
+            remedy="check whether a shard was copied under another name",
+        )
+
+
+def _decode(
+    url: str, problems: list[Problem], offset: int, key: str, field: str, data: bytes
+) -> None:
+    """Append a problem if an image cannot be decoded."""
+    cause = decode_error(data)
+    if cause is not None:
+        problems.append(
+            Problem(
+                shard=url,
+                what=f"the image in the field {field!r} cannot be decoded ({cause})",
+                remedy="pack the sample again from a whole file, or without it",
+                offset=offset,
+                key=key,
+            )
+        )
+
+
+def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
+    is_loss = shard.diagnostics.has_links_of_samples(scan.keys, scan.fields)
+    for finding in shard.diagnostics.findings():
+        yield Problem(
+            shard=shard.url,
+            what=finding.what,
+            remedy=finding.remedy,
+            offset=finding.offset,
+            severity="error" if finding.is_loss and is_loss else "warning",
+        )
+
+
+def _check_totals(
+    located: LocatedShards, storage: Storage, report: VerifyReport, fields: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Compare the totals of the manifest, which may lack them, with those of the tars."""
+    if located.manifest_url is None:
+        return
+    document = json.loads(storage.read_bounded(located.manifest_url))
+    found = {"nsamples": report.samples, "total_bytes": report.bytes}
+    listed = {name: document.get(name) for name in found}
+    if document.get("fields"):
+        found |= {f"fields[{name!r}]": count for name, count in fields.items()}
+        listed |= {f"fields[{name!r}]": count for name, count in document["fields"].items()}
+    for name in sorted(found.keys() | listed.keys()):
+        if listed.get(name, 0) not in (None, found.get(name, 0)):
+            yield Problem(
+                shard=located.manifest_url,
+                what=f"{name} is {listed.get(name, 0)}, the tars have {found.get(name, 0)}",
+                remedy="run 'shardstream index' again",
+            )
+
+
+def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
+    """List files of the folder that do not belong to the dataset."""
+    if located.manifest_url is None:
+        return
+    known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
+    if isinstance(located.shards, PagedShards):
+        known.add(located.shards.manifest.pages_name)
+    for file in storage.list_folder(parent_url(located.manifest_url))[0]:
+        name = file.url.rsplit("/", 1)[-1]
+        what, remedy = "", "delete it when no writer is running"
+        if is_part(name):
+            what = "a half-written file of a killed writer"
+        elif is_journal(name):
+            what = "the journal of a pack or ShardWriter that is running, or was stopped after it had published"
+        elif is_pages_name(name) and name not in known:
+            what = (
+                f"pages of a manifest that {MANIFEST_NAME} does not name, left by a killed writer"
+            )
+        elif is_tar(name) and name not in known:
+            what = f"not in {MANIFEST_NAME}, so readers of the folder do not see it"
+            remedy = "run 'shardstream index' on the folder to include it, or delete it"
+        if what:
+            yield Problem(shard=file.url, what=what, remedy=remedy, severity="warning")
