@@ -1,6 +1,6 @@
 """Count the files and functions of shardstream that a small job enters.
 
-    python tools/trace_path.py            # a table of five paths
+    python tools/trace_path.py            # a table of six paths
     python tools/trace_path.py --list     # with each file and its functions, in the order of their first call
     python tools/trace_path.py --plain --limits   # exit status 1 if a path is longer than its limit
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import inspect
+import itertools
 import os
 import sys
 import tempfile
@@ -52,8 +53,9 @@ LIMITS = {
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
     "ShardWriter, 40 samples": (20, 99),
+    "pack of four photos": (49, 368),
 }
-SAMPLES, BATCH_SIZE = 40, 4
+SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 
 
@@ -136,6 +138,17 @@ def trace_writing(folder: str, job: Job) -> dict[str, Trace]:
     return {"ShardWriter, 40 samples": found}
 
 
+def trace_packing(folder: str, job: Job) -> dict[str, Trace]:  # noqa: ARG001
+    """Trace the packing of a folder with one class of photos."""
+    source, found = Path(f"{folder}-photos", "cat"), Trace()
+    source.mkdir(parents=True)
+    for photo in itertools.islice(photos(), PACKED):
+        (source / f"{photo['__key__']}.jpg").write_bytes(photo["jpg"])
+    with traced(found):
+        ss.pack(str(source.parent), f"{folder}-packed")
+    return {"pack of four photos": found}
+
+
 def trace_reading(folder: str, job: Job) -> dict[str, Trace]:
     """Trace the reading of two batches and two states."""
     first, following, state, next_state = Trace(), Trace(), Trace(), Trace()
@@ -170,10 +183,15 @@ def photos() -> Iterator[dict[str, Any]]:
 
 def trace_all(job: Job) -> dict[str, Trace]:
     """Trace all paths, with writing and reading in separate processes, so that neither uses caches of the other."""
-    _ = ss.ShardDataset, ss.ShardLoader, ss.ShardWriter  # imported before the processes are forked
+    _ = (
+        ss.ShardDataset,
+        ss.ShardLoader,
+        ss.ShardWriter,
+        ss.pack,
+    )  # imported before the processes are forked
     paths: dict[str, Trace] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for trace in (trace_writing, trace_reading):
+        for trace in (trace_writing, trace_packing, trace_reading):
             paths |= in_own_process(trace, f"{folder}/train", job)
     return {path: paths[path] for path in LIMITS}
 
