@@ -411,6 +411,15 @@ def test_without_a_mapping_all_columns_go_to_json(tmp_path: Path) -> None:
     assert records(url)[0].fields == {"json": {"a": "1", "b": "x"}}
 
 
+def test_table_that_is_replaced_while_it_is_packed_is_an_error(tmp_path: Path) -> None:
+    url = put(tmp_path, {"1.csv": b"a\nx\n", "2.csv": b"a\ny\n"})
+    found = iter(opened(url))
+    next(found)
+    put(tmp_path, {"2.csv": b"a\ny\nz\n"})
+    with pytest.raises(ChangedError, match=r"2\.csv"):
+        list(found)
+
+
 def test_several_tables_are_read(tmp_path: Path) -> None:
     put(tmp_path, {"1.csv": b"a\nx\n", "2.csv": b"a\ny\n"})
     for source in (str(tmp_path), f"{tmp_path}/*.csv"):
@@ -683,7 +692,7 @@ def test_unmapped_table_names_the_options_that_map_columns(
     parquet.write_table(plain_bytes, tmp_path / "a.parquet")
     hugging_face = pa.table({"photo": [{"bytes": png(), "path": None}]})
     parquet.write_table(hugging_face, tmp_path / "b.parquet")
-    for name, hint in (("a", r"'sound' holds bytes.*--map wav=sound"), ("b", "--map png=photo")):
+    for name, hint in (("a", r"'sound' holds bytes.*--map jpg=sound"), ("b", "--map jpg=photo")):
         (record,) = opened(str(tmp_path / f"{name}.parquet"))
         with pytest.raises(SourceError, match=hint):
             raise record.error or AssertionError

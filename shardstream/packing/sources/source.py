@@ -18,7 +18,7 @@ from shardstream.format import CLASSES_NAME, encode_classes
 from shardstream.packing.encode import encode_field
 from shardstream.packing.sources.keys import KeyMaker, has_numbers
 from shardstream.packing.sources.split import SplitNumbers, shuffled_order
-from shardstream.storage import RowFile, TemporaryFile
+from shardstream.storage import FileVersions, RowFile, Storage, TemporaryFile
 
 KINDS = ("images", "files", "table", "tars")
 
@@ -171,10 +171,14 @@ class SequentialSource(Source):
     Args:
         name: Kind and location of the source.
         key: Template of the keys.
+        urls: Files that are read.
+        storage: Their storage. It compares the versions of remote ones; those of local ones are in ``_versions``.
     """
 
-    def __init__(self, name: str, key: str) -> None:
+    def __init__(self, name: str, key: str, urls: Iterable[str], storage: Storage) -> None:
         self.name = name
+        self._storage = storage
+        self._versions = FileVersions([storage.local_path(url) for url in urls])
         self._key = key
         self.may_repeat_keys = not has_numbers(key)
         self._left: list[tuple[int, Iterator[tuple[int, Any]]]] = []  # each with its next number
@@ -185,7 +189,7 @@ class SequentialSource(Source):
         Raises:
             SourceError: If the source is malformed, or a key is repeated among the first records.
             ShardError: If a tar is damaged.
-            ChangedError: If a tar is another one than when it was read before.
+            ChangedError: If a file is another one than when the source was opened.
         """
         make_key = KeyMaker(self._key, source=self.name)
         items = self._items_from(first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,6 @@ _log = get_logger(__name__)
 
 _RUNNING_KEY = "{index:08d}"
 _LABEL_FIELD = "cls"
-_BEGINNINGS = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"fLaC", "flac"))
 _EXACT_FLOAT = 1 << 53  # floats from here on lack the last digits of whole numbers
 _MAX_DIGITS = 100
 _ARRAY_FIELD = "npy"
@@ -73,10 +73,9 @@ class TableSource(SequentialSource):
         self._key_column = key if key is not None and "{" not in key else None
         template = "{key}" if self._key_column is not None else key or _RUNNING_KEY
         others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
-        super().__init__(f"rows of {urls[0]}{others}", template)
+        super().__init__(f"rows of {urls[0]}{others}", template, urls, storage)
         self._key_columns = [column for _, column, _, _ in Formatter().parse(template) if column]
         self._urls = urls
-        self._storage = storage
         self._options = options
         self._fields = options.fields
         self._file_column = file_column
@@ -89,19 +88,18 @@ class TableSource(SequentialSource):
     @property
     def length(self) -> int | None:
         """Number of rows, if the files store it, as Parquet does."""
-        groups = self._row_groups
-        return None if groups is None else int(groups[-1])
+        return None if None in self._group_rows else int(self._starts[-1])
 
     @cached_property
-    def _row_groups(self) -> Numbers | None:
-        """Numbers of the first row of each row group of all tables, and of all rows; None if a table does not store them."""
-        counts: list[int] = [0]
-        for url in self._urls:
-            found = count_rows(url, self._storage)
-            if found is None:
-                return None
-            counts += found
-        return np.cumsum(counts, dtype=np.int64)
+    def _group_rows(self) -> Sequence[Sequence[int] | None]:
+        """Of each table the numbers of rows of its row groups; None if it does not store them."""
+        return [count_rows(url, self._storage) for url in self._urls]
+
+    @cached_property
+    def _starts(self) -> Numbers:
+        """Numbers of the first row of each row group, and of the row after all, as far as the tables store them."""
+        known = itertools.takewhile(lambda rows: rows is not None, self._group_rows)
+        return np.cumsum([0, *itertools.chain.from_iterable(known)], dtype=np.int64)  # type: ignore[arg-type]
 
     def with_class_numbers(self, classes: Classes, where: str) -> Self:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
@@ -151,50 +149,36 @@ class TableSource(SequentialSource):
         )
 
     def _begin(self, first: int) -> int:
-        """Return the number of the first row of the row group that holds a row; 0 in tables without row groups."""
-        groups = self._row_groups
-        return 0 if groups is None else int(groups[np.searchsorted(groups, first, "right") - 1])
+        """Return the number of the first row of the row group that holds a row, or of the first table without row groups."""
+        return int(self._starts[np.searchsorted(self._starts, first, "right") - 1])
 
     def _read_from(self, first: int) -> Iterator[tuple[int, tuple[str, Row]]]:
-        """Yield number, and table and row, from a number on; where a table does not store its length, from its first row on."""
-        number = 0
-        for url in self._urls:
-            groups = count_rows(url, self._storage) if number < first else None
-            skipped = 0 if groups is None else min(sum(groups), first - number)
-            number += skipped
-            if groups is not None and skipped == sum(groups):
-                continue
-            for place, row in enumerate(self._rows(url, self._columns(), skipped)):
-                if not place:
-                    self._check_names(row, url)
-                yield number, (url, row)
-                number += 1
-
-    def _rows(self, url: str, columns: Sequence[str] | None, first: int = 0) -> Iterator[Row]:
-        return iter_rows(
-            url, self._storage, columns=columns, first=first, header=self._options.header
-        )
-
-    def _check_names(self, row: Row, url: str) -> None:
-        """Look at the names of the columns of a table, if all of them are packed: they may be a row.
+        """Yield number, and table and row, from a number on; where a table does not store its length, from its first row on.
 
         Raises:
-            SourceError: If one is the path or URL of a file.
+            SourceError: If a table is malformed.
+            ChangedError: If it was replaced.
         """
-        if self._fields or self._options.header or not row.is_text:
-            return
-        names = [name for name in row.cells if name]
-        values = [name for name in names if is_value(name)]
-        if not values or names == [str(number) for number in range(len(names))]:  # of pandas
-            return
-        found = next((name for name in values if "/" in name), values[0])
-        problem = f"the first line may be a row, not the names of the columns: {found!r}"
-        if "/" in found:
-            raise SourceError(
-                f"{problem}; name the columns with header=['path', …] (--header path,caption)",
-                shard=url,
-            )
-        _log.warning("%s: %s; if it is, name the columns with --header path,caption", url, problem)
+        number = 0
+        for place, url in enumerate(self._urls):
+            rows = self._group_rows[place]
+            skipped = 0 if rows is None else min(sum(rows), max(0, first - number))
+            number += skipped
+            if rows is not None and skipped == sum(rows):
+                continue
+            self._versions.check([place])
+            for row in self._rows(url, self._columns(), skipped):
+                yield number, (url, row)
+                number += 1
+            self._versions.check([place])
+
+    def _rows(self, url: str, columns: Sequence[str] | None, first: int = 0) -> Iterator[Row]:
+        header = self._options.header
+        rows = iter_rows(url, self._storage, columns=columns, first=first, header=header)
+        for place, row in enumerate(rows):
+            if not place and not self._fields and not header and row.is_text:
+                _check_names(row, url)
+            yield row
 
     def _record(self, number: int, item: tuple[str, Row], make_key: KeyMaker) -> Record:
         """Make the record of a row; one that lacks a column, or has a value that does not fit its field, gets an error."""
@@ -202,9 +186,9 @@ class TableSource(SequentialSource):
         root = self._options.root or parent_url(url)
         try:
             names = self._names(row.checked(), number)
-            fields = self._converted(row, root, is_first=number == 0)
+            fields = self._converted(row, root)
             if number == 0:
-                self._warn_of_unknown_fields(row)
+                self._warn_of_fields(row)
             # A local table is trusted as the command line is.
             if self._storage.local_path(url) is None:
                 self._check_places(row, fields, root)
@@ -212,11 +196,16 @@ class TableSource(SequentialSource):
             return Record("", {}, row.where, error)
         return Record(make_key(row.where, **names), fields, row.where)
 
-    def _converted(self, row: Row, root: str, *, is_first: bool) -> dict[str, Any]:
+    def _converted(self, row: Row, root: str) -> dict[str, Any]:
         if self._fields:
-            return self._mapped(row, root)
+            return {
+                field: self._label(row, column)
+                if field == _LABEL_FIELD and self.classes is not None
+                else convert_cell(field, row, column, root)
+                for field, column in self._fields.items()
+            }
         if self._file_column is None:
-            return _unmapped(row, is_first=is_first)
+            return _unmapped(row)
         name = row.get(self._file_column)
         member = split_member_name(name) if isinstance(name, str) else None
         if member is None:
@@ -226,30 +215,29 @@ class TableSource(SequentialSource):
         file = {field: convert_cell(field, row, self._file_column, root)}
         return file | ({"json": others} if others else {})
 
-    def _mapped(self, row: Row, root: str) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        for field, column in self._fields.items():
-            if field == _LABEL_FIELD and self.classes is not None:
-                fields[field] = self._label(row, column)
-            else:
-                fields[field] = convert_cell(field, row, column, root)
-        return fields
-
-    def _warn_of_unknown_fields(self, row: Row) -> None:
+    def _warn_of_fields(self, row: Row) -> None:
+        """Warn of fields that no decoder knows, and of names of images that are packed as text."""
         for field, column in self._fields.items():
             last = field.rpartition(".")[2]
-            if has_encoder(field) or last in _MEDIA or last == "bin":
-                continue
-            cell = row.cells.get(column)
-            _log.warning(
-                "%s: no decoder knows the field %r; name it by the format of its files, e.g. --map %s=%s",
-                row.where,
-                field,
-                canonical_field(cell.rpartition(".")[2])
-                if isinstance(cell, str) and is_image_name(cell)
-                else f"{field}.jpg",
-                column,
-            )
+            if not has_encoder(field) and last not in _MEDIA and last != "bin":
+                _log.warning(
+                    "%s: no decoder knows the field %r; name it by the format of its files, e.g. --map %s=%s",
+                    row.where,
+                    field,
+                    _image_field(row.cells.get(column)) or f"{field}.jpg",
+                    column,
+                )
+        if self._fields or self._file_column is not None:
+            return
+        for column, cell in row.cells.items():
+            if (image := _image_field(cell)) is not None:
+                _log.warning(
+                    "%s: column %r names images, but is packed as text; --map %s=%s packs the images",
+                    row.where,
+                    column,
+                    image,
+                    column,
+                )
 
     def _check_places(self, row: Row, fields: Mapping[str, Any], root: str) -> None:
         """Refuse files that this machine could read, but the owner of a remote table need not be allowed to.
@@ -283,8 +271,6 @@ class TableSource(SequentialSource):
         """
         if self._key_column is not None:
             return {"key": key_of(row.get(self._key_column), row)}
-        if self._key == _RUNNING_KEY:
-            return {"index": index}
         names = {**row.cells, "index": index}
         for column in self._key_columns:
             if names.get(column, column) in (None, ""):
@@ -299,36 +285,46 @@ class TableSource(SequentialSource):
         return list(dict.fromkeys([*self._fields.values(), *keys]))
 
 
-def _unmapped(row: Row, *, is_first: bool) -> dict[str, Any]:
+def _check_names(row: Row, url: str) -> None:
+    """Look at the names of the columns of a table: they may be a row.
+
+    Raises:
+        SourceError: If one is the path or URL of a file.
+    """
+    names = [name for name in row.cells if name]
+    values = [name for name in names if is_value(name)]
+    if not values or names == [str(number) for number in range(len(names))]:  # of pandas
+        return
+    found = next((name for name in values if "/" in name), values[0])
+    problem = f"the first line may be a row, not the names of the columns: {found!r}"
+    if "/" in found:
+        raise SourceError(
+            f"{problem}; name the columns with header=['path', …] (--header path,caption)",
+            shard=url,
+        )
+    _log.warning("%s: %s; if it is, name the columns with --header path,caption", url, problem)
+
+
+def _unmapped(row: Row) -> dict[str, Any]:
     """Return all columns as one field ``json``.
 
     Raises:
         SourceError: If one holds bytes, which JSON cannot hold.
     """
     for column, cell in row.cells.items():
-        value = _unwrapped(cell)
-        if isinstance(value, bytes):
-            field = _field_of(value)
+        if isinstance(_unwrapped(cell), bytes):
             raise row.error(
-                f"column {column!r} holds bytes, which the field 'json' cannot hold; map it to a field, "
-                f"e.g. fields={{{field!r}: {column!r}}} (--map {field}={column})"
-            )
-        if is_first and isinstance(value, str) and is_image_name(value):
-            _log.warning(
-                "%s: column %r names images, but is packed as text; --map %s=%s packs the images",
-                row.where,
-                column,
-                canonical_field(value.rpartition(".")[2]),
-                column,
+                f"column {column!r} holds bytes, which the field 'json' cannot hold; map it to the field of its format, "
+                f"e.g. fields={{'jpg': {column!r}}} (--map jpg={column})"
             )
     return {"json": dict(row.cells)}
 
 
-def _field_of(data: bytes) -> str:
-    """Return the field that a file's first bytes suggest."""
-    if data[:4] == b"RIFF":
-        return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:12], "bin")
-    return next((field for start, field in _BEGINNINGS if data.startswith(start)), "bin")
+def _image_field(cell: object) -> str | None:
+    """Return the field of an image that a cell names; None if it names none."""
+    value = _unwrapped(cell)
+    is_image = isinstance(value, str) and is_image_name(value)
+    return canonical_field(str(value).rpartition(".")[2]) if is_image else None
 
 
 def key_of(cell: object, row: Row) -> str:

@@ -37,7 +37,6 @@ from shardstream.format import (
 from shardstream.packing.sources.keys import KeyMaker
 from shardstream.packing.sources.source import Record, SequentialSource, fingerprint_of
 from shardstream.storage import (
-    FileVersions,
     RangeStream,
     Storage,
     is_compressed,
@@ -71,12 +70,14 @@ class TarSource(SequentialSource):
     ) -> None:
         located = locate_shards(urls, storage)
         self._title = urls if isinstance(urls, str) else ", ".join(urls[:3])
-        super().__init__(f"{plural(len(located.shards), 'tar')} of {self._title}", key or "{key}")
-        self._storage = storage
+        super().__init__(
+            f"{plural(len(located.shards), 'tar')} of {self._title}",
+            key or "{key}",
+            [shard.url for shard in located.shards],
+            storage,
+        )
         self._shards = located.shards
         self._class_names = ClassNames(located, storage)
-        # Of local tars; the storage compares the versions of remote ones.
-        self._versions = FileVersions([storage.local_path(shard.url) for shard in self._shards])
         self._last_index: tuple[int, Offsets | None] = (-1, None)
         self.folders = frozenset(parent_url(shard.url) for shard in self._shards)
 
