@@ -14,6 +14,7 @@ import numpy as np
 from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.errors import OptionError, SampleError, plural
 from shardstream.format import (
+    JSON_FIELDS,
     KEY_COLUMN,
     Sample,
     import_parquet,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _KEY_COLUMNS = (KEY_COLUMN, "key")
-_JSON, _ARRAY = ("json", "jsn"), "npy"
+_ARRAY = "npy"
 
 
 class TableCatalog(Catalog):
@@ -192,7 +193,7 @@ def _type_of(array: Any) -> Any:
 def _encode(field: str, value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
-    if field.rpartition(".")[2] in _JSON:
+    if field.rpartition(".")[2] in JSON_FIELDS:
         return json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     if isinstance(value, str):
         return value.encode()

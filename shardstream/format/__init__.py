@@ -99,6 +99,8 @@ from shardstream.format.manifest_pages import (
     is_pages_name,
 )
 from shardstream.format.names import (
+    INT_FIELDS,
+    JSON_FIELDS,
     canonical_field,
     find_repeated,
     is_meta_name,
@@ -153,6 +155,8 @@ __all__ = [
     "FIELDS_LIMIT",
     "IMAGE_FORMATS",
     "INDEX_SUFFIX",
+    "INT_FIELDS",
+    "JSON_FIELDS",
     "KEY_COLUMN",
     "KIND",
     "MANIFEST_NAME",

@@ -10,6 +10,11 @@ from shardstream.errors import SampleError
 RESERVED_FIELDS = frozenset({"__key__", "__url__"})
 """Entries of a sample that are not fields."""
 
+INT_FIELDS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
+"""Last parts of fields that hold one whole number, as ASCII digits."""
+JSON_FIELDS = frozenset({"json", "jsn"})
+"""Last parts of fields that hold a JSON value."""
+
 _SPELLINGS = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "tiff": "tif"}
 _META = re.compile(r"__[^/]*__($|/)")
 _FIELD = re.compile(r"[^\x00/]+")

@@ -16,7 +16,6 @@ for ``index`` and ``verify`` (with ``shard_checks``); ``inspect`` shows shards a
 """
 
 from shardstream.packing.encode import (
-    INT_FIELDS,
     TEXT_FIELDS,
     encode_field,
     encode_npz,
@@ -71,7 +70,6 @@ from shardstream.packing.verify import VerifyReport, verify
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_MAX_SAMPLES",
-    "INT_FIELDS",
     "TEXT_FIELDS",
     "Destination",
     "Encoded",

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack, import_extra
 from shardstream.errors import OptionError, SampleError, describe_error
-from shardstream.format import IMAGE_FORMATS
+from shardstream.format import IMAGE_FORMATS, INT_FIELDS, JSON_FIELDS
 from shardstream.packing.images import encode_image
 
 TEXT_FIELDS = frozenset(
@@ -24,10 +24,6 @@ TEXT_FIELDS = frozenset(
     | {"csv", "tsv", "jsonl", "srt", "vtt"}
 )
 """Fields that take text, as UTF-8."""
-INT_FIELDS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
-"""Fields that take one whole number, as ASCII digits."""
-JSON_FIELDS = frozenset({"json", "jsn"})
-"""Fields that take JSON values."""
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 

@@ -33,7 +33,7 @@ from shardstream.errors import (
     get_logger,
     redact,
 )
-from shardstream.format import FIELDS_LIMIT, Columns, Sample, mask_fields
+from shardstream.format import FIELDS_LIMIT, INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
@@ -52,7 +52,6 @@ Table = Mapping[str, Decoder]
 """Last part of a field (``png`` of ``seg.png``) or a whole field -> decoder."""
 
 _TEXT = ("txt", "text", "transcript")
-_WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
@@ -223,8 +222,8 @@ def _decode_text(data: bytes) -> str:
 
 BASIC: dict[str, Decoder] = {
     **dict.fromkeys(_TEXT, _decode_text),
-    **dict.fromkeys(_WHOLE_NUMBERS, int),
-    **dict.fromkeys(("json", "jsn"), decode_json),
+    **dict.fromkeys(INT_FIELDS, int),
+    **dict.fromkeys(JSON_FIELDS, decode_json),
     "jsonl": decode_jsonl,
     "csv": decode_csv,
     "tsv": decode_tsv,

@@ -125,6 +125,8 @@ def test_broken_table_rows_are_reported_or_skipped(
         (["PHOTOS", "OUT/x.tar"], 1, "{shard}"),
         (["PHOTOS"], 2, "DEST"),
         (["PHOTOS", "OUT", "--classes", "PHOTOS/cat/0.png"], 1, "no class names found"),
+        (["PHOTOS", "OUT", "--option", "foo=bar"], 1, "--option) has no effect"),
+        (["PHOTOS", "OUT", "--source-option", "foo=bar"], 1, "--source-option) has no effect"),
         (["PHOTOS", "OUT", "--masks", ""], 1, "--masks none"),
         (["PHOTOS", "OUT", "--masks", "none,png"], 1, "--masks none"),
     ],

@@ -17,7 +17,8 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import DecodeError, OptionError, SampleError, SourceError
-from shardstream.packing import INT_FIELDS, ImageOptions, encode_field, encode_sample, reencode
+from shardstream.format import INT_FIELDS
+from shardstream.packing import ImageOptions, encode_field, encode_sample, reencode
 from shardstream.pipeline import BASIC, ImageDecoder
 from tests.image_files import netpbm_of, png_of
 

@@ -83,6 +83,8 @@ class PackRequest:
         opened = open_source(self.source, reading, options)
         names = ShardNames.parse(self.dest)
         _check_source_is_elsewhere(opened, names.folder, reading)
+        if self.reading or self.writing:
+            self._check_options(reads_remote=opened.reads_remote)
         folders = [folder_of_split(names, one) for one in _split_names(opened, self.split)]
         opened = number_classes(opened, self.classes, folders, Storage(self.writing))
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
@@ -103,6 +105,25 @@ class PackRequest:
             task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
             encoder=RecordEncoder(storage=reading, images=self.images),
         )
+
+    def _check_options(self, *, reads_remote: bool) -> None:
+        """Refuse options of stores where all files are on this machine.
+
+        Raises:
+            OptionError: If there are some.
+        """
+        classes = self.classes if isinstance(self.classes, str | os.PathLike) else self.dest
+        storage = Storage(self.writing)
+        is_local = all(storage.local_path(os.fspath(url)) for url in (self.dest, classes))
+        is_other = self.reading != self.writing
+        if self.writing and is_local and (is_other or not reads_remote):
+            raise OptionError(
+                "storage_options (--option) has no effect: all files are on this machine; leave it out"
+            )
+        if is_other and self.reading and not reads_remote:
+            raise OptionError(
+                "source_options (--source-option) has no effect: the source is on this machine; leave it out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

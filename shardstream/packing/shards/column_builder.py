@@ -8,13 +8,15 @@ from typing import Any
 
 from shardstream.errors import OptionError, SampleError, plural
 from shardstream.format import (
+    INT_FIELDS,
+    JSON_FIELDS,
     Column,
     ShardInfo,
     encode_column_file,
     import_parquet,
     parse_columns,
 )
-from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
+from shardstream.packing.encode import TEXT_FIELDS
 from shardstream.tasks import JSON
 
 VALUE_LIMIT_BYTES = 16 << 20

@@ -306,10 +306,13 @@ def folder_source(
         raise SourceError("no files found; check the path", shard=root)
     if kind not in (None, "images", "files"):
         raise OptionError(f"a folder is packed as kind 'images' or 'files', not {kind!r}")
+    source: FolderSource
     if kind == "files" or (kind is None and not _has_class_folders(root, files)):
-        return GroupedFilesSource(root, files, key=key)
-    source = ClassFolderSource(root, files, key=key, is_guess=kind is None)
-    source.empty_folders = _empty_folders(source, root, storage)
+        source = GroupedFilesSource(root, files, key=key)
+    else:
+        source = ClassFolderSource(root, files, key=key, is_guess=kind is None)
+        source.empty_folders = _empty_folders(source, root, storage)
+    source.reads_remote = storage.local_path(root) is None
     return source
 
 

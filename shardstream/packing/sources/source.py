@@ -81,6 +81,8 @@ class Source(ABC):
     """Kind and location of the source, for messages and reports."""
     folders: frozenset[str] = frozenset()
     """URLs of folders whose shards are read while packing: nothing must be written there."""
+    reads_remote: bool = True
+    """Whether files that are not on this machine may be read: a table may name some."""
     shuffled: bool = False
     """Whether its order should be shuffled unless the user says otherwise: it is sorted by class."""
     is_repeatable: bool = True

@@ -17,14 +17,14 @@ import numpy as np
 from shardstream.catalog import Classes
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders
 from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
-from shardstream.format import canonical_field, is_image_name, split_member_name
-from shardstream.packing.encode import (
+from shardstream.format import (
     INT_FIELDS,
     JSON_FIELDS,
-    TEXT_FIELDS,
-    has_encoder,
-    number_array,
+    canonical_field,
+    is_image_name,
+    split_member_name,
 )
+from shardstream.packing.encode import TEXT_FIELDS, has_encoder, number_array
 from shardstream.packing.sources.keys import KeyMaker
 from shardstream.packing.sources.source import (
     FileRef,

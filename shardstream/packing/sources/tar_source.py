@@ -79,6 +79,7 @@ class TarSource(SequentialSource):
         self._shards = located.shards
         self._class_names = ClassNames(located, storage)
         self._last_index: tuple[int, Offsets | None] = (-1, None)
+        self.reads_remote = any(storage.local_path(shard.url) is None for shard in self._shards)
         self.folders = frozenset(parent_url(shard.url) for shard in self._shards)
 
     @property
