@@ -216,6 +216,7 @@ class RemoteFolder:
     def __init__(self, storage: Storage, url: str) -> None:
         self.url = url
         self._storage = storage
+        self._is_new = False  # not known before a listing
 
     def lock(self) -> None:
         """Do nothing: writers detect each other by the journal."""
@@ -225,10 +226,10 @@ class RemoteFolder:
 
     def list_files(self) -> dict[str, FileInfo]:
         """Return the files directly in the folder by name; none if the folder is missing."""
-        try:
+        files: list[FileInfo] = []
+        with suppress(NotFoundError):
             files, _ = self._storage.list_folder(self.url)
-        except NotFoundError:
-            return {}
+        self._is_new = not files
         return {file.url.rsplit("/", 1)[-1]: file for file in files}
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
@@ -251,8 +252,12 @@ class RemoteFolder:
         remove(self._storage, join_url(self.url, name))
 
     def open(self, name: str) -> PendingFile:
-        """Open a new file that appears when it is committed; unfinished uploads of it are dropped."""
-        return open_pending(self._storage, join_url(self.url, name), is_only_writer=True)
+        """Open a new file that appears when it is committed; unfinished uploads of it are dropped.
+
+        Where the folder had no files, no upload of a killed writer is searched: its journal would be there.
+        """
+        url = join_url(self.url, name)
+        return open_pending(self._storage, url, is_only_writer=not self._is_new)
 
     def commit(self, *files: PendingFile) -> None:
         """Publish files at the same time: each waits for the server."""

@@ -294,6 +294,7 @@ def test_full_shard_is_uploaded_before_its_publication(
     s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
+    listed: list[S3Object] = []
     really = S3Upload.finish
 
     def finish(self: S3Upload) -> None:
@@ -301,10 +302,12 @@ def test_full_shard_is_uploaded_before_its_publication(
         really(self)
 
     monkeypatch.setattr(S3Upload, "finish", finish)
+    monkeypatch.setattr(S3Object, "abort_all", lambda self: listed.append(self))
     with ShardWriter(bucket, max_samples=1, storage_options=s3.storage_options) as writer:
         for _ in range(2):
             writer.write({"bin": DATA})
     assert left.count(0) == 2  # the shards; indexes and lists are sent in one request
+    assert not listed  # no writer was killed here: the folder was empty
 
 
 @pytest.mark.parametrize(
