@@ -57,9 +57,21 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "fetch",
         "pipeline",
         "display",
+        "tasks",
+        "packing",  # to read tables that are joined
     ),
     "tasks": BASE,
-    "packing": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "tasks"),
+    "packing": (
+        *BASE,
+        "format",
+        "codecs",
+        "order",
+        "storage",
+        "catalog",
+        "fetch",
+        "pipeline",  # `reshard` writes the samples of a dataset with its steps
+        "tasks",
+    ),
     "integrations": (*BASE, *READING),
     "ray": (*BASE, *READING, "tasks", "packing"),
     "webdataset": (*BASE, *READING, "tasks", "packing"),

@@ -5,7 +5,8 @@ shard_catalog    samples of tar shards, by their indexes
 object_catalog   loose files, returned as the tars that `pack` would write
 concat_catalog   several catalogs as one
 join_keys        match the samples of two catalogs by key
-table_catalog    rows of a Parquet table, to be joined
+table_catalog    rows of a table in memory, to be joined
+join             find the samples of several catalogs that belong together
 join_catalog     samples of several catalogs as one sample
 sample_columns   values of all samples in Parquet next to the shards; samples by key and by condition
 subset_catalog   some samples of a catalog
@@ -29,14 +30,14 @@ from shardstream.catalog.class_names import (
 from shardstream.catalog.class_weights import class_weights
 from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.catalog.integrity import VerifiedReader, Verify
+from shardstream.catalog.join import JoinBy, JoinMissing, check_missing, join_catalogs, open_part
 from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
-from shardstream.catalog.join_keys import match_keys, read_column
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.sample_columns import Keys, Where, read_columns
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, choose_samples, read_array
-from shardstream.catalog.table_catalog import TableCatalog, open_table
+from shardstream.catalog.table_catalog import TableCatalog
 
 __all__ = [
     "Catalog",
@@ -45,7 +46,9 @@ __all__ = [
     "ConcatCatalog",
     "Extents",
     "IndexChunk",
+    "JoinBy",
     "JoinCatalog",
+    "JoinMissing",
     "JoinPart",
     "Keys",
     "LabelFunction",
@@ -59,19 +62,19 @@ __all__ = [
     "Verify",
     "Where",
     "check_manifests",
+    "check_missing",
     "check_numbers",
     "choose_samples",
     "class_weights",
     "common_classes",
     "find_difference",
     "folder_label",
+    "join_catalogs",
     "lacks_index",
-    "match_keys",
-    "open_table",
+    "open_part",
     "read_all_classes",
     "read_array",
     "read_classes",
-    "read_column",
     "read_columns",
     "warn_of_difference",
 ]

@@ -12,6 +12,7 @@ from shardstream.errors import (
     ClassesWarning,
     ManifestError,
     NotFoundError,
+    OptionError,
     StorageError,
     get_logger,
     redact,
@@ -140,3 +141,17 @@ class ClassNames:
     def names(self) -> Classes | None:
         """Class names in the order of their numbers; None if there are none, or datasets differ."""
         return common_classes(self.found)
+
+    @property
+    def checked_names(self) -> Classes | None:
+        """Class names in the order of their numbers; None if there are none.
+
+        Raises:
+            OptionError: If datasets number their classes differently.
+        """
+        difference = find_difference(self.found)
+        if difference is not None:
+            raise OptionError(
+                f"class numbers differ among these shards: {difference}; write each folder separately"
+            )
+        return self.names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
@@ -23,14 +23,23 @@ class JoinPart:
     Args:
         catalog: Their catalog.
         numbers: For each sample of the join its number in this catalog, -1 if it has none; None if all numbers are equal.
-        fields: Fields to add; None for all.
+        fields: Field -> its name in this catalog; None for all fields, under their names.
         defaults: Fields, as bytes, of the samples that have none here.
+        is_strict: Whether a sample here without one of ``fields`` is an error.
+        num_unused: Number of samples here whose key no sample has.
     """
 
     catalog: Catalog
     numbers: Numbers | None = None
-    fields: tuple[str, ...] | None = None
+    fields: Mapping[str, str] | None = None
     defaults: Mapping[str, bytes]
+    is_strict: bool = False
+    num_unused: int = 0
+
+    @property
+    def known_fields(self) -> tuple[str, ...] | None:
+        """Fields that it adds; None if they are unknown."""
+        return self.catalog.fields if self.fields is None else tuple(self.fields)
 
     def numbers_of(self, numbers: Numbers) -> Numbers:
         """Return the number of each sample in this catalog; -1 for none."""
@@ -46,10 +55,13 @@ class JoinCatalog(Catalog):
     Args:
         first: The first catalog.
         parts: The others.
+        left_out: Fields of the first catalog that are left out.
     """
 
-    def __init__(self, first: Catalog, parts: Sequence[JoinPart]) -> None:
-        self.first, self.parts = first, tuple(parts)
+    def __init__(
+        self, first: Catalog, parts: Sequence[JoinPart], left_out: Collection[str] = ()
+    ) -> None:
+        self.first, self.parts, self.left_out = first, tuple(parts), frozenset(left_out)
         self.can_coalesce = first.can_coalesce
         self.threads = first.threads
         self.max_prefetch_samples = first.max_prefetch_samples
@@ -80,9 +92,11 @@ class JoinCatalog(Catalog):
     def fingerprint(self) -> str:
         """16 hex digits that change with the datasets, with which of their samples are joined, and with the chosen fields."""
         digest = hashlib.sha256(f"join {self.first.fingerprint}\n".encode())
+        digest.update(f"{sorted(self.left_out)}\n".encode() if self.left_out else b"")
         for part in self.parts:
+            fields = None if part.fields is None else sorted(part.fields.items())
             defaults = sorted(part.defaults.items())
-            digest.update(f"{part.catalog.fingerprint} {part.fields} {defaults}\n".encode())
+            digest.update(f"{part.catalog.fingerprint} {fields} {defaults}\n".encode())
             if part.numbers is not None:
                 digest.update(part.numbers.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
@@ -95,13 +109,11 @@ class JoinCatalog(Catalog):
     @property
     def fields(self) -> tuple[str, ...] | None:
         """Fields of all catalogs; None if those of one are unknown."""
-        found = [self.first.fields]
-        found += [
-            part.catalog.fields if part.fields is None else part.fields for part in self.parts
-        ]
+        found = [self.first.fields, *(part.known_fields for part in self.parts)]
         if None in found:
             return None
-        return tuple(sorted({name for names in found for name in names or ()}))
+        added = {name for names in found[1:] for name in names or ()}
+        return tuple(sorted({*(found[0] or ())}.difference(self.left_out) | added))
 
     @property
     def storage(self) -> Storage:

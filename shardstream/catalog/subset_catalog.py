@@ -131,15 +131,15 @@ class SubsetCatalog(Catalog):
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return the byte ranges of samples, in the order given."""
-        return self._catalog.extents(self._whole(numbers))
+        return self._catalog.extents(self.whole_numbers(numbers))
 
     def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the shard of each sample, shape (n,)."""
-        return self._catalog.find_shards(self._whole(numbers))
+        return self._catalog.find_shards(self.whole_numbers(numbers))
 
     def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
         """Return the parts of indexes that `extents` needs for some samples."""
-        return self._catalog.index_chunks(self._whole(numbers))
+        return self._catalog.index_chunks(self.whole_numbers(numbers))
 
     def load_index(self, chunk: IndexChunk) -> object:
         """Read a part of an index."""
@@ -174,7 +174,7 @@ class SubsetCatalog(Catalog):
         """Read some bytes of a shard into memory."""
         self._catalog.fetch_into(buffer, shard, start, end, concurrency)
 
-    def _whole(self, numbers: Numbers | Sequence[int]) -> Numbers:
+    def whole_numbers(self, numbers: Numbers | Sequence[int]) -> Numbers:
         """Return the numbers of samples in the whole catalog."""
         wanted = np.asarray(numbers, dtype=np.int64)
         check_numbers(wanted, self._length)

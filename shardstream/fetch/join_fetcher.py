@@ -37,7 +37,7 @@ class JoinFetcher:
     def __init__(
         self, catalog: JoinCatalog, upcoming: Iterable[Numbers], open_part: OpenPart
     ) -> None:
-        self._parts = catalog.parts
+        self._parts, self._left_out = catalog.parts, catalog.left_out
         means = np.array([one.total_bytes / max(1, len(one)) for one in catalog.catalogs])
         shares = (means / max(1.0, means.sum())).tolist()
         groups = itertools.tee(upcoming, len(means))
@@ -55,7 +55,7 @@ class JoinFetcher:
         """
         if not len(numbers):
             return []
-        joined = self._first.samples(numbers)
+        joined = _without(self._first.samples(numbers), self._left_out)
         for part, fetcher in zip(self._parts, self._others, strict=True):
             theirs = part.numbers_of(numbers)
             places = np.flatnonzero(theirs >= 0)
@@ -89,13 +89,39 @@ def _numbers_of(part: JoinPart, groups: Iterator[Numbers]) -> Iterator[Numbers]:
             yield numbers
 
 
+def _without(samples: Samples, left_out: frozenset[str]) -> Samples:
+    """Return samples without some fields."""
+    if not left_out:
+        return samples
+    if isinstance(samples, Columns):
+        kept = {name: one for name, one in samples.columns.items() if name not in left_out}
+        return Columns(kept)
+    return [
+        row if isinstance(row, Exception) else {n: v for n, v in row.items() if n not in left_out}
+        for row in samples
+    ]
+
+
+def _names_in(part: JoinPart, fields: Iterable[str]) -> dict[str, str]:
+    """Return field -> its name there, of those that a sample of the other dataset adds."""
+    if part.fields is None:
+        return {field: field for field in fields if field not in _OWN}
+    known = frozenset(fields)
+    return {field: name for field, name in part.fields.items() if name in known}
+
+
 def _join_columns(samples: Samples, others: Samples, part: JoinPart) -> Columns | None:
     """Join whole columns; None where samples are missing, of several forms or wrong, or two datasets have a field."""
     if not (isinstance(samples, Columns) and isinstance(others, Columns)):
         return None
     mine, theirs = samples.columns, others.columns
-    added = {field: theirs[field] for field in theirs if _is_added(field, part)}
+    names = _names_in(part, theirs)
+    if part.is_strict and len(names) < len(part.fields or ()):
+        return None
+    added = {field: theirs[name] for field, name in names.items()}
     if mine["__key__"] != theirs["__key__"] or not added.keys().isdisjoint(mine):
+        return None
+    if len(set(names.values())) < len(names):  # batches would share the memory of a column
         return None
     return Columns({**mine, **added})
 
@@ -106,11 +132,11 @@ def _join_rows(
     """Join samples one by one; ``places`` are those of the samples that the other dataset has."""
     rows = [row if isinstance(row, Exception) else dict(row) for row in samples]
     found: dict[int, Sample | Exception] = dict(zip(places.tolist(), others, strict=True))
-    return [_join(row, found.get(place, part.defaults), part) for place, row in enumerate(rows)]
+    return [_join(row, found.get(place), part) for place, row in enumerate(rows)]
 
 
 def _join(
-    row: Sample | Exception, other: Mapping[str, object] | Exception, part: JoinPart
+    row: Sample | Exception, other: Sample | Exception | None, part: JoinPart
 ) -> Sample | Exception:
     """Add the fields of another sample to a sample; an error takes the place of both.
 
@@ -119,7 +145,9 @@ def _join(
     """
     if isinstance(row, Exception) or isinstance(other, Exception):
         return row if isinstance(row, Exception) else cast("Exception", other)
-    key = other.get("__key__", row["__key__"])
+    if other is None:
+        return _with_fields(row, part.defaults, part.catalog.url_of(0))
+    key = other["__key__"]
     if key != row["__key__"]:
         raise IndexMismatchError(
             f"joined samples have the keys {row['__key__']!r} and {key!r}, the second in {other.get('__url__')}: "
@@ -128,26 +156,31 @@ def _join(
             shard=row.get("__url__"),
             key=row["__key__"],
         )
-    return _with_fields(row, other, part)
+    names = _names_in(part, other)
+    missing = [field for field in part.fields or () if field not in names]
+    if part.is_strict and missing:
+        return SampleError(
+            f"its sample or row in {other.get('__url__')} has no such field",
+            remedy="pass missing='keep' (--missing keep) if some samples lack it",
+            shard=row.get("__url__"),
+            key=row["__key__"],
+            field=missing[0],
+        )
+    added = {field: other[name] for field, name in names.items()}
+    return _with_fields(row, added, str(other.get("__url__")))
 
 
-def _is_added(field: str, part: JoinPart) -> bool:
-    return field not in _OWN and (part.fields is None or field in part.fields)
-
-
-def _with_fields(row: Sample, other: Mapping[str, object], part: JoinPart) -> Sample | Exception:
-    for field, value in other.items():
-        if not _is_added(field, part):
-            continue
-        if field in row:
-            return SampleError(
-                f"two of the joined datasets have the field {field!r}; the second is {other.get('__url__')}",
-                remedy="choose the fields of each dataset: ss.join(first, {url: fields})",
-                shard=row.get("__url__"),
-                key=row["__key__"],
-                field=field,
-            )
-        row[field] = value
+def _with_fields(row: Sample, added: Mapping[str, object], url: str) -> Sample | Exception:
+    both = next((field for field in added if field in row), None)
+    if both is not None:
+        return SampleError(
+            f"two of the joined datasets have the field {both!r}; the second is {url}",
+            remedy=f"take it under another name, {{URL: {{'new.{both}': {both!r}}}}}, or leave it out: ss.join(first, {{URL: fields}})",
+            shard=row.get("__url__"),
+            key=row["__key__"],
+            field=both,
+        )
+    row.update(added)
     return row
 
 

@@ -42,6 +42,7 @@ from shardstream.pipeline import (
     OnError,
     Pipeline,
     ReadOptions,
+    Records,
     SampleWeights,
     Shuffle,
     SkipTracker,
@@ -56,6 +57,7 @@ from shardstream.pipeline import (
     keep_fields,
     open_sequential_source,
     open_source,
+    records_of,
 )
 from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, open_cache
 
@@ -226,6 +228,23 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         else:
             state["_epochs"] = copy.copy(self._epochs)
         return state
+
+    def records(self) -> Records:
+        """Return all samples in the order without shuffle, with the steps, as `ss.reshard` writes them.
+
+        Raises:
+            OptionError: If there is no such order, or a step needs more than one sample.
+        """
+        given = self.given_placement
+        if given is not None and given.world_size > 1:
+            raise OptionError(
+                "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.Parts(part, of)"
+            )
+        return records_of(self.pipeline, self._checked_classes())
+
+    def _checked_classes(self) -> tuple[str, ...] | None:
+        """Return the names of the classes; refuse samples that number them differently."""
+        return None
 
     def with_length(self, length: int) -> Self:
         """Set the ``len`` of a dataset of unknown length, in items, also for a `ShardLoader`.
@@ -434,6 +453,9 @@ class ShardDataset(StreamDataset):
             StorageError: If the folder cannot be read.
         """
         return self._class_names.names
+
+    def _checked_classes(self) -> tuple[str, ...] | None:
+        return self._class_names.checked_names
 
     @classmethod
     def from_prefix(cls, prefix: str, **options: Any) -> ShardDataset:

@@ -6,6 +6,7 @@ import copy
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Self, overload
 
@@ -19,6 +20,7 @@ from shardstream.catalog import (
     Numbers,
     ShardCatalog,
     Subset,
+    SubsetCatalog,
     Verify,
     Where,
     choose_samples,
@@ -40,6 +42,7 @@ from shardstream.pipeline import (
     Pipeline,
     PipelineTransform,
     ReadOptions,
+    Records,
     Rename,
     SkipTracker,
     Stage,
@@ -48,6 +51,7 @@ from shardstream.pipeline import (
     check_stage,
     field_names,
     first_stages,
+    records_of,
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
@@ -180,6 +184,21 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             self._opened = opened
             return opened
 
+    def records(self) -> Records:
+        """Return the samples in the order of their numbers, with the steps, as `ss.reshard` writes them.
+
+        Raises:
+            OptionError: If the samples are loose files, or a step returns no dict.
+        """
+        found = records_of(self._pipeline, self._checked_classes())
+        if isinstance(self._numbers, range) and len(self) == len(self._catalog):
+            return found
+        return replace(found, catalog=SubsetCatalog(self._catalog, np.asarray(self._numbers)))
+
+    def _checked_classes(self) -> tuple[str, ...] | None:
+        """Return the names of the classes; refuse samples that number them differently."""
+        return None
+
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
 
@@ -299,6 +318,9 @@ class ShardMapDataset(MapDataset):
             StorageError: If the folder cannot be read.
         """
         return self._class_names.names
+
+    def _checked_classes(self) -> tuple[str, ...] | None:
+        return self._class_names.checked_names
 
 
 def _may_draw(stage: Stage) -> bool:

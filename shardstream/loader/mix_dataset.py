@@ -133,7 +133,7 @@ def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource | MixSt
         return MixStreamSource(recipe=recipe, seed=options.seed)
     if any(isinstance(source.catalog, JoinCatalog) for source in indexed_sources):
         raise OptionError(
-            "a joined dataset cannot be part of a mix; ss.reshard(add=) writes one that can"
+            "a joined dataset cannot be part of a mix; ss.reshard writes it as one that can"
         )
     catalog = ConcatCatalog([source.catalog for source in indexed_sources])
     return MixIndexedSource(

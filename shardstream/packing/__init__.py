@@ -8,10 +8,9 @@ A record passes through these folders and files:
     job/parallel_encode, encode, images    records -> encoded samples
     shards/                           encoded samples -> published shards
 
-``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
-parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``opened_shards`` opens the shards.
-``join_fields`` adds fields of other shards and tables (``added_source``, ``added_table``) by key, which it finds in a ``key_index``
-(``key_hashes`` sorts it). Packed data pass through ``shard_scan``
+``reshard`` writes the samples of a dataset to new shards, in parts that run anywhere: ``sample_range`` reads the samples of a part,
+``sample_steps`` runs their steps and the user's functions. Fields of other datasets come from a join of the room ``catalog``;
+``sources/joined_table`` reads tables for it. Packed data pass through ``shard_scan``
 for ``index`` and ``verify`` (with ``shard_checks``); ``inspect`` shows shards and single samples.
 """
 
@@ -25,6 +24,7 @@ from shardstream.packing.encode import (
 from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.index import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
+from shardstream.packing.job.cuts import cut_by_size, iter_cuts
 from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
 from shardstream.packing.job.journal import FinishedShard, Journal, Task, read_journal
 from shardstream.packing.job.key_hashes import (
@@ -47,9 +47,8 @@ from shardstream.packing.job.part_job import (
     set_parts,
 )
 from shardstream.packing.job.report import PackReport, Progress, counts_text, logged, progress_lines
-from shardstream.packing.key_index import key_index_name, open_key_index, write_key_index
 from shardstream.packing.pack import pack
-from shardstream.packing.reshard import cut_by_size, iter_cuts, reshard
+from shardstream.packing.reshard import reshard
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import (
     DEFAULT_MAX_BYTES,
@@ -60,11 +59,12 @@ from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.packing.shards.write_shard import write_shard
 from shardstream.packing.sources.class_numbering import sibling_folders
 from shardstream.packing.sources.detection import open_source
+from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.keys import file_key, key_levels
 from shardstream.packing.sources.samples_source import SamplesSource
 from shardstream.packing.sources.source import FileRef, Record, Source, SourceOptions
 from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
-from shardstream.packing.sources.tables import iter_rows
+from shardstream.packing.sources.tables import is_table, iter_rows
 from shardstream.packing.verify import VerifyReport, verify
 
 __all__ = [
@@ -115,15 +115,15 @@ __all__ = [
     "has_encoder",
     "hash_keys",
     "index",
+    "is_table",
     "iter_cuts",
     "iter_rows",
-    "key_index_name",
     "key_levels",
     "list_shards",
     "list_splits",
     "logged",
     "merge",
-    "open_key_index",
+    "open_joined_table",
     "open_source",
     "pack",
     "place_of",
@@ -138,6 +138,5 @@ __all__ = [
     "sibling_folders",
     "split_counts",
     "verify",
-    "write_key_index",
     "write_shard",
 ]

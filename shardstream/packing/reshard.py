@@ -1,64 +1,82 @@
-"""Write the samples of shards to other shards: other sizes, another order, fewer fields, other samples."""
+"""Write the samples of a dataset to other shards: other sizes, another order, fewer fields, other samples, joined ones."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import threading
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
-from shardstream.catalog import ClassNames, Numbers, ShardCatalog, find_difference
-from shardstream.errors import ChangedError, OptionError
-from shardstream.fetch import open_fetcher
-from shardstream.format import (
-    CLASSES_NAME,
-    END_OF_ARCHIVE,
-    Sample,
-    encode_classes,
+from shardstream.catalog import (
+    Catalog,
+    ClassNames,
+    JoinCatalog,
+    JoinMissing,
+    JoinPart,
+    Numbers,
+    ShardCatalog,
+    SubsetCatalog,
+    check_missing,
+    join_catalogs,
+    lacks_index,
+    open_part,
 )
-from shardstream.order import derive_key, permute
-from shardstream.packing.added_source import AddedUrls
+from shardstream.errors import OptionError, plural, redact
+from shardstream.fetch import open_batch_fetcher
+from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, Sample, encode_classes, member_bytes
+from shardstream.packing.job.cuts import cut_by_size
 from shardstream.packing.job.destination import ShardNames
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.merge import SplitJob, run_jobs
 from shardstream.packing.job.part_job import PartJob, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
-from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
-from shardstream.packing.opened_shards import OpenedShards, open_shards
-from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
+from shardstream.packing.sample_range import Kept, Order, SampleRange
+from shardstream.packing.sample_steps import (
+    SampleFunction,
+    encoded_samples,
+    identity_of,
+    user_stages,
+)
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.shards.tar_shard import sample_pieces
-from shardstream.storage import (
-    OutputFolder,
-    Urls,
-    absolute_urls,
-    parent_url,
-    parse_bytes,
-)
+from shardstream.packing.sources.detection import find_tables, guess_kind
+from shardstream.packing.sources.joined_table import open_joined_table
+from shardstream.packing.sources.source import fingerprint_of
+from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage
+from shardstream.storage import OutputFolder, Storage, Urls, locate_shards, parent_url, parse_bytes
 from shardstream.tasks import Executor
 
-_PREFETCH_BYTES = 64 << 20
-_CHUNK_BYTES = 4 << 20  # of samples in memory as Python objects
-_CHUNK_SAMPLES = 4096
-_PURPOSE = 0x7E5A  # separates this permutation from those of epochs
+AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | None]"
+"""URL of each source -> its fields: names, or field -> name there; None for all."""
+
 # Shards of a random order are cut by the mean size of a sample; the fraction leaves room for larger ones.
 _FILL = 0.95
-_FIELD_PROBES = 64  # samples whose fields are measured, where only some fields are kept
+_PROBES = (
+    64  # samples whose fields are measured, where only some fields are kept, or some are added
+)
 _DECIMALS = 4
+_LENGTHS = 1 << 16  # samples whose sizes are read at a time
+
+
+@runtime_checkable
+class AnyDataset(Protocol):
+    """A dataset whose samples can be written again."""
+
+    def records(self) -> Records:
+        """Return all samples in a fixed order, with the steps."""
 
 
 def reshard(  # noqa: PLR0913  (public door)
-    source: Urls,
+    source: Urls | AnyDataset,
     dest: str | os.PathLike[str],
     *,
     max_samples: int = DEFAULT_MAX_SAMPLES,
@@ -66,7 +84,7 @@ def reshard(  # noqa: PLR0913  (public door)
     seed: int | None = None,
     fields: Sequence[str] | None = None,
     add: AddedUrls | None = None,
-    missing: Missing = "error",
+    missing: JoinMissing = "error",
     select: SampleFunction | None = None,
     map: SampleFunction | None = None,  # noqa: A002  (as in ShardDataset.map)
     batch_size: int | None = None,
@@ -79,31 +97,35 @@ def reshard(  # noqa: PLR0913  (public door)
     storage_options: Mapping[str, Any] | None = None,
     source_options: Mapping[str, Any] | None = None,
 ) -> PackReport:
-    """Write the samples of indexed shards to new shards; equal input gives equal bytes, whatever the executor.
+    """Write the samples of a dataset to new shards; equal input gives equal bytes, whatever the executor.
 
     Each new shard is one task, which reads its samples by range requests: memory stays at about 100 MiB for each process, whatever
     the order. A stopped or killed job is resumed by the same call: finished shards are kept. ``classes.json`` is copied.
 
+    Fields that no step changes are copied as they are. Values that a step makes are encoded as `ShardWriter.write` does: pixels that
+    ``decode`` has made of a ``jpg`` become a new JPEG of quality 90, so leave fields undecoded that you do not change.
+
+        ss.reshard(ss.join("images/", "captions/"), "both/")
+        ss.reshard(ss.ShardDataset("images/", where="width >= 512").map(add_caption), "large/", seed=1)
+
     Args:
-        source: Shards as for `ShardDataset`: a folder, pattern, tar or list; remote ones need an index.
+        source: A `ShardDataset`, `ShardMapDataset`, `CatalogDataset` or `join` with its steps, without shuffle, weights and steps that need
+            several samples; or shards as for `ShardDataset`: a folder, pattern, tar or list. Remote shards need an index.
         dest: Folder, or pattern with ``{shard}``.
         max_samples: Maximum samples of a shard.
         max_bytes: Maximum size of a shard, e.g. "256MB". If samples grow in ``map``, the rest of a task goes to further shards, named
             ``000007_01.tar`` and so on.
         seed: Write all samples in a random order, a uniform permutation; by default they keep their order.
-        fields: Fields to keep; by default all. Those of ``add`` are kept, too.
-        add: Sources of more fields, joined by key: ``{URL: fields}``. The URL is that of indexed shards or of tables (Parquet, CSV, TSV,
-            JSON lines); ``fields`` are names, or ``{field: name there}``, for tables ``{field: column}``. None takes all fields of shards.
-            The keys of a table are in its column ``__key__`` or ``key``, or in the one that ``{"__key__": column}`` names. Fields are
-            added before ``select`` and ``map``. A field that the sample has already is an error, unless ``fields`` leaves it out: then
-            it is replaced. ``source_options`` apply.
-        missing: What happens to a sample whose key, or one of whose named fields, is not in a source of ``add``: "error"; "keep", without
-            these fields; or "drop". Keys that no sample has are counted in a warning.
-        select: ``select(sample)`` says whether to keep a sample; the shards are cut before, so they get smaller.
-        map: ``map(sample)`` returns a sample as `ShardWriter.write` takes it; without ``__key__`` the key stays. A class is instantiated
-            once in each process, for example to hold a model, and its instances are called.
+        fields: Fields to keep, after all steps; by default all. Those of ``add`` are kept, too.
+        add: Short for ``join(source, {URL: fields}, ..., by="key")``: ``{URL: fields}`` of shards or tables. A folder of Parquet tables is one, too.
+            A field that the samples have already is an error, unless ``fields`` leaves it out: then it is replaced.
+        missing: As in `join`, for ``add``. Keys that no sample has are counted in a warning.
+        select: Short for ``.select(function)`` of the dataset: ``select(sample)`` says whether to keep a sample; the shards are cut before, so they
+            get smaller.
+        map: Short for ``.map(function)``, after ``select``: ``map(sample)`` returns a sample as `ShardWriter.write` takes it; without ``__key__``
+            the key stays. A class is instantiated once in each process, for example to hold a model, and its instances are called.
         batch_size: Call ``map`` with lists of up to so many samples; it returns as many.
-        version: Version of ``select`` and ``map``. A stopped job is resumed only with the same version, names and source text of
+        version: Version of the functions. A stopped job is resumed only with the same version, names and source text of
             the functions.
         name: Name of the dataset, kept in the manifest.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
@@ -112,98 +134,271 @@ def reshard(  # noqa: PLR0913  (public door)
             of the job, and `merge` publishes it. Functions must be importable by other processes, and storage options travel with the tasks.
         progress: Called after each shard.
         storage_options: ``storage_options`` of fsspec for the destination.
-        source_options: The same for the source; by default those of the destination.
+        source_options: The same for URLs of the source and of ``add``; by default those of the destination.
 
     Returns:
         Counts. With `Parts` those of this part, and the number of shards that are not done in ``unfinished``.
 
     Raises:
-        OptionError: If an argument is wrong, the source has no index, or a dataset is in the destination already.
-        SourceError: If a function raises; names the sample. If a key comes twice, in the new shards or in a source of ``add``.
-        SampleError: If a sample cannot be written, e.g. because its key is in the new shard already, or is missing in ``add``.
+        OptionError: If an argument is wrong, the samples have no fixed order or no index, keys are missing in ``add`` or come twice there, or a
+            dataset is in the destination already.
+        SourceError: If a function raises; names the sample. If a key comes twice in the new shards.
+        SampleError: If a sample cannot be written, e.g. because its key is in the new shard already, or lacks a field in ``add``.
         ShardError: If a sample of the source is damaged.
         ChangedError: If the source changes while it is read.
         StorageError: If a place cannot be reached or is full, or another job writes there.
     """
-    steps = SampleSteps.checked(fields, select, map, batch_size)
-    reading = storage_options if source_options is None else source_options
-    join = FieldJoin.checked(add, missing, steps.fields, reading, storage_options)
+    stages = user_stages(select, map, batch_size)
+    kept = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
     limits = WriterOptions(
         max_samples=max_samples,
         max_bytes=parse_bytes(max_bytes),
         name=name,
         columns=checked_columns(columns),
     )
-    opened = open_shards(source, reading)
-    work = ReshardWork(
-        job="",
-        call=uuid.uuid4().hex,
-        source=absolute_urls(source),
-        source_options=reading,
-        identity=opened.identity,
-        seed=seed,
-        limits=limits,
-        template="",
-        steps=steps,
-        join=join,
+    reading = storage_options if source_options is None else source_options
+    records = _open_records(source, reading)
+    added = _open_added(records, add, missing, kept, reading)
+    if added is not None:
+        records = replace(records, catalog=added.catalog)
+        kept = None if kept is None else kept | added.fields
+    choices = {} if added is None else added.choices
+    choices |= {
+        "fields": None if kept is None else sorted(kept),
+        "select": identity_of(select),
+        "map": identity_of(map),
+        "batch_size": batch_size,
+        "version": version,
+    }
+    split = _plan_job(records, stages, kept, _Plan(dest, limits, seed, choices, storage_options))
+    return run_jobs(
+        [split],
+        executor=executor,
+        overwrite=overwrite,
+        progress=progress,
+        samples=len(records.catalog),
     )
-    with closing(join.open()) as joined:
-        names = _shard_names(dest, opened, joined)
-        split = _plan_job(work, opened, joined, names, version, storage_options)
-        try:
-            return run_jobs(
-                [split],
-                executor=executor,
-                overwrite=overwrite,
-                progress=progress,
-                samples=len(opened.catalog),
+
+
+def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) -> Records:
+    """Return the samples of a dataset, or of shards.
+
+    Raises:
+        OptionError: If they have no fixed order, no index, or there are none.
+        StorageError: If they cannot be reached.
+    """
+    if isinstance(source, AnyDataset):
+        records = source.records()
+    elif isinstance(source, str | os.PathLike | Sequence):
+        storage = Storage(options)
+        located = locate_shards(source, storage)
+        bare = lacks_index(located, storage)
+        if bare is not None:
+            raise OptionError(
+                "this shard cannot be read by number; run 'shardstream index' on plain tars, and 'shardstream pack' on compressed ones",
+                shard=bare,
             )
-        finally:
-            _close_sources(lambda call, _: call == work.call)
-            forget_instances()
+        catalog = ShardCatalog(located, storage)
+        records = Records(catalog=catalog, classes=ClassNames(located, storage).checked_names)
+    else:
+        raise OptionError(
+            f"reshard takes URLs of shards, or a dataset of shardstream, not a {type(source).__name__}"
+        )
+    if not len(records.catalog):
+        raise OptionError("the source has no samples", shard=records.catalog.url_of(0))
+    return records
+
+
+class _Added(NamedTuple):
+    """Samples with the fields of ``add``."""
+
+    catalog: JoinCatalog
+    fields: frozenset[str]
+    choices: dict[str, Any]
+
+
+def _open_added(
+    records: Records,
+    add: AddedUrls | None,
+    missing: JoinMissing,
+    kept: frozenset[str] | None,
+    options: Mapping[str, Any] | None,
+) -> _Added | None:
+    """Join the samples with those of ``add``; None without.
+
+    Raises:
+        OptionError: If a source or field is wrong, or keys are missing.
+        StorageError: If a source cannot be read.
+    """
+    check_missing(missing)
+    if add is None:
+        if missing != "error":
+            raise OptionError("missing is used with add only; name a source, or leave it out")
+        return None
+    if records.stages or isinstance(records.catalog, JoinCatalog):
+        raise OptionError(
+            "add= joins plain shards; this dataset has steps, or is a join: join first, ss.join(a, b, c), then add the steps"
+        )
+    named: Mapping[Any, Collection[str] | None] = add if isinstance(add, Mapping) else {add: None}
+    if not named:
+        raise OptionError("add names no source; leave it out, or give {URL: fields}")
+    parts = [_open_part(os.fspath(url), fields, options) for url, fields in named.items()]
+    fields = frozenset(field for part in parts for field in part.known_fields or ())
+    left_out = frozenset[str]() if kept is None else fields - kept
+    catalog = join_catalogs(records.catalog, parts, "key", missing, left_out)
+    how = dict(missing) if isinstance(missing, Mapping) else missing
+    chosen = [None if part.fields is None else dict(part.fields) for part in parts]
+    return _Added(catalog, fields, {"add": chosen, "missing": repr(how)})
+
+
+def _open_part(
+    url: str, fields: Collection[str] | None, options: Mapping[str, Any] | None
+) -> JoinPart:
+    storage = Storage(options)
+    fields = [fields] if isinstance(fields, str) else fields
+    kind = guess_kind(url, storage)
+    if kind == "table":
+        columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
+        table = open_joined_table(find_tables(url, storage), columns, storage)
+        return open_part(table, table.fields)
+    if kind != "tars":
+        raise OptionError(
+            "fields are added from shards or from tables; pack these files into shards first",
+            shard=url,
+        )
+    part = open_part(_open_records(url, options).catalog, fields or None)
+    if part.known_fields is None:
+        raise OptionError(
+            "the manifest does not list the fields; name those to add: add={URL: ['txt']} (--add URL:txt)",
+            shard=url,
+        )
+    return part
+
+
+class _Plan(NamedTuple):
+    """Options of the job."""
+
+    dest: str | os.PathLike[str]
+    limits: WriterOptions
+    seed: int | None
+    choices: dict[str, Any]
+    storage_options: Mapping[str, Any] | None
 
 
 def _plan_job(
-    work: ReshardWork,
-    opened: OpenedShards,
-    joined: OpenedJoin,
-    names: ShardNames,
-    version: int | str | None,
-    storage_options: Mapping[str, Any] | None,
+    records: Records, stages: tuple[Stage, ...], kept: frozenset[str] | None, plan: _Plan
 ) -> SplitJob:
-    """Return the job and the work of its parts, from the work without a job."""
-    steps, limits, seed = work.steps, work.limits, work.seed
-    sizes = _Sizes(_kept_fraction(opened, steps, joined.fields), joined.mean_bytes)
-    firsts = plan_shards(opened.catalog, limits, is_shuffled=seed is not None, sizes=sizes)
+    """Return the job and the work of its parts."""
+    catalog, limits = records.catalog, plan.limits
+    leaves = _leaves_of(catalog)
+    names = _shard_names(plan.dest, leaves)
+    sizes = _measure(records, kept, is_mapped=bool(stages))
+    first = catalog.first if isinstance(catalog, JoinCatalog) else catalog
+    firsts = plan_shards(first, limits, is_shuffled=plan.seed is not None, sizes=sizes)
     options: dict[str, Any] = {
         "max_samples": limits.max_samples,
         "max_bytes": limits.max_bytes,
-        "seed": seed,
+        "seed": plan.seed,
     }
     if limits.columns is not None:
         options |= {"columns": columns_identity(limits.columns)}
-    options |= {**steps.identity, "version": version, **sizes.options, **work.join.choices}
+    if records.stages:
+        named = zip(records.steps, records.stages, strict=True)
+        options |= {"steps": [f"{step} {identity_of(stage)}" for step, stage in named]}
+        options |= {"seed of the steps": records.seed}
+    options |= {**plan.choices, **sizes.options}
+    classes = records.classes
     job = PartJob(
         kind="reshard",
-        title=opened.title,
+        title=_title(leaves),
         names=names,
-        source=" ".join((opened.identity, *joined.identities)),
+        source=" ".join([catalog.fingerprint, *map(_content_of, leaves)]),
         options=options,
         parts=len(firsts) - 1,
         name=limits.name,
-        extras=_class_names(opened),
-        storage_options=storage_options,
+        extras={} if classes is None else {CLASSES_NAME: encode_classes(classes).decode()},
+        storage_options=plan.storage_options,
     )
-    steps = steps.keeping(joined.fields)
-    work = replace(work, job=job.run, template=names.template, steps=steps, join=joined.described)
-    return SplitJob("", job, _works(work, firsts, job, joined))
+    call = uuid.uuid4().hex
+    work = ReshardWork(
+        samples=SampleRange(
+            catalog=catalog,
+            order=Order(0, len(catalog), len(catalog), plan.seed),
+            stages=Kept(call, "stages", (*records.stages, *stages)),
+            job=call,
+        ),
+        seed=records.seed,
+        fields=kept,
+        limits=limits,
+        template=names.template,
+        warnings=_warn_of_unused(catalog),
+    )
+    return SplitJob("", job, work.parts(firsts))
+
+
+def _leaves_of(catalog: Catalog) -> list[Catalog]:
+    """Return the catalogs that a join or a subset consists of."""
+    if isinstance(catalog, JoinCatalog):
+        return [leaf for one in catalog.catalogs for leaf in _leaves_of(one)]
+    return _leaves_of(catalog.whole) if isinstance(catalog, SubsetCatalog) else [catalog]
+
+
+def _title(leaves: Sequence[Catalog]) -> str:
+    """Return the number of shards and their folder, for reports."""
+    more = f" and {plural(len(leaves) - 1, 'joined dataset')}" if len(leaves) > 1 else ""
+    return f"{plural(leaves[0].num_shards, 'shard')} of {parent_url(leaves[0].url_of(0))}{more}"
+
+
+def _content_of(catalog: Catalog) -> str:
+    """Return text that changes with the bytes of a dataset: by its checksums, else by the times or ETags of its shards."""
+    if not isinstance(catalog, ShardCatalog):
+        return catalog.fingerprint
+    (content,) = catalog.checksums
+    if content is not None:
+        return content
+    storage = catalog.storage  # names and sizes alone would not show that a tar was replaced
+    with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
+        files = pool.map(lambda shard: storage.info(shard.url), catalog.shards)
+        return fingerprint_of("versions", *(str(file.version) for file in files))
+
+
+def _warn_of_unused(catalog: Catalog) -> tuple[str, ...]:
+    """Return a warning for each joined dataset with keys that no sample has."""
+    if not isinstance(catalog, JoinCatalog):
+        return ()
+    warnings = []
+    for part in catalog.parts:
+        if part.num_unused:
+            (leaf,) = _leaves_of(part.catalog)
+            url = leaf.url_of(0)
+            place = redact(parent_url(url) if isinstance(leaf, ShardCatalog) else url)
+            warnings.append(
+                f"{place}: {plural(part.num_unused, 'key')} of {len(part.catalog):,} without a sample in the source"
+            )
+    return tuple(warnings)
+
+
+def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Catalog]) -> ShardNames:
+    """Return folder and names of the new shards; refuse the folders that are read."""
+    names = ShardNames.parse(dest)
+    for leaf in leaves:
+        if not isinstance(leaf, ShardCatalog):
+            continue
+        place = leaf.storage.resolve(names.folder)[1].rstrip("/")
+        for taken in dict.fromkeys(parent_url(shard.url) for shard in leaf.shards):
+            if leaf.storage.resolve(taken)[1].rstrip("/") == place:
+                raise OptionError(
+                    "the shards would be overwritten while they are read; write elsewhere",
+                    shard=names.folder,
+                )
+    return names
 
 
 class _Sizes(NamedTuple):
     """Sizes of new samples, by those of the source."""
 
     kept: float
-    """Fraction of the bytes that is written."""
+    """Fraction of the bytes of the first dataset that is written."""
     added_bytes: int
     """Mean of the bytes that are added to a sample."""
 
@@ -213,77 +408,73 @@ class _Sizes(NamedTuple):
         return {"kept": self.kept, "added_bytes": self.added_bytes}
 
 
-def _works(
-    work: ReshardWork, firsts: Numbers, job: PartJob, joined: OpenedJoin
-) -> Iterator[ReshardWork]:
-    """Yield the work of each part; the first is taken when the folder is claimed, and the keys of added fields are left there then."""
-    if joined.sources:
-        joined.write_indexes(job.open_folder(), job.run)
-    yield from work.parts(firsts)
-
-
-def _shard_names(
-    dest: str | os.PathLike[str], opened: OpenedShards, joined: OpenedJoin
-) -> ShardNames:
-    """Return folder and names of the new shards; refuse the folders that are read."""
-    names, storage = ShardNames.parse(dest), opened.catalog.storage
-    place = storage.resolve(names.folder)[1].rstrip("/")
-    folders = [parent_url(shard.url) for shard in opened.catalog.shards]
-    folders += itertools.chain.from_iterable(source.folders for source in joined.sources)
-    for taken in dict.fromkeys(folders):
-        if storage.resolve(taken)[1].rstrip("/") == place:
-            raise OptionError(
-                "the shards would be overwritten while they are read; write elsewhere",
-                shard=names.folder,
-            )
-    return names
-
-
-def _class_names(opened: OpenedShards) -> dict[str, str]:
-    """Return ``classes.json`` of the source; refuse folders that number their classes differently."""
-    found = ClassNames(opened.located, opened.catalog.storage)
-    differs = find_difference(found.found)
-    if differs is not None:
-        raise OptionError(
-            f"class numbers differ among these shards: {differs}; reshard each folder separately"
-        )
-    return {} if found.names is None else {CLASSES_NAME: encode_classes(found.names).decode()}
-
-
-def _kept_fraction(opened: OpenedShards, steps: SampleSteps, added: frozenset[str]) -> float:
-    """Return the fraction of the samples' bytes that stays when only some fields are kept, from evenly spaced samples.
+def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool) -> _Sizes:
+    """Measure new samples on evenly spaced ones, where their sizes follow from the source: functions may make samples of any size.
 
     Raises:
         OptionError: If no sample has one of the fields, by the manifest or by these samples.
     """
-    if steps.fields is None or steps.function is not None:  # the function may make the fields
-        return 1.0
-    catalog, known = opened.catalog, set(opened.located.fields or ())
-    numbers = np.unique(np.linspace(0, len(catalog) - 1, _FIELD_PROBES).astype(np.int64))
-    before = after = 0
-    with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
-        for sample in pool.map(catalog.read_sample, numbers.tolist()):
-            chosen = {name: data for name, data in sample.items() if name in steps.fields}
-            before += _tar_bytes(sample)
-            after += _tar_bytes({"__key__": sample["__key__"], **chosen}) if chosen else 0
-            if opened.located.fields is None:
-                known |= {name for name in sample if not name.startswith("__")}
-    missing = sorted(steps.fields - known - added)
-    if missing and (opened.located.fields is not None or not after):
+    catalog = records.catalog
+    is_join = isinstance(catalog, JoinCatalog)
+    is_mapped |= not all(isinstance(stage, KeepFields | Rename) for stage in records.stages)
+    if not is_join and (is_mapped or (fields is None and not records.stages)):
+        return _Sizes(1.0, 0)
+    numbers = np.unique(np.linspace(0, len(catalog) - 1, _PROBES).astype(np.int64))
+    own = _read(catalog.first if isinstance(catalog, JoinCatalog) else catalog, numbers)
+    found = _read(catalog, numbers) if is_join else own
+    known = set(catalog.fields or ())
+    before = after = added = 0
+    for mine, sample in zip(own, found, strict=True):
+        new = sample if is_mapped else _stepped(sample, records.stages)
+        known |= new.keys() if catalog.fields is None or records.stages else set()
+        chosen = {
+            name: data
+            for name, data in new.items()
+            if not name.startswith("__") and (is_mapped or fields is None or name in fields)
+        }
+        kept = {name: data for name, data in chosen.items() if name in mine}
+        before += _tar_bytes(mine, mine)
+        after += _tar_bytes(sample, kept) if kept else 0
+        added += sum(
+            member_bytes(f"{sample['__key__']}.{name}", len(data))
+            for name, data in chosen.items()
+            if name not in mine
+        )
+    known = {name for name in known if not name.startswith("__")}
+    missing = [] if is_mapped else sorted((fields or frozenset()) - known)
+    if missing and (catalog.fields is not None or not after + added):
         raise OptionError(
             f"no sample has the field {', '.join(missing)}; the fields are {', '.join(sorted(known))}",
             shard=catalog.url_of(0),
         )
-    return max(round(after / before, _DECIMALS), 10.0**-_DECIMALS)
+    kept_fraction = 1.0 if after == before else round(after / before, _DECIMALS)
+    return _Sizes(max(kept_fraction, 10.0**-_DECIMALS), round(added / len(numbers)))
 
 
-def _tar_bytes(sample: Sample) -> int:
-    fields = {name: data for name, data in sample.items() if not name.startswith("__")}
-    return sum(map(len, sample_pieces(str(sample["__key__"]), fields)))
+def _read(catalog: Catalog, numbers: Numbers) -> list[Sample]:
+    with closing(open_batch_fetcher(catalog)) as fetcher:
+        found = list(fetcher.samples(numbers))
+    bad = next((one for one in found if isinstance(one, Exception)), None)
+    if bad is not None:
+        raise bad
+    return cast("list[Sample]", found)
+
+
+def _stepped(sample: Sample, stages: Sequence[Stage]) -> Sample:
+    """Return a sample after steps that choose and rename fields."""
+    for stage in stages:
+        if isinstance(stage, KeepFields | Rename):
+            sample = stage.bind(Context())(sample, 0)
+    return sample
+
+
+def _tar_bytes(sample: Sample, fields: Mapping[str, Any]) -> int:
+    named = {name: data for name, data in fields.items() if not name.startswith("__")}
+    return sum(len(piece) for piece in sample_pieces(str(sample["__key__"]), named))
 
 
 def plan_shards(
-    catalog: ShardCatalog, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
+    catalog: Catalog, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
 ) -> Numbers:
     """Return the first sample of each new shard, and the number of samples; shape (shards + 1,).
 
@@ -299,71 +490,21 @@ def plan_shards(
     is_exact = sizes.kept == 1 and not sizes.added_bytes
     limit = (limits.max_bytes - len(END_OF_ARCHIVE)) / sizes.kept * (1.0 if is_exact else _FILL)
     added = round(sizes.added_bytes / sizes.kept)  # in bytes of the source, as the limit
+    nsamples = len(catalog)
     if is_shuffled:
-        nsamples = len(catalog)
         mean = catalog.total_bytes / nsamples + added
         most = min(limits.max_samples, max(1, int(limit / mean * (_FILL if is_exact else 1))))
         count = -(-nsamples // most)
         return np.arange(count + 1, dtype=np.int64) * nsamples // count
-    lengths = (np.diff(catalog.offsets(shard)) + added for shard in range(catalog.num_shards))
+    lengths = (one + added for one in _lengths_of(catalog))
     return cut_by_size(lengths, limits.max_samples, limit)
 
 
-def cut_by_size(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> Numbers:
-    """Cut a sequence of sizes into runs of at most ``max_samples`` and ``max_bytes``, each as long as possible.
-
-    Args:
-        sizes: The sizes, in arrays of any length.
-        max_samples: Maximum length of a run, at least 1.
-        max_bytes: Maximum sum of a run; a single size may exceed it.
-
-    Returns:
-        The start of each run, and the number of sizes.
-
-    >>> cut_by_size([np.array([2, 2, 2]), np.array([9, 1])], 10, 5).tolist()
-    [0, 2, 3, 4, 5]
-    """
-    return np.array(list(iter_cuts(sizes, max_samples, max_bytes)), dtype=np.int64)
-
-
-def iter_cuts(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> Iterator[int]:
-    """Yield what `cut_by_size` returns, each as soon as the sizes that are read so far decide it."""
-    yield 0
-    passed = 0  # sizes before the last cut
-    waiting = np.empty(0, dtype=np.int64)  # sizes after it
-    for some in sizes:
-        waiting = np.concatenate((waiting, some))
-        ends = np.concatenate(([0], np.cumsum(waiting)))
-        first = 0
-        while True:
-            fits = int(np.searchsorted(ends, ends[first] + max_bytes, side="right")) - 1
-            last = min(max(fits, first + 1), first + max_samples)
-            if last >= len(waiting):  # the run may go on in the next array
-                break
-            yield passed + last
-            first = last
-        waiting = waiting[first:]
-        passed += first
-    yield passed + len(waiting)
-
-
-class _SourceHere(NamedTuple):
-    """What a process has open for a job."""
-
-    opened: OpenedShards
-    joined: OpenedJoin
-    joiner: Joiner
-
-
-# Of this process: call of `reshard` and thread -> its open sources. Each thread has its own: another one may end before it.
-_sources_here: dict[tuple[str, int], _SourceHere] = {}
-
-
-def _close_sources(is_over: Callable[[str, int], bool]) -> None:
-    """Close the sources of the calls and threads that are over."""
-    for key in [*_sources_here]:
-        if is_over(*key) and (here := _sources_here.pop(key, None)):
-            here.joined.close()
+def _lengths_of(catalog: Catalog) -> Iterator[Numbers]:
+    """Yield the bytes of all samples, in order."""
+    for first in range(0, len(catalog), _LENGTHS):
+        found = catalog.extents(np.arange(first, min(first + _LENGTHS, len(catalog))))
+        yield found.ends - found.starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,118 +512,50 @@ class ReshardWork:
     """The work of one part of `reshard`: one new shard, or several if its samples grow.
 
     Args:
-        job: Identity of the job.
-        call: Identity of the call of `reshard`, whose tasks share open sources.
-        source: URLs of the source.
-        source_options: Its ``storage_options``.
-        identity: Its identity when the job was planned.
-        seed: Seed of a random order; None keeps the order.
+        samples: The samples, and the steps that they pass.
+        seed: Seed of steps with random numbers.
+        fields: Fields to keep; None keeps all.
         limits: Maximum samples and bytes of a shard.
         template: Name of a shard.
-        steps: Changes to samples.
-        join: Sources of added fields.
+        warnings: Findings about the whole source, which the first part reports.
         number: Number of the new shard.
-        first: Position of its first sample in the order of the job.
-        last: Position after its last.
     """
 
-    job: str
-    call: str
-    source: Urls
-    source_options: Mapping[str, Any] | None
-    identity: str
-    seed: int | None
+    samples: SampleRange
+    seed: int
+    fields: frozenset[str] | None
     limits: WriterOptions
     template: str
-    steps: SampleSteps
-    join: FieldJoin
+    warnings: tuple[str, ...]
     number: int = 0
-    first: int = 0
-    last: int = 0
 
     def parts(self, firsts: Numbers) -> Iterator[ReshardWork]:
         """Yield the work of each part; ``firsts`` as `plan_shards` returns it."""
+        whole = self.samples.order
         for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
-            yield replace(self, number=number, first=first, last=last)
+            samples = replace(self.samples, order=whole._replace(first=first, last=last))
+            warnings = () if number else self.warnings
+            yield replace(self, samples=samples, number=number, warnings=warnings)
 
     def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
-        here = self._open(folder.url)
-        sources = here.joined.sources
-        matched = [0] * len(sources)
         names = ShardNames(folder=folder.url, template=self.template)
         keys: list[str] = []
         name = partial(names.name, self.number)
         with closing(PartWriter(folder, self.limits, name=name, check_owner=check_owner)) as writer:
-            with closing(self._samples(here, matched)) as samples:
-                for key, fields in self.steps.apply(samples, self.job):
+            with closing(encoded_samples(self.samples, self.seed, self.fields)) as samples:
+                for key, fields in samples:
                     writer.write(key, fields)
                     keys.append(key)
-            here.opened.catalog.check_manifests()
-            for source in sources:
-                source.check_unchanged()
+            self.samples.catalog.check_manifests()
             writer.finish()
         written = sum(shard.nsamples or 0 for shard in writer.shards)
+        order = self.samples.order
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,
             columns=tuple(writer.columns),
-            left_out=self.last - self.first - written,
+            left_out=order.last - order.first - written,
+            warnings=self.warnings,
             key_hashes=encode_hashes(hash_keys(keys)),
-            matched={
-                source.url: (count, len(source))
-                for source, count in zip(sources, matched, strict=True)
-            },
         )
-
-    def _open(self, folder_url: str) -> _SourceHere:
-        """Open the sources, or take those that this thread has open.
-
-        Raises:
-            ChangedError: If one has changed since the job was planned.
-        """
-        mine = threading.get_ident()
-        here = _sources_here.get((self.call, mine))
-        if here is None:
-            opened = open_shards(self.source, self.source_options)
-            if opened.identity != self.identity:
-                raise ChangedError(
-                    "the source has changed since the job began; start the job again in another folder, or with overwrite=True "
-                    "(--overwrite)",
-                    shard=opened.catalog.url_of(0),
-                )
-            joined = self.join.open()
-            joiner = joined.open_joiner(folder_url, self.job)
-            _close_sources(lambda _, thread: thread == mine)
-            here = _sources_here[self.call, mine] = _SourceHere(opened, joined, joiner)
-        return here
-
-    def _samples(self, here: _SourceHere, matched: list[int]) -> Generator[Sample]:
-        """Yield the samples of the part, with added fields."""
-        catalog = here.opened.catalog
-        size = _chunk_samples(catalog.total_bytes // len(catalog) + here.joined.mean_bytes)
-        with (
-            closing(self._read(catalog)) as samples,
-            closing(here.joiner.apply(samples, size, matched)) as joined,
-        ):
-            yield from joined
-
-    def _read(self, catalog: ShardCatalog) -> Generator[Sample]:
-        numbers = np.arange(self.first, self.last, dtype=np.int64)
-        if self.seed is not None:
-            numbers = permute(numbers, len(catalog), derive_key(self.seed, _PURPOSE))
-        size = _chunk_samples(catalog.total_bytes // len(catalog))
-        chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        with closing(
-            open_fetcher(catalog, iter(chunks), prefetch_bytes=_PREFETCH_BYTES)
-        ) as fetcher:
-            for chunk in chunks:
-                for row in fetcher.samples(chunk):
-                    if isinstance(row, Exception):
-                        raise row
-                    yield row
-
-
-def _chunk_samples(mean_bytes: int) -> int:
-    """Return how many samples are read together."""
-    return max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // max(1, mean_bytes)))

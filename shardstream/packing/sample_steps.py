@@ -1,4 +1,4 @@
-"""Select and change samples with the user's functions, while shards are written again."""
+"""Run the steps of a dataset, and the user's functions, on samples that are written again; tell jobs with other functions apart."""
 
 from __future__ import annotations
 
@@ -7,153 +7,252 @@ import inspect
 import itertools
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Self, cast
+from typing import Any, cast
 
-from shardstream.errors import OptionError, SampleError, SourceError, describe_error, plural
+from shardstream.errors import (
+    OptionError,
+    SampleError,
+    ShardStreamError,
+    SourceError,
+    describe_error,
+    plural,
+)
 from shardstream.format import Sample
 from shardstream.packing.encode import encode_sample
+from shardstream.packing.sample_range import SampleRange
+from shardstream.pipeline import (
+    Context,
+    Map,
+    Run,
+    Select,
+    SkipTracker,
+    SourceRun,
+    Stage,
+    State,
+    function_name,
+)
 
 SampleFunction = Callable[..., Any]
 """Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
 
 _PROTOCOL = 4  # of pickle, to take values apart
-# Of this process: job -> the instance of the class that is its `map`.
-_instance_here: dict[str, Callable[..., Any]] = {}
-_instance_lock = threading.Lock()
 # Python 3.11 parses a class in two threads at once to a SystemError now and then (cpython issue 106905).
 _source_lock = threading.Lock()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSteps:
-    """Changes to samples.
+def user_stages(
+    select: SampleFunction | None, function: SampleFunction | None, batch_size: int | None
+) -> tuple[Stage, ...]:
+    """Return the stages of the user's functions.
 
     Args:
-        fields: Fields to keep; None keeps all.
         select: Says whether to keep a sample.
         function: Returns the new sample or samples; a class is instantiated once in each process.
         batch_size: Samples of a call of ``function``; None calls it with single samples.
+
+    Raises:
+        OptionError: If ``batch_size`` is under 1, or used without a function.
     """
+    if batch_size is not None and (batch_size < 1 or function is None):
+        raise OptionError("batch_size is the number of samples that map gets at a time, 1 or more")
+    stages: list[Stage] = [] if select is None else [Select(predicate=select)]
+    if function is not None:
+        one = _Instance(function) if isinstance(function, type) else function
+        stages.append(Map(function=one) if batch_size is None else _MapLists(one, batch_size))
+    return tuple(stages)
 
-    fields: frozenset[str] | None
-    select: SampleFunction | None
-    function: SampleFunction | None
-    batch_size: int | None
 
-    @classmethod
-    def checked(
-        cls,
-        fields: Sequence[str] | None,
-        select: SampleFunction | None,
-        function: SampleFunction | None,
-        batch_size: int | None,
-    ) -> Self:
-        """Return the steps that a user describes.
+class _Instance:
+    """Calls an instance of a class, which is made at the first call in each process, for example to load a model."""
 
-        Raises:
-            OptionError: If ``batch_size`` is under 1, or used without a function.
-        """
-        if batch_size is not None and (batch_size < 1 or function is None):
-            raise OptionError(
-                "batch_size is the number of samples that map gets at a time, 1 or more"
-            )
-        named = [fields] if isinstance(fields, str) else fields
-        kept = None if named is None else frozenset(named)
-        return cls(fields=kept, select=select, function=function, batch_size=batch_size)
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._made: Any = None
+        self._lock = threading.Lock()
+        self.__qualname__ = kind.__qualname__
 
-    def keeping(self, fields: frozenset[str]) -> SampleSteps:
-        """Return steps that keep some more fields."""
-        return self if self.fields is None else replace(self, fields=self.fields | fields)
+    def __call__(self, *arguments: Any) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._kind()
+        return self._made(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._kind,)
+
+
+@dataclass(frozen=True, slots=True)
+class _MapLists:
+    """Calls a function with lists of samples; it returns as many."""
+
+    function: SampleFunction
+    size: int
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Open the stage on the samples of a part."""
+        return _ListsRun(source, self.function, self.size, context.skips)
+
+
+class _ListsRun(SourceRun):
+    def __init__(
+        self, source: Run, function: SampleFunction, size: int, skips: SkipTracker
+    ) -> None:
+        super().__init__(source)
+        self._function, self._size, self._skips = function, size, skips
+        self._made: Iterator[tuple[int, Any]] = iter(())
+        self._number = -1
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What decides the result, as JSON values: name, source text and held values of the functions, not what they call."""
-        return {
-            "fields": None if self.fields is None else sorted(self.fields),
-            "select": _identity(self.select),
-            "map": _identity(self.function),
-            "batch_size": self.batch_size,
-        }
+    def number(self) -> int:
+        return self._number
 
-    def apply(self, samples: Iterable[Sample], job: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-        """Yield key and encoded fields of the samples that are kept."""
-        for sample, url in self._mapped(self._selected(samples), job):
-            key = sample.get("__key__")
-            if not isinstance(key, str):
+    def __next__(self) -> Any:
+        found = next(self._made, None)
+        if found is None:
+            self._made = self._next_list()
+            found = next(self._made)
+        self._number, item = found
+        return item
+
+    def _next_list(self) -> Iterator[tuple[int, Any]]:
+        batch = [(self.source.number, one) for one in itertools.islice(self.source, self._size)]
+        if not batch:
+            return iter(())
+        samples = [one for _, one in batch]
+        try:
+            made = self._function(samples)
+        except Exception as error:
+            first, last = samples[0], samples[-1]
+            error.add_note(
+                f"in map({function_name(self._function)}) on samples {first['__key__']!r} to {last['__key__']!r} of {first['__url__']}"
+            )
+            self._skips.skip_or_raise(error)
+            raise
+        if not isinstance(made, list | tuple) or len(made) != len(samples):
+            found = len(made) if isinstance(made, list | tuple) else type(made).__name__
+            raise SourceError(
+                f"map returned {found} for {plural(len(samples), 'sample')}; with batch_size it returns a list of as many",
+                shard=str(samples[0]["__url__"]),
+                key=str(samples[0]["__key__"]),
+            )
+        return iter([(number, item) for (number, _), item in zip(batch, made, strict=True)])
+
+
+@dataclass(slots=True)
+class _RangeRun:
+    """The samples of a range, as the run that stages begin with."""
+
+    rows: Generator[Sample]
+    numbers: Iterator[int]
+    number: int = -1
+    origins: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Number -> key and URL, of the samples that are on their way."""
+    is_at_end: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Sample:
+        try:
+            row = next(self.rows)
+        except StopIteration:
+            self.is_at_end = True
+            raise
+        self.number = next(self.numbers)
+        self.origins[self.number] = row["__key__"], str(row["__url__"])
+        return row
+
+    def state_dict(self) -> State:
+        """Return nothing: a part begins at its first sample."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        self.rows.close()
+
+
+def encoded_samples(
+    samples: SampleRange, seed: int, fields: frozenset[str] | None
+) -> Generator[tuple[str, dict[str, bytes]]]:
+    """Yield key and encoded fields of the samples that are left after all steps.
+
+    Args:
+        samples: The samples.
+        seed: Seed of steps with random numbers.
+        fields: Fields to keep; None keeps all.
+
+    Raises:
+        SourceError: If a function raises an error of its own, or the last step returns no sample.
+        SampleError: If a value does not fit its field.
+    """
+    with closing(_stepped(samples, seed)) as stepped:
+        for sample, key, url in stepped:
+            name = sample.get("__key__", key)
+            if not isinstance(name, str):
                 raise SampleError(
-                    f"__key__ is text, not {type(key).__name__}; use str(key)", shard=url
+                    f"__key__ is text, not {type(name).__name__}; use str(key)", shard=url
                 )
-            fields = sample
-            if self.fields is not None:
-                fields = {name: value for name, value in sample.items() if name in self.fields}
+            kept = sample
+            if fields is not None:
+                kept = {field: value for field, value in sample.items() if field in fields}
             try:
-                yield key, encode_sample(fields)
+                yield name, encode_sample(kept)
             except SampleError as error:
-                raise SampleError(str(error), shard=url, key=key) from error
+                raise SampleError(str(error), shard=url, key=name) from error
 
-    def _selected(self, samples: Iterable[Sample]) -> Iterator[Sample]:
-        if self.select is None:
-            yield from samples
-            return
-        for sample in samples:
-            try:
-                is_kept = self.select(sample)
-            except Exception as error:
-                raise _function_error("select", self.select, error, [sample]) from error
-            if is_kept:
-                yield sample
 
-    def _mapped(self, samples: Iterator[Sample], job: str) -> Iterator[tuple[Sample, str]]:
-        if self.function is None:
-            yield from ((sample, str(sample["__url__"])) for sample in samples)
-            return
-        function = _instance(self.function, job)
-        for batch in batched(samples, self.batch_size or 1):
-            origins = [(sample["__key__"], str(sample["__url__"])) for sample in batch]
-            try:
-                made = function(batch) if self.batch_size else [function(batch[0])]
-            except Exception as error:
-                raise _function_error("map", self.function, error, batch) from error
-            if not isinstance(made, list | tuple) or len(made) != len(batch):
-                found = len(made) if isinstance(made, list | tuple) else type(made).__name__
+def _stepped(samples: SampleRange, seed: int) -> Generator[tuple[Mapping[str, Any], str, str]]:
+    """Yield the samples after all steps, with the keys and URLs that they had before."""
+    stages, rows = samples.stages.value, samples.rows()
+    if not stages:
+        with closing(rows):
+            yield from ((row, row["__key__"], str(row["__url__"])) for row in rows)
+        return
+    first = _RangeRun(rows, iter(samples.order.numbers().tolist()))
+    run: Run = first
+    context = Context(seed=seed)
+    for stage in stages:
+        run = stage.open(run, context)
+    with closing(run):
+        for item in _translated(run):
+            key, url = first.origins.pop(run.number)
+            if not isinstance(item, Mapping):
                 raise SourceError(
-                    f"map returned {found} for {plural(len(batch), 'sample')}; with batch_size it returns a list of as many",
-                    shard=origins[0][1],
-                    key=origins[0][0],
+                    f"the last step returned {type(item).__name__}, not a dict of fields; to leave samples out use select",
+                    shard=url,
+                    key=key,
                 )
-            for sample, (key, url) in zip(made, origins, strict=True):
-                if not isinstance(sample, Mapping):
-                    raise SourceError(
-                        f"map returned {type(sample).__name__}, not a dict of fields; to leave samples out use select",
-                        shard=url,
-                        key=key,
-                    )
-                yield {"__key__": key, **sample}, url
+            yield item, key, url
+    if not first.is_at_end:
+        raise SourceError(
+            "a step ended before its last sample; a step that is written has an item for each item",
+            shard=samples.catalog.url_of(0),
+        )
 
 
-def batched(samples: Iterator[Sample], size: int) -> Iterator[list[Sample]]:
-    """Yield lists of ``size`` samples; the last may be shorter."""
-    while batch := list(itertools.islice(samples, size)):
-        yield batch
+def _translated(run: Run) -> Iterator[Any]:
+    """Yield the items of a run; an error of the user's code becomes one that any process can raise."""
+    while True:
+        try:
+            item = next(run)
+        except StopIteration:
+            return
+        except ShardStreamError:
+            raise
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", ()))
+            raise SourceError(f"{describe_error(error)}{f' ({notes})' if notes else ''}") from error
+        yield item
 
 
-def _function_error(
-    step: str, function: object, error: Exception, samples: Sequence[Sample]
-) -> SourceError:
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    last = f" to {samples[-1]['__key__']!r}" if len(samples) > 1 else ""
-    return SourceError(
-        f"{step}({name}) raised {describe_error(error)}{' (samples' + last + ')' if last else ''}",
-        shard=str(samples[0]["__url__"]),
-        key=str(samples[0]["__key__"]),
-    )
-
-
-def _identity(function: object) -> str | None:
-    """Return name and source hash of a function or class, and a hash of the values that it holds; None for None.
+def identity_of(function: object) -> str | None:
+    """Return name and source hash of a function, class or step, and a hash of the values that it holds; None for None.
 
     Values that cannot be pickled make the identity a random one: such a job is neither resumed nor joined by other parts.
     """
@@ -216,19 +315,3 @@ def _named(function: object) -> str:
     except (OSError, TypeError):  # defined in an interactive session, or in C
         return text
     return f"{text} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
-
-
-def _instance(function: SampleFunction | type, job: str) -> Callable[..., Any]:
-    """Return a function, or the instance of a class that this process keeps for a job."""
-    if not isinstance(function, type):
-        return function
-    with _instance_lock:
-        if job not in _instance_here:
-            _instance_here.clear()
-            _instance_here[job] = function()
-        return _instance_here[job]
-
-
-def forget_instances() -> None:
-    """Drop the instances of classes, which may hold models."""
-    _instance_here.clear()

@@ -13,6 +13,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
     encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
+    records                             all samples and steps of a dataset, to be cut into ranges
     map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
     loader_state                        position of a loader -> saved state; what a state must match
     batch, binning, group_batch, sequence_packing         samples -> batches
@@ -83,6 +84,7 @@ from shardstream.pipeline.mix_streams import MixStreamSource
 from shardstream.pipeline.open_fields import OpenFields, first_stages
 from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
 from shardstream.pipeline.read_shard import read_shard
+from shardstream.pipeline.records import Records, records_of
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
 from shardstream.pipeline.sequential_source import (
     SequentialRun,
@@ -153,6 +155,7 @@ __all__ = [
     "Pipeline",
     "PipelineTransform",
     "ReadOptions",
+    "Records",
     "Rename",
     "Repeat",
     "Run",
@@ -204,6 +207,7 @@ __all__ = [
     "plan_state",
     "plan_steps",
     "read_shard",
+    "records_of",
     "seal_state",
     "split_batch",
     "warn_or_raise",

@@ -137,6 +137,62 @@ def test_another_order_is_an_error_where_there_are_no_keys_to_join_by(
         rows(ss.join(tolerant, parts["bare shuffled"]))
 
 
+def test_keys_of_shards_without_columns_are_read_from_the_shards(
+    parts: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = ss.ShardDataset(parts["images"], subset=range(5, 50))
+    with caplog.at_level(logging.WARNING):
+        joined = ss.join(first, parts["bare shuffled"], by="key")
+    assert "'shardstream index --columns __key__'" in caplog.text
+    assert rows(joined) == expected(range(5, 50), 2)
+
+
+def test_fields_get_other_names(parts: dict[str, str]) -> None:
+    joined = ss.join(parts["images"], {parts["captions"]: {"new.cls": "txt", "md": "txt"}})
+    assert rows(joined) == expected(range(COUNT), 3)
+    assert {"cls", "new.cls", "md"} < next(iter(joined)).keys()
+    with pytest.raises(OptionError, match="'TXT' is not a field name"):
+        ss.join(parts["images"], {parts["captions"]: {"TXT": "txt"}})
+    with pytest.raises(OptionError, match=r"two datasets have the field 'cls'.*'new\.cls'"):
+        ss.join(parts["images"], {parts["captions"]: {"cls": "txt"}})
+
+
+@pytest.mark.parametrize("other", ["shards", "table"])
+def test_sample_without_a_named_field_is_an_error_unless_it_is_kept(
+    parts: dict[str, str], tmp_path: Path, other: str
+) -> None:
+    texts = [None if k == 7 else f"text {k}" for k in range(COUNT)]
+    if other == "table":
+        path = table(tmp_path / "t.parquet", [*range(COUNT)], md=texts)
+        some: Any = {path: {"md": "md", "txt": "caption"}}
+    else:
+        with ss.ShardWriter(tmp_path / "t", columns="__key__") as writer:
+            for k, text in enumerate(texts):
+                fields = {"txt": "a"} | ({} if text is None else {"md": text})
+                writer.write({"__key__": f"k{k:03d}", **fields})
+        some = {str(tmp_path / "t"): ["md", "txt"]}
+    with pytest.raises(SampleError, match=r"has no such field; .*missing='keep'.*'k007'.*'md'"):
+        rows(ss.join(parts["images"], some))
+    kept = [*ss.join(parts["images"], some, missing="keep")]
+    assert [sample["__key__"] for sample in kept if "md" not in sample] == ["k007"]
+
+
+def test_rows_of_csv_and_json_lines_are_joined(parts: dict[str, str], tmp_path: Path) -> None:
+    lines = [f'k{k:03d},"a ""text"",\nof {k}"' for k in shuffled(11)]
+    (tmp_path / "t.csv").write_text("\n".join(["id,text", *lines]))
+    (tmp_path / "t.jsonl").write_text(
+        "".join(f'{{"key": "k{k:03d}", "box": [{k}, 0.5]}}\n' for k in shuffled(12))
+    )
+    joined = ss.join(
+        parts["images"],
+        {str(tmp_path / "t.csv"): {"__key__": "id", "txt": "text"}},
+        {str(tmp_path / "t.jsonl"): {"json": "box", "npy": "box"}},
+    )
+    for k, sample in enumerate(joined.decode()):
+        assert sample["txt"] == f'a "text",\nof {k}'
+        assert sample["json"] == sample["npy"].tolist() == [k, 0.5]
+
+
 def test_missing_keys_are_an_error_or_a_default(
     parts: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +205,9 @@ def test_missing_keys_are_an_error_or_a_default(
         dropped = ss.join(*names, missing="drop")
     assert "12 samples" in caplog.text
     assert rows(dropped) == expected([k for k in range(COUNT) if k % 5], 3)
+    foreign = ss.ShardDataset(parts["more"], keys=["k070"])
+    with pytest.raises(OptionError, match="no sample of .* has a key of this dataset"):
+        ss.join(parts["images"], foreign, missing="keep")
     kept = rows(ss.join(*names, missing="keep"))
     assert kept == [row for k in range(COUNT) for row in expected([k], 3 if k % 5 else 2)]
     filled = [sample["txt"] for sample in ss.join(*names, missing={"txt": b"none"}).decode()]
@@ -267,8 +326,8 @@ def test_missing_values_of_a_table_are_missing_fields(
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
-        ("npy", pa.array([[3, None]], pa.list_(pa.int64())), "with null"),
-        ("x.json", pa.array([{"a": float("nan")}]), "JSON compliant"),
+        ("npy", pa.array([[3, None]], pa.list_(pa.int64())), "array of objects"),
+        ("x.json", pa.array([{"a": float("nan")}]), "JSON cannot hold this value"),
     ],
 )
 def test_values_that_would_change_are_errors(
@@ -285,10 +344,10 @@ def test_values_that_would_change_are_errors(
     ("fields", "message"),
     [
         (None, "name the columns"),
-        (["breadth"], "no column 'breadth', but key, caption, score, vector"),
+        (["breadth"], "no column 'breadth'; there are: 'key', 'caption', 'score', 'vector'"),
         ({"txt": "caption", "__key__": "score"}, "are double, not text"),
-        ({"txt": "score"}, "a float needs a field of JSON"),
-        ({"npy": "caption"}, "cannot be the field 'npy'"),
+        ({"txt": "vector"}, "but 'txt' takes text"),
+        ({"npy": "caption"}, "holds text, but 'npy' takes bytes"),
         ({"cls": "caption"}, "two datasets have the field 'cls'"),
     ],
     ids=str,
@@ -397,7 +456,6 @@ def test_pickled_join_reads_the_same(parts: dict[str, str]) -> None:
         ([], {}, "two datasets or more"),
         (["captions"], {"by": "name"}, "by must be"),
         (["captions"], {"missing": "ignore"}, "missing must be"),
-        (["bare"], {"by": "key"}, "no columns to join by"),
         (["some"], {"missing": {"text": b""}}, "the field 'text', which no joined dataset has"),
         (["some"], {"by": "position"}, "60 samples cannot be joined by position with 48 samples"),
     ],

@@ -25,14 +25,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.packing import (
-    KeyHashes,
-    hash_keys,
-    key_index_name,
-    open_key_index,
-    write_key_index,
-)
-from shardstream.storage import Storage, open_output_folder
+from shardstream.packing import KeyHashes
+from shardstream.storage import Storage
 
 ROOT = Path(__file__).parent.parent.parent
 NSAMPLES = 240
@@ -256,9 +250,9 @@ def test_field_that_the_sample_has_is_an_error_or_replaced(
     places: dict[str, str], tmp_path: Path
 ) -> None:
     add: dict[str, Any] = {places["scores"]: {"cls": "score"}}
-    with pytest.raises(ss.SampleError, match=r"has this field already.*new\.cls.*field 'cls'"):
+    with pytest.raises(ss.OptionError, match=r"two datasets have the field 'cls'.*new\.cls"):
         ss.reshard(places["train"], tmp_path / "new", add=add)
-    with pytest.raises(ss.SampleError, match="has this field already"):
+    with pytest.raises(ss.OptionError, match="two datasets have the field 'cls'"):
         ss.reshard(places["train"], tmp_path / "b", add=add, fields=["bin", "cls"])
     ss.reshard(places["train"], tmp_path / "c", add=add, fields=["bin"])
     for sample in samples_of(tmp_path / "c"):
@@ -290,7 +284,7 @@ def test_missing_keys_are_an_error_kept_or_dropped(
         add: dict[str, Any] = {write_captions(tmp_path / "some", known): ["txt"]}
     else:
         add = {write_parquet(tmp_path / "some.parquet", known): {"txt": "score"}}
-    with pytest.raises(ss.SampleError, match=r"the key is not in .*some.*missing=.*'0000'"):
+    with pytest.raises(ss.OptionError, match=r"80 keys of 240 missing .*'0000'; .*missing=.*some"):
         ss.reshard(places["train"], tmp_path / "new", add=add)
     assert not (tmp_path / "new" / "index.json").exists()
     ss.reshard(places["train"], tmp_path / "kept", add=add, missing="keep")
@@ -329,7 +323,7 @@ def test_repeated_key_in_the_added_source_is_an_error(
         (tmp_path / "twice.csv").write_text("key,tag\n" + "".join(f"{k},t\n" for k in keys))
         add = {str(tmp_path / "twice.csv"): {"txt": "tag"}}
     where = "000001.tar and .*000007.tar" if kind == "shards" else "row 43 and .*row 241"
-    with pytest.raises(ss.SourceError, match=f"the key '0042' comes twice, in .*{where}"):
+    with pytest.raises(ss.OptionError, match=f"several samples have the key '0042', in .*{where}"):
         ss.reshard(places["train"], tmp_path / "new", add=add)
     assert not (tmp_path / "new" / "index.json").exists()
 
@@ -351,7 +345,7 @@ def test_source_without_any_key_of_the_samples_is_an_error(
     places: dict[str, str], tmp_path: Path
 ) -> None:
     captions = write_captions(tmp_path / "other", ["8000", "8001"])
-    with pytest.raises(ss.OptionError, match="no sample has a key of .*other"):
+    with pytest.raises(ss.OptionError, match="no sample of .* has a key of this dataset.*other"):
         ss.reshard(places["train"], tmp_path / "new", add=captions, missing="keep")
     assert not (tmp_path / "new" / "index.json").exists()
 
@@ -375,37 +369,13 @@ def test_added_source_that_changes_between_parts_is_an_error(
         ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
 
 
-def test_added_source_that_changes_while_a_job_runs_is_an_error(
-    places: dict[str, str], tmp_path: Path
-) -> None:
-    scores = tmp_path / "scores.parquet"
-    write_parquet(scores, KEYS)
-
-    class ReplacesTable:
-        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
-            for number, task in enumerate(tasks):
-                if number == 1:
-                    write_parquet(scores, shuffled(8))
-                done(task, task.run())
-
-    with pytest.raises(ss.ChangedError, match="replaced while it was read"):
-        ss.reshard(
-            places["train"],
-            tmp_path / "new",
-            max_samples=60,
-            add={str(scores): {"txt": "score"}},
-            executor=ReplacesTable(),
-        )
-    assert not (tmp_path / "new" / "index.json").exists()
-
-
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        ({"captions": ["txt", "md"]}, "no sample has the field md; the fields are emb.npy, txt"),
-        ({"captions": ["txt"], "same order": ["txt"]}, "the field 'txt' is added from .*captions"),
-        ({"captions": None, "same order": ["txt"]}, "the field 'txt' is added from .*captions"),
-        ({"scores": None}, "name the columns to add"),
+        ({"captions": ["txt", "md"]}, "no sample has the field 'md', but emb.npy, txt"),
+        ({"captions": ["txt"], "same order": ["txt"]}, "two datasets have the field 'txt'"),
+        ({"captions": None, "same order": ["txt"]}, "two datasets have the field 'txt'"),
+        ({"scores": None}, "name the columns to take"),
         ({"scores": {"txt": "scor"}}, "no column 'scor'; there are: 'key', 'score', 'meta'"),
         ({"scores": {"__key__": "id", "txt": "score"}}, "no column id for the keys"),
         ({"tags": {"txt": "tag"}}, "no column __key__ or key for the keys.*'id', 'tag', 'other'"),
@@ -424,7 +394,7 @@ def test_wrong_sources_are_refused_before_anything_is_written(
 
 
 def test_wrong_options_are_refused(places: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ss.OptionError, match="missing is one of error, keep, drop"):
+    with pytest.raises(ss.OptionError, match="missing must be 'error', 'drop', 'keep'"):
         ss.reshard(places["train"], tmp_path / "new", add=places["captions"], missing="skip")  # type: ignore[arg-type]
     with pytest.raises(ss.OptionError, match="missing is used with add only"):
         ss.reshard(places["train"], tmp_path / "new", missing="keep")
@@ -447,7 +417,7 @@ def test_tasks_are_small_whatever_the_number_of_keys(
     ss.reshard(
         places["train"], tmp_path / "new", max_samples=9, add=add_all(places), executor=Measures()
     )
-    assert max(sizes) < 4_000
+    assert max(sizes) < 16_000
 
 
 def test_job_killed_at_any_time_is_resumed_to_the_same_bytes(
@@ -473,53 +443,6 @@ def test_job_killed_at_any_time_is_resumed_to_the_same_bytes(
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(done.stdout) >= 4
     assert files_of(tmp_path / "new") == files_of(tmp_path / "whole")
-
-
-def test_damaged_index_of_keys_is_an_error(places: dict[str, str], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_samples": 30, "add": places["captions"], "missing": "keep"}
-    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
-    path = tmp_path / "new" / key_index_name(0)
-    data = bytearray(path.read_bytes())
-    data[700] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ss.StorageError, match=r"the keys .* are damaged; delete this file"):
-        ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
-    path.unlink()
-    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
-    ss.merge(tmp_path / "new")
-    assert all("txt" in sample for sample in samples_of(tmp_path / "new"))
-
-
-def test_equal_hashes_of_different_keys_join_no_wrong_rows(
-    places: dict[str, str], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"max_samples": 50, "add": {places["captions"]: ["txt"]}}
-    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
-    path = tmp_path / "new" / key_index_name(0)
-    job = json.loads(path.read_bytes()[:512])["job"]
-    path.unlink()
-    folder = open_output_folder(str(tmp_path / "new"), None, None)
-    # Each hash has the place of its key among two others.
-    hashes, order = hash_keys(shuffled(1)), np.arange(NSAMPLES)
-    with KeyHashes() as keys:
-        for shift in (0, 7, 100):
-            keys.add(hashes, (order + shift) % NSAMPLES)
-        write_key_index(folder, path.name, job, keys, lambda _: None)
-    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
-    ss.merge(tmp_path / "new")
-    assert [one["__key__"] for one in samples_of(tmp_path / "new")] == KEYS
-    for sample in samples_of(tmp_path / "new"):
-        assert sample["txt"].decode() == caption(sample["__key__"])
-
-
-def test_keys_of_another_job_are_deleted_with_overwrite(
-    places: dict[str, str], tmp_path: Path
-) -> None:
-    add = {places["captions"]: ["txt"], places["scores"]: {"id": "score"}}
-    ss.reshard(places["train"], tmp_path / "new", max_samples=9, add=add, executor=ss.Parts(1, 2))
-    assert len(list((tmp_path / "new").glob(".*keys*"))) == 2
-    ss.reshard(places["train"], tmp_path / "new", overwrite=True)
-    assert not list((tmp_path / "new").glob(".*"))
 
 
 def test_reshard_with_added_fields_on_s3(
@@ -552,7 +475,7 @@ def test_command_adds_fields_and_prints_warnings(
     adds = ["--add", f"{captions}:long.txt=txt", "--add", f"{places['tags']}:__key__=id,txt=tag"]
     command = ["reshard", places["train"], str(tmp_path / "new"), *adds]
     assert main([*command, "--missing", "sometimes"]) == 1
-    assert "missing is one of error, keep, drop" in capsys.readouterr().err
+    assert "missing must be 'error', 'drop', 'keep'" in capsys.readouterr().err
     assert main([*command, "--missing", "drop"]) == 0
     said = capsys.readouterr()
     assert said.err == f"warning: {captions}: 1 key of 234 without a sample in the source\n"
@@ -561,24 +484,6 @@ def test_command_adds_fields_and_prints_warnings(
         assert sample["long.txt"].decode() == caption(sample["__key__"])
         assert sample["txt"].decode() == f'a "tag",\nof {sample["__key__"]}'
     assert main([*command, "--add", captions]) == 2
-
-
-@pytest.mark.parametrize("kept", [1000, 1 << 20])
-def test_sorted_index_finds_all_keys_and_only_those(tmp_path: Path, kept: int) -> None:
-    names = [f"key {number}" for number in range(10_000)]
-    hashes = hash_keys(names)
-    folder = open_output_folder(str(tmp_path), None, None)
-    with KeyHashes(kept=kept) as keys:
-        for first in range(0, len(names), 333):
-            some = hashes[first : first + 333]
-            keys.add(some, np.arange(first, first + len(some)))
-        write_key_index(folder, "index.bin", "job", keys, lambda places: pytest.fail(f"{places}"))
-    index = open_key_index(str(tmp_path / "index.bin"), Storage(), "job")
-    starts, ends = index.find(hashes)
-    assert index.places[starts].tolist() == list(range(len(names)))
-    assert (ends - starts == 1).all()
-    starts, ends = index.find(hash_keys(["other", "key -1"]))
-    assert (starts == ends).all()
 
 
 def test_equal_hashes_are_in_one_block_in_the_order_of_their_places() -> None:

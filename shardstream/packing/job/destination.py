@@ -25,7 +25,6 @@ from shardstream.packing.job.journal import (
     read_journal,
     read_listed,
 )
-from shardstream.packing.key_index import is_key_index
 from shardstream.packing.shards.manifest_files import read_old_manifest
 from shardstream.storage import (
     OutputFolder,
@@ -194,16 +193,14 @@ class Destination:
         """Delete half-written files of killed writers, and the records of another job in parts."""
         for name in self.files:
             final = final_name(name)
-            is_record = is_part_record(name) or is_key_index(name)
-            if is_record or (final is not None and self._is_written(final)):
+            if is_part_record(name) or (final is not None and self._is_written(final)):
                 self.folder.remove(name)
 
     def _is_written(self, name: str) -> bool:
         """Return whether a writer of this dataset makes a file of that name."""
         is_shard = self.names.is_ours(shard_of(name))
-        is_of_job = is_journal(name) or is_key_index(name)
         is_manifest = name == MANIFEST_NAME or is_pages_name(name)
-        return is_shard or is_of_job or is_manifest or name in self.extras
+        return is_shard or is_journal(name) or is_manifest or name in self.extras
 
 
 def claim_destination(

@@ -53,7 +53,6 @@ from shardstream.packing.job.report import (
     SplitReport,
     logged,
 )
-from shardstream.packing.key_index import is_key_index
 from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.shards.manifest_files import (
     read_old_manifest,
@@ -309,7 +308,7 @@ class _Publication(NamedTuple):
             final = final_name(name) or ""
             # Half-written files of killed processes: no part is left that could write one.
             is_half = bool(template) and names.is_ours(shard_of(final))
-            is_record = any(is_part_record(one) or is_key_index(one) for one in (name, final))
+            is_record = is_part_record(name) or is_part_record(final)
             if is_record or is_half:
                 folder.remove(name)
         folder.remove(journal_name(0))
@@ -392,7 +391,8 @@ def _checked(folder: OutputFolder) -> _Publication:
             f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
             shard=url,
         )
-    warnings = (*_check_added(results, url), *_check_columns(options, results))
+    found = [warning for result in results for warning in result.warnings]
+    warnings = (*found, *_check_columns(options, results))
     manifest = Manifest(shards=shards, name=str(options["name"]), fields=dict(fields))
     report = replace(
         _report_of(url, manifest, begin_s),
@@ -508,27 +508,6 @@ def _missing_text(missing: Sequence[int], parts: int, of: set[int]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
-
-
-def _check_added(results: Sequence[PartResult], url: str) -> tuple[str, ...]:
-    """Return a warning for each source of added fields that has keys without a sample.
-
-    Raises:
-        OptionError: If no sample has a key of a source.
-    """
-    warnings = []
-    for source, (_, keys) in (results[0].matched if results else {}).items():
-        matched = sum(result.matched[source][0] for result in results)
-        if not matched:
-            raise OptionError(
-                f"no sample has a key of {source}, whose fields were to be added; nothing is published, compare the keys "
-                "(shardstream cat prints those of a shard)",
-                shard=url,
-            )
-        if matched < keys:
-            unused = plural(keys - matched, "key")
-            warnings.append(f"{source}: {unused} of {keys:,} without a sample in the source")
-    return tuple(warnings)
 
 
 def _check_columns(options: Mapping[str, Any], results: Sequence[PartResult]) -> list[str]:

@@ -15,13 +15,13 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
 from shardstream.format import END_OF_ARCHIVE, member_bytes
 from shardstream.packing.encode import encode_field
+from shardstream.packing.job.cuts import cut_by_size
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.merge import SplitJob, run_jobs
 from shardstream.packing.job.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, chunked
 from shardstream.packing.job.part_job import PartJob, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction, Skip
-from shardstream.packing.reshard import cut_by_size
 from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.packing.sources.split import Numbers, SplitNumbers

@@ -77,7 +77,6 @@ class PartResult:
         warnings: Findings that may be mistakes.
         skipped: Records that were skipped, in order.
         key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
-        matched: URL of each source of added fields -> samples of this part whose key it has, and keys that it has in all.
         columns: Number and type of the values of columns, for each shard; none without columns.
     """
 
@@ -87,7 +86,6 @@ class PartResult:
     warnings: tuple[str, ...] = ()
     skipped: tuple[Skip, ...] = ()
     key_hashes: str = ""
-    matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     columns: tuple[ColumnSummary, ...] = ()
 
     @property
@@ -108,7 +106,6 @@ class PartResult:
         document: dict[str, JSON] = {"shards": shards, "fields": {**self.fields}}
         document |= {"left_out": self.left_out, "warnings": [*self.warnings]}
         document |= {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
-        document |= {"matched": {url: [*counts] for url, counts in self.matched.items()}}
         columns: list[JSON] = [
             {name: [*one] for name, one in some.items()} for some in self.columns
         ]
@@ -129,9 +126,6 @@ class PartResult:
             warnings=tuple(map(str, document["warnings"])),
             skipped=tuple(Skip(str(where), str(reason)) for where, reason in document["skipped"]),
             key_hashes=str(document["keys"]),
-            matched={
-                str(url): (int(count), int(of)) for url, (count, of) in document["matched"].items()
-            },
             columns=tuple(
                 {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
                 for some in document["columns"]

@@ -1,0 +1,228 @@
+"""Read tables into memory, as samples that are joined to others by key (`ss.join`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardstream.catalog import Numbers, TableCatalog
+from shardstream.errors import OptionError, SampleError, SourceError, plural
+from shardstream.format import KEY_COLUMN, Sample, import_parquet, limit_of_rows, read_parquet
+from shardstream.packing.encode import encode_field
+from shardstream.packing.sources.arrow_rows import number_dtypes, rows_of
+from shardstream.packing.sources.source import FileRef
+from shardstream.packing.sources.table_source import convert_cell, key_of
+from shardstream.packing.sources.tables import Row, iter_rows
+from shardstream.storage import Storage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_KEY_COLUMNS = (KEY_COLUMN, "key")
+_TEXT_LIMIT_BYTES = 256 << 20  # of CSV, TSV and JSON lines
+_ROWS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellEncoder:
+    """Encodes the cells of rows to the fields of a sample, as `pack` does.
+
+    Args:
+        columns: Field -> column.
+        urls: The tables.
+        firsts: Number of the first row of each table, and of all rows, shape (tables + 1,).
+    """
+
+    columns: Mapping[str, str]
+    urls: tuple[str, ...]
+    firsts: tuple[int, ...]
+
+    def encode(self, rows: pa.Table, places: Numbers) -> list[Sample | Exception]:
+        """Return the fields of each row, or what is wrong with it (see `RowEncoder`)."""
+        dtypes, found = number_dtypes(rows.schema), list[Sample | Exception]()
+        for cells, place in zip(rows_of(rows, self.urls[0]), places.tolist(), strict=True):
+            row = Row(cells=cells, where=self.where(place), is_text=False, dtypes=dtypes)
+            try:
+                found.append(_encode_row(row, self.columns))
+            except SourceError as error:  # of one sample, so that `on_error` may skip it
+                key = str(cells[KEY_COLUMN])
+                found.append(SampleError(error.what, shard=row.where, key=key))
+        return found
+
+    def where(self, place: int) -> str:
+        """Return the table of a row, and its number there, from 1."""
+        table = int(np.searchsorted(self.firsts, place, side="right")) - 1
+        return f"{self.urls[table]}, row {place - self.firsts[table] + 1}"
+
+
+def open_joined_table(
+    urls: Sequence[str], fields: Mapping[str, str] | None, storage: Storage
+) -> TableCatalog:
+    """Read the columns of tables of one kind: Parquet, CSV, TSV or JSON lines.
+
+    Args:
+        urls: URLs of the tables.
+        fields: Field -> column. The keys are in the column ``__key__`` or ``key``, or in the one that ``{"__key__": column}`` names.
+        storage: Their storage.
+
+    Raises:
+        OptionError: If columns are not named, the rows are too large for the memory, keys are no text, or pyarrow is not installed.
+        SourceError: If a column is missing, a row is malformed, or the tables have no rows.
+        StorageError: If a table cannot be reached.
+    """
+    columns = {field: column for field, column in (fields or {}).items() if field != KEY_COLUMN}
+    if not columns:
+        raise OptionError(
+            "name the columns to take: {URL: {'txt': 'caption'}} (--add URL:txt=caption)",
+            shard=urls[0],
+        )
+    is_parquet = [url.lower().endswith(".parquet") for url in urls]
+    if any(is_parquet) and not all(is_parquet):
+        raise OptionError("these are tables of two kinds; name one of them", shard=urls[0])
+    named = (fields or {}).get(KEY_COLUMN)
+    read = _read_parquet if all(is_parquet) else _read_text
+    tables = [read(url, columns, named, storage) for url in urls]
+    pa, _ = import_parquet()
+    try:
+        table = pa.concat_tables(tables)
+    except pa.ArrowInvalid as error:
+        raise SourceError(f"two tables differ in their columns: {error}", shard=urls[0]) from error
+    firsts = (0, *np.cumsum([one.num_rows for one in tables]).tolist())
+    if not table.num_rows:
+        raise SourceError("the table has no rows", shard=urls[0])
+    if not all(is_parquet):  # the cells are bytes by now, and the columns are named as the fields
+        columns = {field: field for field in columns}
+    encoder = CellEncoder(columns=columns, urls=tuple(urls), firsts=firsts)
+    return TableCatalog(table, KEY_COLUMN, urls[0], encoder)
+
+
+def _read_parquet(
+    url: str, columns: Mapping[str, str], named: str | None, storage: Storage
+) -> pa.Table:
+    """Return the columns of a file, and its keys as the column ``__key__``."""
+    pa, parquet = import_parquet()
+    size = storage.info(url).size_or_none or 0
+    with storage.open(url) as stream:
+        try:
+            file = parquet.ParquetFile(stream)
+            names: list[str] = file.schema_arrow.names
+            key = _key_column(names, named, url)
+            missing = next((one for one in columns.values() if one not in names), None)
+            if missing is not None:
+                raise SourceError(
+                    f"no column {missing!r}; there are: {', '.join(map(repr, names))}", shard=url
+                )
+            wanted = list(dict.fromkeys([*columns.values(), key]))
+            left, groups = limit_of_rows(size), []
+            for group in range(file.metadata.num_row_groups):  # Arrow reads no structs of several
+                groups.append(
+                    read_parquet(
+                        stream,
+                        wanted,
+                        url=url,
+                        limit_bytes=left,
+                        row_groups=[group],
+                        metadata=file.metadata,
+                    )
+                )
+                left -= groups[-1].nbytes
+            table = pa.concat_tables(groups)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise OptionError(f"not a Parquet file that can be read: {error}", shard=url) from error
+    keys = _text_keys(table[key], key, url)
+    if KEY_COLUMN in table.column_names:
+        return table.set_column(table.column_names.index(KEY_COLUMN), KEY_COLUMN, keys)
+    return table.append_column(KEY_COLUMN, keys)
+
+
+def _text_keys(keys: pa.ChunkedArray, name: str, url: str) -> pa.ChunkedArray:
+    """Return keys as text; whole numbers become their digits."""
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    kind = keys.type.value_type if pa.types.is_dictionary(keys.type) else keys.type
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if not is_text and not pa.types.is_integer(kind):
+        raise OptionError(f"the keys in the column {name!r} are {kind}, not text", shard=url)
+    keys = keys.cast(pa.string())
+    empty = pc.sum(pc.equal(keys, "")).as_py() or 0
+    if keys.null_count or empty:
+        raise OptionError(
+            f"{plural(keys.null_count + empty, 'row')} without a key in the column {name!r}; give each row a key, or filter the row out",
+            shard=url,
+        )
+    return keys
+
+
+def _key_column(names: Sequence[str], named: str | None, where: str) -> str:
+    """Return the column of the keys: the one that is named as ``__key__``, else ``__key__`` or ``key``.
+
+    Raises:
+        SourceError: If it is missing.
+    """
+    found = next((one for one in ([named] if named else _KEY_COLUMNS) if one in names), None)
+    if found is None:
+        raise SourceError(
+            f"the table has no column {named or ' or '.join(_KEY_COLUMNS)} for the keys; there are: {', '.join(map(repr, names))}. Name the "
+            "column of the keys: {URL: {'__key__': COLUMN, ...}} (--add URL:__key__=COLUMN,...)",
+            shard=where,
+        )
+    return found
+
+
+def _read_text(
+    url: str, columns: Mapping[str, str], named: str | None, storage: Storage
+) -> pa.Table:
+    """Return the encoded fields of all rows, each as a column of bytes, and their keys."""
+    pa, _ = import_parquet()
+    size = storage.info(url).size_or_none or 0
+    if size > _TEXT_LIMIT_BYTES:
+        raise OptionError(
+            f"a table of text is read into memory, and this one has {size >> 20} MiB, the limit is {_TEXT_LIMIT_BYTES >> 20} MiB; "
+            "write it as Parquet, or pack it into shards",
+            shard=url,
+        )
+    kinds = {KEY_COLUMN: pa.string(), **{field: pa.large_binary() for field in columns}}
+    schema = pa.schema([pa.field(name, kind) for name, kind in kinds.items()])
+    encoded = _encoded_rows(iter_rows(url, storage, columns=None), columns, named)
+    batches = []
+    while some := list(islice(encoded, _ROWS_AT_ONCE)):
+        batches.append(pa.RecordBatch.from_pylist(some, schema=schema))
+    return pa.Table.from_batches(batches, schema=schema)
+
+
+def _encoded_rows(
+    rows: Iterator[Row], columns: Mapping[str, str], named: str | None
+) -> Iterator[dict[str, Any]]:
+    key = ""
+    for row in rows:
+        cells = row.checked().cells
+        key = key or _key_column(list(cells), named, row.where)
+        yield {KEY_COLUMN: key_of(row.get(key), row), **_encode_row(row, columns)}
+
+
+def _encode_row(row: Row, columns: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the encoded fields of a row; empty cells are left out.
+
+    Raises:
+        SourceError: If a cell does not fit its field.
+    """
+    fields = {}
+    for field, column in columns.items():
+        if row.get(column) is None:
+            continue
+        value = convert_cell(field, row, column, "")
+        if isinstance(value, FileRef):
+            raise row.error(
+                f"column {column!r} holds text, but {field!r} takes bytes; pack the files into shards first, and join those, or use "
+                "a field of text, e.g. 'txt'"
+            )
+        try:
+            fields[field] = encode_field(field, value)
+        except SampleError as error:
+            raise row.error(f"column {column!r}: {error}") from error
+    return fields

@@ -1,0 +1,105 @@
+"""All samples of a dataset in one order, with its steps, to be cut into ranges that are read anywhere (`ss.reshard`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardstream.catalog import Catalog, ObjectCatalog
+from shardstream.errors import OptionError
+from shardstream.pipeline.indexed_source import CatalogSource
+from shardstream.pipeline.map import MapTuple, Select, ToTuple
+from shardstream.pipeline.open_fields import OpenFields
+from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.sequential_source import SequentialSource
+from shardstream.pipeline.stage import ItemStage, Stage
+from shardstream.pipeline.weighted_source import WeightedSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """All samples of a dataset, in the order without shuffle, and the steps that each sample passes.
+
+    Args:
+        catalog: The samples by number.
+        stages: Steps that depend on one sample only; `Select` leaves samples out.
+        steps: Their signatures.
+        seed: Seed of steps with random numbers.
+        classes: Names of the classes; None if there are none.
+    """
+
+    catalog: Catalog
+    stages: tuple[Stage, ...] = ()
+    steps: tuple[str, ...] = ()
+    seed: int = 0
+    classes: tuple[str, ...] | None = None
+
+
+def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None) -> Records:
+    """Return the samples and steps of a pipeline.
+
+    Args:
+        pipeline: The pipeline of a dataset.
+        classes: Names of its classes.
+
+    Raises:
+        OptionError: If its samples have no fixed order, or a step needs more than one of them.
+    """
+    source = pipeline.source
+    if isinstance(source, SequentialSource):
+        raise _refusal(
+            "these shards are read without an index", "run 'shardstream index' on their folder"
+        )
+    if not isinstance(source, CatalogSource):
+        raise _refusal(
+            "a mix has no order of its own",
+            "write each dataset, or ShardDataset([url, url]) without weights",
+        )
+    if isinstance(source, WeightedSource):
+        raise _refusal(
+            "weights= draws samples several times, and their keys would repeat", "leave it out"
+        )
+    if isinstance(source.catalog, ObjectCatalog):
+        raise _refusal("loose files are not shards", "write them with ss.pack")
+    if source.shuffle:
+        raise _refusal(
+            "the dataset is shuffled, in another order for each epoch",
+            "leave shuffle= out, and pass seed= to reshard for a random order",
+        )
+    if pipeline.on_error != "raise":
+        raise _refusal(
+            "on_error= would leave bad samples out in silence",
+            "leave it out, and bad samples with select()",
+        )
+    if pipeline.decode_devices:
+        raise _refusal(
+            "decode(device=) makes the pixels in a ShardLoader", "leave device out of decode"
+        )
+    for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
+        _check_stage(stage, step.partition("(")[0])
+    return Records(
+        catalog=source.catalog,
+        stages=pipeline.stages,
+        steps=pipeline.steps,
+        seed=source.seed,
+        classes=classes,
+    )
+
+
+def _check_stage(stage: Stage, name: str) -> None:
+    if isinstance(stage, ToTuple | MapTuple):
+        raise _refusal(
+            f"the step {name} returns tuples, but a sample is a dict of fields",
+            "leave it out, or use rename(..., keep=False)",
+        )
+    if isinstance(stage, OpenFields):
+        raise _refusal("lazy= leaves the bytes of fields unread", "leave it out")
+    if not isinstance(stage, ItemStage | Select):
+        raise _refusal(
+            f"the step {name} needs several samples, or changes their number or order",
+            "leave it out; map, select, decode, rename and stages of one item per item can be written, and reshard(batch_size=) calls "
+            "map= with lists",
+        )
+
+
+def _refusal(reason: str, remedy: str) -> OptionError:
+    return OptionError(f"this dataset cannot be cut into parts: {reason}", remedy=remedy)

@@ -1,0 +1,200 @@
+"""Test that `reshard` writes datasets with their steps: the same samples as they yield, with any executor, or an error."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import shardstream as ss
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write 60 small JPEGs with class, number and a text, in shards of 7."""
+    folder = tmp_path_factory.mktemp("dataset") / "images"
+    random = np.random.default_rng(0)
+    with ss.ShardWriter(folder, max_samples=7, columns="__key__,cls") as writer:
+        for number in range(COUNT):
+            pixels = random.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+            fields = {"jpg": pixels, "cls": number % 3, "json": {"n": number}, "txt": f"t{number}"}
+            writer.write({"__key__": f"{number:03d}", **fields})
+    (folder / "classes.json").write_text('["a", "b", "c"]')
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Write scores of the same keys in another order."""
+    folder = tmp_path_factory.mktemp("dataset") / "scores"
+    with ss.ShardWriter(folder, max_samples=9, columns="__key__") as writer:
+        for number in np.random.default_rng(1).permutation(COUNT).tolist():
+            writer.write({"__key__": f"{number:03d}", "score.cls": number * 2})
+    return str(folder)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def fields_of(samples: Iterable[Any]) -> list[dict[str, Any]]:
+    return [{name: one[name] for name in one if name != "__url__"} for one in samples]
+
+
+def add_text(sample: dict[str, Any], text: str) -> dict[str, Any]:
+    return {**sample, "new.txt": f"{text} {sample['__key__']}".encode()}
+
+
+def is_even(sample: dict[str, Any]) -> bool:
+    return int(sample["__key__"]) % 2 == 0
+
+
+def add_noise(sample: dict[str, Any], generator: np.random.Generator) -> dict[str, Any]:
+    return {**sample, "noise.txt": str(generator.integers(1 << 30)).encode()}
+
+
+def joined(images: str, scores: str) -> Any:
+    first = ss.ShardDataset(images, subset=[*range(50, 5, -1)])
+    return ss.join(first, {scores: {"s.cls": "score.cls"}}).map(partial(add_text, text="joined"))
+
+
+DATASETS: dict[str, Callable[[str, str], Any]] = {
+    "fields": lambda images, _: ss.ShardDataset(images, fields=("jpg", "cls")),
+    "where": lambda images, _: ss.ShardDataset(images, where="cls = 1"),
+    "steps": lambda images, _: (
+        ss.ShardDataset(images).select(is_even).map(partial(add_text, text="a"), threads=2)
+    ),
+    "random": lambda images, _: ss.ShardDataset(images, seed=4).map(add_noise, rng=True),
+    "rename": lambda images, _: ss.ShardDataset(images).rename(image="jpg", keep=False),
+    "by number": lambda images, _: ss.ShardMapDataset(images)[50:3:-2],
+    "join": joined,
+    "join by position": lambda images, _: ss.join(images, {images: {"same.cls": "cls"}}),
+    "decode": lambda images, _: ss.ShardDataset(images).decode(only=("json", "cls")),
+}
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_samples_are_those_of_the_dataset_with_any_executor(
+    name: str, images: str, scores: str, tmp_path: Path, two_processes: ProcessPoolExecutor
+) -> None:
+    make = partial(DATASETS[name], images, scores)
+    limits: dict[str, Any] = {"max_samples": 8}
+    ss.reshard(make(), tmp_path / "one", **limits)
+    expected = list(make())
+    if name != "decode":
+        assert fields_of(ss.ShardMapDataset(str(tmp_path / "one"))) == fields_of(expected)
+    raw = {one["__key__"]: one.get("jpg") for one in ss.ShardDataset(images)}
+    for sample in ss.ShardDataset(str(tmp_path / "one")):
+        assert sample.get("jpg", raw[sample["__key__"]]) == raw[sample["__key__"]]
+    assert ss.ShardDataset(str(tmp_path / "one")).classes == ("a", "b", "c")
+    for seed in (None, 3):
+        ss.reshard(make(), tmp_path / f"one {seed}", seed=seed, **limits)
+        executor = ss.FuturesExecutor(two_processes)
+        ss.reshard(make(), tmp_path / f"two {seed}", seed=seed, executor=executor, **limits)
+        assert files_of(tmp_path / f"one {seed}") == files_of(tmp_path / f"two {seed}")
+    for part in (2, 1):
+        ss.reshard(make(), tmp_path / "parts", executor=ss.Parts(part, 2), **limits)
+    ss.merge(tmp_path / "parts")
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "one")
+
+
+def test_decoded_pixels_are_encoded_as_a_writer_does(images: str, tmp_path: Path) -> None:
+    ss.reshard(ss.ShardDataset(images).decode("rgb8"), tmp_path / "again")
+    ss.reshard(ss.ShardDataset(images), tmp_path / "copied")
+    (pixels, again, copied) = (
+        next(iter(ss.ShardDataset(url)))["jpg"]
+        for url in (images, str(tmp_path / "again"), str(tmp_path / "copied"))
+    )
+    assert copied == pixels != again
+    with ss.ShardWriter(tmp_path / "written") as writer, Image.open(io.BytesIO(pixels)) as image:
+        writer.write({"__key__": "a", "jpg": np.asarray(image)})
+    assert next(iter(ss.ShardDataset(str(tmp_path / "written"))))["jpg"] == again
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda url: ss.ShardDataset(url, shuffle=True), "the dataset is shuffled, .*; leave shuffle= out, and pass seed="),
+        (lambda url: ss.ShardDataset(url, weights=[1] * COUNT), "weights= draws samples several times"),
+        (lambda url: ss.ShardDataset(url, on_error="skip"), "on_error= would leave bad samples out"),
+        (lambda url: ss.ShardDataset(url, index="ignore"), "read without an index; run 'shardstream index'"),
+        (lambda url: ss.ShardDataset(url, placement=ss.Placement(1, 2)), r"executor=ss\.Parts\(part, of\)"),
+        (lambda url: ss.mix([ss.ShardDataset(url), ss.ShardDataset(url)]), "a mix has no order of its own"),
+        (lambda url: ss.ShardDataset(url).batched(4), "the step Batched needs several samples.*batch_size="),
+        (lambda url: ss.ShardDataset(url).shuffle(10), "the step Shuffle needs several samples"),
+        (lambda url: ss.ShardDataset(url).slice(10), "the step Slice needs several samples"),
+        (lambda url: ss.ShardDataset(url).to_tuple("jpg", "cls"), "the step ToTuple returns tuples"),
+        (lambda url: ss.ShardDataset(url).decode("rgb8", device="cpu"), "makes the pixels in a ShardLoader"),
+        (lambda url: ss.ObjectDataset(url, label=None), "loose files are not shards; write them with ss.pack"),
+        (lambda url: ss.ShardDataset(url).map(lambda sample: sample["cls"]), "returned bytes, not a dict"),
+        (lambda url: ss.ShardDataset(url).map(next), "TypeError: .*in map"),
+        (lambda url: ss.ShardDataset(url).decode("rgb8").map(lambda sample: {**sample, "x": 1}), "takes bytes, not int"),
+        (lambda _url: 5, "takes URLs of shards, or a dataset of shardstream, not a int"),
+    ],
+    ids=range(16),
+)  # fmt: skip
+def test_dataset_that_cannot_be_cut_is_refused(
+    make: Any, message: str, images: str, tmp_path: Path
+) -> None:
+    if "loose files" in message:
+        (tmp_path / "files").mkdir()
+        (tmp_path / "files" / "a.txt").write_text("a")
+        images = str(tmp_path / "files")
+    with pytest.raises(ss.ShardStreamError, match=message):
+        ss.reshard(make(images), tmp_path / "new")
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
+def test_step_that_ends_early_is_an_error(images: str, tmp_path: Path) -> None:
+    def end(sample: dict[str, Any]) -> dict[str, Any]:
+        raise StopIteration
+
+    cases: tuple[dict[str, Any], ...] = ({}, {"batch_size": 7})
+    for options in cases:
+        with pytest.raises(ss.SourceError, match="StopIteration"):
+            ss.reshard(images, tmp_path / "new", map=end, overwrite=True, **options)
+
+
+def test_steps_with_other_values_are_another_job(images: str, tmp_path: Path) -> None:
+    for part, text, seed in ((1, "a", 0), (2, "b", 0), (2, "a", 1)):
+        dataset = ss.ShardDataset(images, seed=seed).map(partial(add_text, text=text))
+        write = partial(ss.reshard, dataset, tmp_path / "new", max_samples=8)
+        if part == 1:
+            write(executor=ss.Parts(1, 2))
+            continue
+        with pytest.raises(ss.OptionError, match=r"steps.* was .*, now "):
+            write(executor=ss.Parts(2, 2))
+
+
+def test_join_is_not_added_to(images: str, scores: str, tmp_path: Path) -> None:
+    for dataset in (joined(images, scores), ss.ShardDataset(images, fields=["cls"])):
+        with pytest.raises(ss.OptionError, match="join first, ss.join"):
+            ss.reshard(dataset, tmp_path / "new", add={scores: ["score.cls"]})
+    with pytest.raises(ss.OptionError, match="write elsewhere"):
+        ss.reshard(ss.join(images, scores), scores, overwrite=True)
+
+
+def test_tasks_of_a_dataset_hold_what_their_samples_need(images: str, tmp_path: Path) -> None:
+    sizes = []
+
+    class Measures:
+        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+            for task in tasks:
+                sizes.append(len(pickle.dumps(task)))
+                done(task, task.run())
+
+    numbers = np.tile(np.arange(COUNT), 1)[::-1]
+    dataset = ss.ShardDataset(images, subset=numbers.tolist())
+    ss.reshard(dataset, tmp_path / "new", max_samples=5, executor=Measures())
+    assert len(sizes) == COUNT // 5
+    assert max(sizes) < 4_000
