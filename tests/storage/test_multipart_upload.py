@@ -301,8 +301,11 @@ def test_full_shard_is_uploaded_before_its_publication(
         left.append(self.unsent_bytes)
         really(self)
 
+    def abort_all(self: S3Object) -> None:
+        listed.append(self)
+
     monkeypatch.setattr(S3Upload, "finish", finish)
-    monkeypatch.setattr(S3Object, "abort_all", lambda self: listed.append(self))
+    monkeypatch.setattr(S3Object, "abort_all", abort_all)
     with ShardWriter(bucket, max_samples=1, storage_options=s3.storage_options) as writer:
         for _ in range(2):
             writer.write({"bin": DATA})
