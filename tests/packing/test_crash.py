@@ -165,6 +165,21 @@ def test_new_shard_never_has_the_index_of_an_old_one(
             assert {name: tree.get(name) for name in side} == side
 
 
+def test_one_shard_never_has_the_index_of_the_replaced_one(
+    tmp_path: Path, disk: Callable[[], Disk]
+) -> None:
+    sides = []
+    watched = disk()
+    for count in (2, 3):
+        ss.write_shard(tmp_path / "a.tar", [{"__key__": f"{n}", "cls": n} for n in range(count)])
+        sides.append(published(tmp_path))
+    for tree in itertools.chain.from_iterable(watched.moments):
+        tar, index = tree.get("a.tar"), tree.get("a.tar.idx")
+        fits = [tar == side["a.tar"] and index in (None, side["a.tar.idx"]) for side in sides]
+        assert any(fits) or tree == {}
+    assert watched.moments[-1] == [sides[1]], "a crash after it could undo it"
+
+
 def test_manifest_after_a_crash_has_its_indexes(tmp_path: Path, disk: Callable[[], Disk]) -> None:
     write(tmp_path, 5)
     for path in tmp_path.iterdir():

@@ -28,11 +28,15 @@ _FIELDS = st.text(st.sampled_from("abc.1_é"), min_size=1, max_size=12).filter(
 )
 
 
+def add(shard: TarShard, key: str, fields: dict[str, bytes]) -> None:
+    shard.add(key, fields, sample_pieces(key, fields))
+
+
 def write(samples: Samples) -> tuple[bytes, TarShard, ShardInfo]:
     out = io.BytesIO()
     shard = TarShard(out, url="a.tar")
     for key, fields in samples.items():
-        shard.add(key, fields)
+        add(shard, key, fields)
     info = shard.finish()
     return out.getvalue(), shard, info
 
@@ -127,10 +131,10 @@ def test_sample_that_does_not_round_trip_is_refused_completely(
 ) -> None:
     out = io.BytesIO()
     shard = TarShard(out, url="a.tar")
-    shard.add("0001", {"txt": b"first"})
+    add(shard, "0001", {"txt": b"first"})
     with pytest.raises(SampleError, match=message):
-        shard.add(key, fields)
-    shard.add("0002", {"txt": b"last"})
+        add(shard, key, fields)
+    add(shard, "0002", {"txt": b"last"})
     shard.finish()
     assert out.getvalue() == write({"0001": {"txt": b"first"}, "0002": {"txt": b"last"}})[0]
 

@@ -140,7 +140,7 @@ class DatasetWriter:
                 or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._options.max_bytes
             ):
                 self._upload_shard()
-            (self._shard or self._begin_shard()).add_pieces(key, fields, pieces)
+            (self._shard or self._begin_shard()).add(key, fields, pieces)
         except SampleError:  # nothing of it was written: the shard is as it was
             raise
         except BaseException as error:  # a shard is missing: later calls must fail, too

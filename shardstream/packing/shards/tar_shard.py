@@ -103,18 +103,8 @@ class TarShard:
         """The index, shape (n + 1,)."""
         return np.array([*self._starts, self.size_bytes], dtype=np.int64)
 
-    def add(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
-        """Append one sample; its fields stay in the order given.
-
-        Raises:
-            SampleError: If it would not read back as it is, or its key is in the shard; then nothing of it is written.
-        """
-        self.add_pieces(key, fields, sample_pieces(key, fields))
-
-    def add_pieces(
-        self, key: str, fields: Mapping[str, bytes | memoryview], pieces: Pieces
-    ) -> None:
-        """Append one sample that is encoded already (see `sample_pieces`).
+    def add(self, key: str, fields: Mapping[str, bytes | memoryview], pieces: Pieces) -> None:
+        """Append one sample, whose bytes `sample_pieces` has returned; its fields stay in the order given.
 
         Raises:
             SampleError: If its key is in the shard, or a value does not fit its column; then nothing of it is written.

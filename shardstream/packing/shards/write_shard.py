@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from typing import Any
 
 from shardstream.errors import OptionError, SampleError
-from shardstream.format import INDEX_SUFFIX, encode_index
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.shards.tar_shard import TarShard
-from shardstream.storage import Storage, publish, publish_bytes
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.storage import open_output_folder, parent_url
 
 
 def write_shard(
@@ -39,15 +40,23 @@ def write_shard(
     name = os.fspath(url)
     if not name.endswith(".tar"):
         raise OptionError(f"the name of a shard ends in .tar, not as {name!r}")
-    storage = Storage(storage_options)
-    with publish(storage, name) as stream:
-        shard = TarShard(stream, url=name)
+    folder = open_output_folder(parent_url(name), storage_options, None)
+    limits = WriterOptions(max_samples=sys.maxsize, max_bytes=sys.maxsize)
+    with closing(
+        PartWriter(
+            folder,
+            limits,
+            name=lambda _: name.rpartition("/")[2],
+            check_owner=lambda: None,
+            replaces=True,
+        )
+    ) as writer:
         for sample in samples:
             if not isinstance(sample.get("__key__"), str):
                 raise SampleError("a sample needs a text '__key__'", shard=name)
-            shard.add(sample["__key__"], encode_sample(sample))
-        if not shard.nsamples:
+            writer.write(sample["__key__"], encode_sample(sample))
+        if not writer.nsamples:
             raise SampleError("there are no samples: an empty shard would be skipped in silence")
-        shard.finish()
-    publish_bytes(storage, name + INDEX_SUFFIX, encode_index(shard.offsets))
-    return shard.nsamples
+        writer.finish()
+    folder.sync()
+    return writer.nsamples
