@@ -180,21 +180,10 @@ def reencode(
     new = old if is_mask else options.format or old
     try:
         with _refuse_bombs(), Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
-            if options.changes_nothing:
-                return field, data
-            fits_max_side = options.max_side is None or max(image.size) <= options.max_side
-            # By its bytes: a PNG may be called .jpg. An MPO is a JPEG with more views.
-            stored = "JPEG" if image.format == "MPO" else image.format
-            keeps_format = options.format is None or is_mask or IMAGE_FORMATS[new] == stored
-            if (
-                fits_max_side
-                and keeps_format
-                and not _scales(image, data, options, is_mask=is_mask)
-            ):
-                return field[: len(field) - len(old)] + new, data
-            encoded = _encode_again(
-                image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask
-            )
+            if _changes(image, data, options, is_mask=is_mask):
+                data = _encode_again(
+                    image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask
+                )
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise SourceError(
             f"not a readable image ({_cause(error)}); fix it, or skip such files with on_error='skip' (--skip-errors)",
@@ -204,7 +193,20 @@ def reencode(
         raise SourceError(f"the image is suspiciously large: {error}", shard=where) from error
     except _LossyEncodeError as error:
         raise SourceError(str(error), shard=where) from error
-    return field[: len(field) - len(old)] + new, encoded
+    return field.removesuffix(old) + new, data
+
+
+def _changes(image: Image.Image, data: bytes, options: ImageOptions, *, is_mask: bool) -> bool:
+    """Return whether an image has another size, format or depth than the options require."""
+    if options.changes_nothing:
+        return False
+    if options.format is not None and not is_mask:
+        # By its bytes: a PNG may be called .jpg. An MPO is a JPEG with more views.
+        stored = "JPEG" if image.format == "MPO" else image.format
+        if IMAGE_FORMATS[options.format] != stored:
+            return True
+    is_large = options.max_side is not None and max(image.size) > options.max_side
+    return is_large or _scales(image, data, options, is_mask=is_mask)
 
 
 def decode_error(data: bytes) -> str | None:

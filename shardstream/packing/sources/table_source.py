@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 
 from shardstream.catalog import Classes
-from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders
 from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
 from shardstream.format import (
     INT_FIELDS,
@@ -34,7 +33,7 @@ from shardstream.packing.sources.source import (
     fingerprint_of,
 )
 from shardstream.packing.sources.split import Numbers
-from shardstream.packing.sources.tables import Row, count_rows, is_value, iter_rows
+from shardstream.packing.sources.tables import MEDIA, Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, is_under, join_url, parent_url
 
 _log = get_logger(__name__)
@@ -44,7 +43,6 @@ _LABEL_FIELD = "cls"
 _EXACT_FLOAT = 1 << 53  # floats from here on lack the last digits of whole numbers
 _MAX_DIGITS = 100
 _ARRAY_FIELD = "npy"
-_MEDIA = frozenset({*VIDEO_EXTENSIONS, *audio_decoders(AudioDecoder())})
 
 
 class TableSource(SequentialSource):
@@ -175,10 +173,10 @@ class TableSource(SequentialSource):
     def _rows(self, url: str, columns: Sequence[str] | None, first: int = 0) -> Iterator[Row]:
         header = self._options.header
         rows = iter_rows(url, self._storage, columns=columns, first=first, header=header)
-        for place, row in enumerate(rows):
-            if not place and not self._fields and not header and row.is_text:
-                _check_names(row, url)
+        if not self._fields and not header and (row := next(rows, None)) is not None:
+            _check_names(row, url)
             yield row
+        yield from rows
 
     def _record(self, number: int, item: tuple[str, Row], make_key: KeyMaker) -> Record:
         """Make the record of a row; one that lacks a column, or has a value that does not fit its field, gets an error."""
@@ -219,7 +217,7 @@ class TableSource(SequentialSource):
         """Warn of fields that no decoder knows, and of names of images that are packed as text."""
         for field, column in self._fields.items():
             last = field.rpartition(".")[2]
-            if not has_encoder(field) and last not in _MEDIA and last != "bin":
+            if not has_encoder(field) and last not in MEDIA and last != "bin":
                 _log.warning(
                     "%s: no decoder knows the field %r; name it by the format of its files, e.g. --map %s=%s",
                     row.where,
@@ -271,6 +269,8 @@ class TableSource(SequentialSource):
         """
         if self._key_column is not None:
             return {"key": key_of(row.get(self._key_column), row)}
+        if self._key == _RUNNING_KEY:
+            return {"index": index}
         names = {**row.cells, "index": index}
         for column in self._key_columns:
             if names.get(column, column) in (None, ""):
@@ -291,7 +291,7 @@ def _check_names(row: Row, url: str) -> None:
     Raises:
         SourceError: If one is the path or URL of a file.
     """
-    names = [name for name in row.cells if name]
+    names = [name for name in row.cells if name and row.is_text]
     values = [name for name in names if is_value(name)]
     if not values or names == [str(number) for number in range(len(names))]:  # of pandas
         return

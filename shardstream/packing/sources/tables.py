@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.codecs import iter_tsv
+from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders, iter_tsv
 from shardstream.errors import OptionError, SourceError, get_logger, plural
+from shardstream.format import IMAGE_FORMATS
 from shardstream.packing.sources.parquet_table import iter_parquet, open_parquet
 from shardstream.storage import Storage
 
@@ -25,10 +26,10 @@ METADATA_NAMES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 FILE_COLUMN = "file_name"
 """Column of the files in a table of these names, which Hugging Face's ``imagefolder`` reads."""
 _HEADER_CHARS = 1 << 16  # below the limit of csv for one cell
-_VALUE = re.compile(
-    r"(?i)[-+]?[0-9.]*[0-9](e[-+]?[0-9]+)?|[a-z0-9+]+://.*"
-    r"|.*\.(jpe?g|png|webp|gif|bmp|tiff?|wav|mp3|flac|ogg|opus|m4a|mp4|avi|mov|mkv|webm|npy|npz|txt|json)"
-)
+_VALUE = re.compile(r"[-+]?[0-9.]*[0-9]([eE][-+]?[0-9]+)?|[A-Za-z0-9+]+://.*")
+MEDIA = frozenset({*VIDEO_EXTENSIONS, *audio_decoders(AudioDecoder())})
+"""Extensions of video and sound."""
+_FILES = MEDIA | IMAGE_FORMATS.keys() | {"npy", "npz", "txt", "json"}
 _CELL_CHARS = 64 << 20  # a quote that is not closed makes a cell of the rest of the table
 
 
@@ -86,7 +87,8 @@ def is_value(name: str) -> bool:
     >>> [name for name in ("label", "seg.png", "12.5", "caption (en)", "s3://b/a") if is_value(name)]
     ['seg.png', '12.5', 's3://b/a']
     """
-    return _VALUE.fullmatch(name) is not None
+    extension = name.rpartition(".")[2].lower()
+    return _VALUE.fullmatch(name) is not None or ("." in name and extension in _FILES)
 
 
 def is_table(name: str) -> bool:

@@ -205,11 +205,10 @@ class TarSource(SequentialSource):
             _log.warning("%s", shown(f"{redact(url)}: {finding}"))
 
     def _record(self, number: int, item: Sample, make_key: KeyMaker) -> Record:
-        sample = {**item}
-        key = str(sample.pop("__key__"))
-        where = f"sample {key} of {sample.pop('__url__')}"
+        key = str(item.pop("__key__"))
+        where = f"sample {key} of {item.pop('__url__')}"
         names = {"index": number, "key": key, "stem": key.rpartition("/")[2]}
-        return Record(make_key(where, **names), sample, where)
+        return Record(make_key(where, **names), item, where)
 
 
 def _differs(count: int, expected: int | None, *, is_last: bool) -> bool:
