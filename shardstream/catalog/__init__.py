@@ -14,6 +14,7 @@ member_indexes   ranges of some members of samples, by ``NAME.idx``
 integrity        compare the bytes of shards with the checksums of their manifest
 manifest_versions  detect remote datasets that are replaced while they are read
 class_weights    weights of samples by their class
+inspect          list shards and read single samples, also without an index
 class_names      class names, from the ``classes.json`` in the folder of the shards
 """
 
@@ -29,6 +30,15 @@ from shardstream.catalog.class_names import (
 )
 from shardstream.catalog.class_weights import class_weights
 from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog.inspect import (
+    Listing,
+    class_name,
+    list_shards,
+    list_splits,
+    open_headers,
+    read_one,
+    stream_samples,
+)
 from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.join import JoinBy, JoinMissing, check_missing, join_catalogs, open_part
 from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
@@ -52,6 +62,7 @@ __all__ = [
     "JoinPart",
     "Keys",
     "LabelFunction",
+    "Listing",
     "Numbers",
     "ObjectCatalog",
     "ShardCatalog",
@@ -65,16 +76,22 @@ __all__ = [
     "check_missing",
     "check_numbers",
     "choose_samples",
+    "class_name",
     "class_weights",
     "common_classes",
     "find_difference",
     "folder_label",
     "join_catalogs",
     "lacks_index",
+    "list_shards",
+    "list_splits",
+    "open_headers",
     "open_part",
     "read_all_classes",
     "read_array",
     "read_classes",
     "read_columns",
+    "read_one",
+    "stream_samples",
     "warn_of_difference",
 ]

@@ -15,7 +15,7 @@ from shardstream.cli.terminal_text import aligned, printable, shortened
 from shardstream.errors import OptionError, StorageError, human_bytes, plural
 
 if TYPE_CHECKING:
-    from shardstream.packing import Listing
+    from shardstream.catalog import Listing
 
 _HEADINGS = ("shard", "samples", "size", "index")
 _RIGHT = frozenset({1, 2})
@@ -57,7 +57,7 @@ def ls(
       shardstream ls data/train/
       shardstream ls s3://bucket/train/ --json
     """
-    from shardstream.packing import (  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+    from shardstream.catalog import (  # noqa: PLC0415  (numpy and fsspec take 300 ms)
         list_shards,
         list_splits,
     )
@@ -120,7 +120,7 @@ def cat(
         raise typer.BadParameter("give --number or --key, not both")
     if output is not None and field is None:
         raise typer.BadParameter("--output needs --field: one file holds one field")
-    from shardstream.packing import class_name, read_one  # noqa: PLC0415
+    from shardstream.catalog import class_name, read_one  # noqa: PLC0415
 
     number = 0 if number is None and key is None else number
     with progress_bar("searching") as progress:

@@ -57,7 +57,7 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
     fields: dict[str, tuple[int, int]] = {}
     for name, header, body, size in members:
         parts = split_member_name(name)
-        if parts is None or is_meta_name(name):
+        if parts is None or (name[0] == "_" and is_meta_name(name)):
             continue
         if parts[0] != key:
             if key is not None:

@@ -12,6 +12,11 @@ A record passes through these folders and files:
 ``sample_steps`` runs their steps and the user's functions. Fields of other datasets come from a join of the room ``catalog``;
 ``sources/joined_table`` reads tables for it. Packed data pass through ``shard_scan``
 for ``index`` and ``verify`` (with ``shard_checks``); ``inspect`` shows shards and single samples.
+``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
+parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``opened_shards`` opens the shards.
+``join_fields`` adds fields of other shards and tables (``added_source``, ``added_table``) by key, which it finds in a ``key_index``
+(``key_hashes`` sorts it). Packed data pass through ``shard_scan``
+for ``index`` and ``verify`` (with ``shard_checks``).
 """
 
 from shardstream.packing.encode import (
@@ -23,7 +28,6 @@ from shardstream.packing.encode import (
 )
 from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.index import index
-from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
 from shardstream.packing.job.cuts import cut_by_size, iter_cuts
 from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
 from shardstream.packing.job.journal import FinishedShard, Journal, Task, read_journal
@@ -78,7 +82,6 @@ __all__ = [
     "ImageOptions",
     "Journal",
     "KeyHashes",
-    "Listing",
     "PackReport",
     "PackRequest",
     "PartCounts",
@@ -103,7 +106,6 @@ __all__ = [
     "chunked",
     "claim",
     "claim_destination",
-    "class_name",
     "counts_text",
     "cut_by_size",
     "encode_field",
@@ -119,8 +121,6 @@ __all__ = [
     "iter_cuts",
     "iter_rows",
     "key_levels",
-    "list_shards",
-    "list_splits",
     "logged",
     "merge",
     "open_joined_table",
@@ -129,7 +129,6 @@ __all__ = [
     "place_of",
     "progress_lines",
     "read_journal",
-    "read_one",
     "reencode",
     "reshard",
     "sample_pieces",

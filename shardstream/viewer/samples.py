@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Classes, Numbers, ShardCatalog, common_classes, lacks_index
+from shardstream.catalog import (
+    Classes,
+    Numbers,
+    ShardCatalog,
+    common_classes,
+    lacks_index,
+    stream_samples,
+)
 from shardstream.errors import (
     AccessDeniedError,
     ManifestError,
@@ -26,13 +33,10 @@ from shardstream.fetch import coalesce
 from shardstream.format import (
     CLASSES_NAME,
     Buffer,
-    ForwardReader,
     Group,
     decode_classes,
     iter_groups,
     iter_members,
-    iter_samples,
-    open_decompressed,
     read_sample,
 )
 from shardstream.storage import (
@@ -413,19 +417,13 @@ def _first_samples(located: LocatedShards, storage: Storage) -> Iterator[Shown]:
     number = size = 0
     for shard in located.shards:
         try:
-            with (
-                storage.open(shard.url) as raw,
-                open_decompressed(raw, shard=shard.url) as stream,
-            ):
-                end = None if is_compressed(shard.url) else storage.info(shard.url).size
-                samples = iter_samples(ForwardReader(stream), end=end, shard=shard.url)
-                with closing(samples):  # type: ignore[type-var]  # a generator
-                    for group, sample in samples:
-                        found = _streamed(number, group, sample, shard.url)
-                        yield found
-                        number, size = number + 1, size + _size(found)
-                        if number == _STREAMED or size > _STREAMED_BYTES:
-                            return
+            with closing(stream_samples(shard.url, storage)) as samples:
+                for group, sample in samples:
+                    found = _streamed(number, group, sample, shard.url)
+                    yield found
+                    number, size = number + 1, size + _size(found)
+                    if number == _STREAMED or size > _STREAMED_BYTES:
+                        return
         except ShardStreamError as error:
             if number == 0 and error.offset is None:
                 raise

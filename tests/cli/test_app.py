@@ -115,7 +115,7 @@ def test_exit_code_depends_on_the_exception_of_a_command(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("shardstream.packing.list_shards", fail)
+    monkeypatch.setattr("shardstream.catalog.list_shards", fail)
     assert main(["ls", "x"]) == code
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 import shardstream as ss
+from shardstream.catalog import list_shards, read_one
 from shardstream.cli import main
-from shardstream.packing import Journal, index, list_shards, read_one, verify
+from shardstream.packing import Journal, index, verify
 from shardstream.storage import Storage, journal_name
 
 Write = Callable[[str], None]

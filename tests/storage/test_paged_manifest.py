@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog, list_shards
 from shardstream.errors import ChangedError, ManifestError, OptionError, ShardStreamError
 from shardstream.format import (
     Manifest,
@@ -29,7 +29,6 @@ from shardstream.format import (
     encode_page,
     is_pages_name,
 )
-from shardstream.packing import list_shards
 from shardstream.storage import Storage, locate_shards, publish_bytes
 from tests.small_datasets import flat, labels, loader, numbered, take
 

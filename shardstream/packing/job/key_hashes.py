@@ -40,6 +40,7 @@ ReadKeys = Callable[[int, Sequence[int]], Sequence[str]]
 _KEPT_KEYS = 1 << 19  # in memory: 8 MiB, and 40 MiB while they are sorted
 _PARTITION_BITS = 8  # 10^9 keys make partitions of 63 MB
 _PAIR_BYTES = 16
+_EMPTY = hashlib.blake2b(digest_size=8)  # a copy takes 0.25 us, a new one 0.4
 _BATCH_KEYS = 4096
 _LISTED_KEYS = 20
 _SAMPLE_BITS = 32  # of a place
@@ -47,11 +48,12 @@ _SAMPLE_BITS = 32  # of a place
 
 def hash_keys(keys: Sequence[str]) -> Hashes:
     """Return 64 bits of each key, equal for equal keys."""
-    digests = b"".join(
-        hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-        for key in keys
-    )
-    return np.frombuffer(digests, dtype=np.uint64)
+    digests: list[bytes] = []
+    for key in keys:
+        one = _EMPTY.copy()
+        one.update(key.encode("utf-8", "surrogateescape"))
+        digests.append(one.digest())
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
 def encode_hashes(hashes: Hashes) -> str:

@@ -6,10 +6,11 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, BinaryIO, Literal, Self, cast
+from typing import Any, Literal, Self
 
+from shardstream.catalog import open_headers
 from shardstream.errors import ChangedError, OptionError, WorkerError, plural
 from shardstream.format import (
     ForwardReader,
@@ -20,6 +21,8 @@ from shardstream.format import (
     TarDiagnostics,
     is_image_field,
     is_meta_name,
+    iter_groups,
+    iter_members,
     iter_whole,
     open_decompressed,
     scan_members,
@@ -39,14 +42,13 @@ from shardstream.packing.shards.column_builder import (
     ColumnSummary,
 )
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed, map_file
+from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
 _REMOTE_READ_BYTES = 8 << 20
 # A tenth faster than 8 MiB: the bytes are still in the processor's cache when they are hashed.
 DEFAULT_THREADS = 4  # that read tars
 _LOCAL_READ_BYTES = 1 << 20
-_HEADERS_READ_BYTES = 256 << 10  # at a time, where larger bodies are skipped
 OnImage = Callable[[int, str, str, bytes], None]
 
 
@@ -219,22 +221,17 @@ class ShardScanner:
 
     def __enter__(self) -> Self:
         keep_freed_memory()  # reuse the memory of one chunk for the next: a fifth faster
-        path = self._storage.local_path(self.url)
-        if not (
-            path is None or self._hashes or is_compressed(self.url)
-        ):  # only the pages of headers are touched
-            mapped = self._stack.enter_context(closing(map_file(path, self.url)))
-            self._read = lambda offset, size: mapped[offset : offset + size]
-            return self
         stopped = None if self._meter is None else self._meter.stopped
-        stream: Readable = RangeStream(self._storage, self.url, self._size, cancelled=stopped)
-        chunk_bytes = _HEADERS_READ_BYTES
-        if self._hashes:
-            chunk_bytes = _REMOTE_READ_BYTES if path is None else _LOCAL_READ_BYTES
-            stream = self._source = _TappedStream(stream, self._on_chunk, chunk_bytes)
-        if is_compressed(self.url):
-            opened = open_decompressed(cast("BinaryIO", stream), shard=self.url)
-            stream = self._stack.enter_context(opened)
+        if not self._hashes:
+            headers = open_headers(self.url, self._storage, size=self._size, cancelled=stopped)
+            self._read, _ = self._stack.enter_context(headers)
+            return self
+        is_local = self._storage.local_path(self.url) is not None
+        chunk_bytes = _LOCAL_READ_BYTES if is_local else _REMOTE_READ_BYTES
+        tar = RangeStream(self._storage, self.url, self._size, cancelled=stopped)
+        source: Any = _TappedStream(tar, self._on_chunk, chunk_bytes)
+        stream = self._stack.enter_context(open_decompressed(source, shard=self.url))
+        self._source: Readable = source
         self._read = ForwardReader(stream, chunk_bytes=chunk_bytes)
         return self
 
@@ -411,8 +408,9 @@ def read_keys(storage: Storage, url: str, samples: Sequence[int]) -> list[str]:
         ChangedError: If the shard has fewer samples.
         ShardStreamError: If it cannot be read.
     """
-    with ShardScanner(storage, url, storage.info(url).size, None, hashes=False) as shard:
-        keys = shard.scan().keys
+    with open_headers(url, storage) as (read, end):
+        members = iter_members(read, end=end, shard=url)
+        keys = [group.key for group in iter_groups(members, shard=url)]
     if samples[-1] >= len(keys):
         raise ChangedError(
             "the shard was replaced while the dataset was read; run this again", shard=url

@@ -7,7 +7,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.catalog import ClassNames, ShardCatalog, lacks_index, read_all_classes
+from shardstream.catalog.class_names import ClassNames, read_all_classes
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import (
     NotFoundError,
     OptionError,
@@ -30,6 +31,7 @@ from shardstream.format import (
     read_sample,
 )
 from shardstream.storage import (
+    Cancellation,
     FileInfo,
     LocatedShards,
     RangeStream,
@@ -48,7 +50,7 @@ from shardstream.storage import (
 _log = get_logger(__name__)
 _MAX_DIGITS = 18  # of a class number
 _MAX_SPLITS = 100  # each folder is listed
-_HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are skipped
+_HEADERS_CHUNK_BYTES = 256 << 10  # of remote tars: larger bodies are skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def list_shards(
         name, fields = manifest.name, dict(manifest.fields)
     return Listing(
         shards=located.shards,
-        fields=fields or _first_fields(located.shards[0], storage),
+        fields=fields or _first_fields(located.shards[0].url, storage),
         indexed=located.indexed,
         name=name,
         manifest_url=located.manifest_url,
@@ -234,10 +236,10 @@ def _search(
     done, total = 0, sum(shard.filesize or 0 for shard in located.shards)
     for shard in located.shards:
         if is_compressed(shard.url):
-            with closing(_stream(shard, storage)) as samples:
-                found = next((sample for sample in samples if sample["__key__"] == key), None)
+            with closing(stream_samples(shard.url, storage)) as samples:
+                found = next((sample for _, sample in samples if sample["__key__"] == key), None)
         else:
-            found = _find(key, shard, storage)
+            found = _find(key, shard.url, storage)
         if found is not None:
             return found
         done += shard.filesize or 0
@@ -249,19 +251,14 @@ def _search(
     )
 
 
-def _find(key: str, shard: ShardInfo, storage: Storage) -> Sample | None:
+def _find(key: str, url: str, storage: Storage) -> Sample | None:
     """Search a key in the headers of a plain tar."""
-    with _open_headers(shard, storage) as (read, end):
-        for group in _groups(read, end, shard):
+    with open_headers(url, storage) as (read, end):
+        for group in iter_groups(iter_members(read, end=end, shard=url), shard=url):
             if group.key == key:
-                return _read_group(group, shard.url, storage)
+                data = storage.read(url, group.start, group.end)
+                return read_sample(data, group.start, group.start, group.end, url)
     return None
-
-
-def _read_group(group: Group, url: str, storage: Storage) -> Sample:
-    start, end = group.start, group.end
-    data = storage.read(url, start, end)
-    return read_sample(data, start, start, end, url)
 
 
 def _stream_to(number: int, located: LocatedShards, storage: Storage) -> Sample:
@@ -271,56 +268,60 @@ def _stream_to(number: int, located: LocatedShards, storage: Storage) -> Sample:
         if shard.nsamples is not None and number >= first + shard.nsamples:
             first += shard.nsamples
             continue
-        with closing(_stream(shard, storage)) as samples:
-            for sample in samples:
+        with closing(stream_samples(shard.url, storage)) as samples:
+            for _, sample in samples:
                 if first == number:
                     return sample
                 first += 1
     raise _no_such_sample_error(number, first)
 
 
-def _stream(shard: ShardInfo, storage: Storage) -> Generator[Sample]:
-    with (
-        storage.open(shard.url) as raw,
-        open_decompressed(raw, shard=shard.url) as stream,
-    ):
-        end = None if is_compressed(shard.url) else storage.info(shard.url).size
-        for _, sample in iter_samples(ForwardReader(stream), end=end, shard=shard.url):
-            yield sample
+def stream_samples(url: str, storage: Storage) -> Generator[tuple[Group, Sample]]:
+    """Yield the samples of a tar, plain or compressed, from its start.
+
+    Raises:
+        ShardError: If it is damaged.
+        StorageError: If it cannot be read.
+    """
+    with storage.open(url) as raw, open_decompressed(raw, shard=url) as stream:
+        end = None if is_compressed(url) else storage.info(url).size
+        yield from iter_samples(ForwardReader(stream), end=end, shard=url)
 
 
-def _first_fields(shard: ShardInfo, storage: Storage) -> dict[str, int | None]:
+def _first_fields(url: str, storage: Storage) -> dict[str, int | None]:
     try:
-        if is_compressed(shard.url):
-            with closing(_stream(shard, storage)) as samples:
-                names = [name for name in next(samples, {}) if not name.startswith("__")]
-        else:
-            with _open_headers(shard, storage) as (read, end):
-                first = next(_groups(read, end, shard), None)
-                names = [] if first is None else list(first.fields)
+        with open_headers(url, storage) as (read, end):
+            first = next(iter_groups(iter_members(read, end=end, shard=url), shard=url), None)
     except ShardStreamError as error:
         _log.warning("the fields are unknown: %s", error)
-        names = []
-    return dict.fromkeys(names)
-
-
-def _groups(read: ReadAt, end: int, shard: ShardInfo) -> Iterator[Group]:
-    return iter_groups(iter_members(read, end=end, shard=shard.url), shard=shard.url)
+        first = None
+    return dict.fromkeys([] if first is None else first.fields)
 
 
 @contextmanager
-def _open_headers(shard: ShardInfo, storage: Storage) -> Iterator[tuple[ReadAt, int]]:
-    """Open a plain tar to read its headers; yields its bytes by growing offsets, and its length."""
-    path = storage.local_path(shard.url)
-    if path is not None:
-        tar = map_file(path, shard.url)
-        yield lambda at, size: tar[at : at + size], len(tar)
+def open_headers(
+    url: str, storage: Storage, *, size: int | None = None, cancelled: Cancellation | None = None
+) -> Iterator[tuple[ReadAt, int | None]]:
+    """Open a tar to read little more than its headers; yields its bytes by growing offsets, and its length, None if it is compressed.
+
+    Of a local tar only the pages of the headers are touched, of a remote one bodies over 256 KiB are skipped.
+
+    Args:
+        url: URL of the tar.
+        storage: Its storage.
+        size: Its length, if that is known.
+        cancelled: Ends a read when another thread sets it.
+    """
+    path = storage.local_path(url)
+    if path is not None and not is_compressed(url):
+        with closing(map_file(path, url)) as tar:
+            yield (lambda at, size: tar[at : at + size]), len(tar)
         return
-    size = storage.info(shard.url).size
-    yield (
-        ForwardReader(RangeStream(storage, shard.url, size), chunk_bytes=_HEADERS_CHUNK_BYTES),
-        size,
-    )
+    size = storage.info(url).size if size is None else size
+    raw: Any = RangeStream(storage, url, size, cancelled=cancelled)
+    with open_decompressed(raw, shard=url) as stream:
+        read = ForwardReader(stream, chunk_bytes=_HEADERS_CHUNK_BYTES)
+        yield read, None if is_compressed(url) else size
 
 
 def _total(numbers: Sequence[int | None]) -> int | None:
