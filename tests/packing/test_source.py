@@ -159,6 +159,14 @@ def test_every_format_that_is_decoded_is_a_class_image(extension: str, tmp_path:
     assert all(sample.get(field, sample.get("png")).shape == (16, 16, 3) for sample in found)
 
 
+def test_splits_whose_names_sort_otherwise_than_their_paths_are_kept_apart(tmp_path: Path) -> None:
+    images = {"train/cat/a.png": png(1), "train-2/cat/b.png": png(2), "train-2/cat/c.png": png(3)}
+    report = ss.pack(put(tmp_path / "in", images), tmp_path / "out", shuffle=False)
+    assert [(one.name, one.samples) for one in report.splits] == [("train", 1), ("train-2", 2)]
+    (sample,) = ss.ShardDataset(str(tmp_path / "out" / "train"))
+    assert sample["png"] == png(1)
+
+
 def test_splits_with_numbers_or_suffixes_are_read(tmp_path: Path) -> None:
     root = put(
         tmp_path / "in",

@@ -183,7 +183,10 @@ class ClassFolderSource(FolderSource):
 
     def assigned(self) -> SplitNumbers:
         """Return the split of each image, as its number in `splits`; shape (n,)."""
-        return np.repeat(np.arange(len(self.splits), dtype=np.uint16), np.diff(self._datasets))
+        firsts = [self._items[first].path for first in self._datasets[:-1]]
+        # By name: "train-2/a" comes before "train/a", but "train" before "train-2".
+        numbers = [self.splits.index(top_folder(path)) for path in firsts]
+        return np.repeat(np.array(numbers, dtype=np.uint16), np.diff(self._datasets))
 
     def with_class_numbers(self, classes: Classes, where: str) -> Self:
         """Return the same images with the class numbers of a list of names.

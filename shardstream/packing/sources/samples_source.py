@@ -41,7 +41,8 @@ class SamplesSource(Source):
         self.is_repeatable = isinstance(samples, Sequence)
         self._samples = samples
         self._extras = extras or {}
-        self._fingerprint = fingerprint or getattr(samples, "fingerprint", None)
+        own = getattr(samples, "fingerprint", None)
+        self._fingerprint = fingerprint or (own if isinstance(own, str) else None)
 
     @property
     def length(self) -> int | None:

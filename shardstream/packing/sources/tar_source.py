@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 
 from shardstream.catalog import ClassNames, find_difference
 from shardstream.errors import (
+    AccessDeniedError,
     IndexMismatchError,
     NotFoundError,
     SourceError,
@@ -148,7 +149,8 @@ class TarSource(SequentialSource):
         if self._last_index[0] != place:
             shard, offsets = self._shards[place], None
             if shard.nsamples and not is_compressed(shard.url):
-                with suppress(NotFoundError):
+                # Without one the tar is read from its beginning.
+                with suppress(NotFoundError, AccessDeniedError):
                     data = self._storage.read_bounded(shard.index_url, _INDEX_LIMIT_BYTES)
                     offsets = decode_index(data, url=shard.index_url)
                     size = self._size(shard)
