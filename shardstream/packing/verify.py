@@ -11,7 +11,9 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from shardstream.catalog import read_classes
 from shardstream.errors import (
+    AccessDeniedError,
     NotFoundError,
     OptionError,
     StorageError,
@@ -190,9 +192,9 @@ def verify(  # noqa: PLR0913  (public door)
     """Read a whole dataset again and compare it with its manifest, its indexes and itself.
 
     Checks of each tar: length and sha256 as in the manifest, valid headers, no links instead of fields, no data after its end,
-    count of samples; index, index of members and columns equal to those of a fresh scan. Checks of all: no repeated key, no tar or
-    half-written file that the manifest does not list, the same columns in all shards, and, if nothing else is wrong, the manifest's
-    sums and fields. A bad shard does not stop the verification.
+    count of samples; index, index of members and columns equal to those of a fresh scan. Checks of all: no repeated key, valid class
+    names, no tar or half-written file that the manifest does not list, the same columns in all shards, and, if nothing else is wrong,
+    the manifest's sums and fields. A bad shard does not stop the verification.
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
@@ -241,6 +243,7 @@ def verify(  # noqa: PLR0913  (public door)
     problems = [
         *chain.from_iterable(one.problems for one in results.values()),
         *_problems_of_keys(repeated),
+        *_problems_of_classes(located, storage),
         *_find_stray_files(located, storage),
         *check_presence({tasks[number].info.url: one.columns for number, one in results.items()}),
     ]
@@ -269,6 +272,17 @@ def _problems_of_keys(found: RepeatedKeys | None) -> Iterator[Problem]:
             what=f"{plural(found.others, 'more key')} in two shards",
             remedy="check whether a shard was copied under another name",
         )
+
+
+def _problems_of_classes(located: LocatedShards, storage: Storage) -> list[Problem]:
+    """Read the class names, which readers leave out with a warning where they are invalid."""
+    problems: list[Problem] = []
+    manifest = located.manifest_url
+    for folder in located.folders if manifest is None else (parent_url(manifest),):
+        # S3 denies access to a missing file without the permission to list.
+        with noted(problems, folder), suppress(AccessDeniedError):
+            read_classes(folder, storage)
+    return problems
 
 
 def _decode(

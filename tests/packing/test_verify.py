@@ -367,3 +367,12 @@ def test_cut_zstd_is_not_empty(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.zst"
     path.write_bytes(zstandard.compress(tar_bytes(samples(0, 3)))[:20])
     assert "the compressed bytes are damaged or cut" in only(verify(str(path)))
+
+
+@pytest.mark.parametrize("text", ['["a", "a"]', '["a"', "{}"])
+def test_class_names_that_cannot_be_read_are_an_error(dataset: Path, text: str) -> None:
+    (dataset / "classes.json").write_text('["a", "b"]')
+    assert problem_texts(verify(str(dataset))) == []
+    (dataset / "classes.json").write_text(text)
+    (problem,) = verify(str(dataset)).errors
+    assert problem.shard == f"{dataset}/classes.json"
