@@ -146,17 +146,19 @@ class TarSource(SequentialSource):
 
     def _index_of(self, place: int) -> Offsets | None:
         """Return the index of a tar, if it has one; the last that was read is kept."""
-        if self._last_index[0] != place:
-            shard, offsets = self._shards[place], None
-            if shard.nsamples and not is_compressed(shard.url):
-                # Without one the tar is read from its beginning.
-                with suppress(NotFoundError, AccessDeniedError):
-                    data = self._storage.read_bounded(shard.index_url, _INDEX_LIMIT_BYTES)
-                    offsets = decode_index(data, url=shard.index_url)
-                    size = self._size(shard)
-                    check_extent(offsets, filesize=size, nsamples=shard.nsamples, url=shard.url)
-            self._last_index = (place, offsets)
-        return self._last_index[1]
+        kept, offsets = self._last_index  # one object: other threads may replace it
+        if kept == place:
+            return offsets
+        shard, offsets = self._shards[place], None
+        if shard.nsamples and not is_compressed(shard.url):
+            # Without one the tar is read from its beginning.
+            with suppress(NotFoundError, AccessDeniedError):
+                data = self._storage.read_bounded(shard.index_url, _INDEX_LIMIT_BYTES)
+                offsets = decode_index(data, url=shard.index_url)
+                size = self._size(shard)
+                check_extent(offsets, filesize=size, nsamples=shard.nsamples, url=shard.url)
+        self._last_index = (place, offsets)
+        return offsets
 
     def _read_from(self, first: int) -> Iterator[tuple[int, Sample]]:
         begin = self._tar_of(first)
