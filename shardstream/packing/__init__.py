@@ -4,9 +4,11 @@ A record passes through these folders and files:
 
     pack                              the options of a packing job; `ShardWriter` begins at shards/shard_writer
     sources/                          detection finds the kind of source, which yields records; keys, class numbers, order, splits
-    job/                              claim the destination, cut the job into parts, run and publish them; resume a stopped job
+    job/cut, pack_parts               where the parts of a job begin
+    job/run_jobs, claim, part_record  claim the destination, run the parts here or by an executor; resume a stopped job
     job/parallel_encode, encode, images    records -> encoded samples
-    shards/                           encoded samples -> published shards
+    shards/                           encoded samples -> shards
+    job/publish, merge                records of all parts -> index.json
 
 ``reshard`` writes the samples of a dataset to new shards, in parts that run anywhere: ``sample_range`` reads the samples of a part,
 ``sample_steps`` runs their steps and the user's functions. Fields of other datasets come from a join of the room ``catalog``;
@@ -28,9 +30,10 @@ from shardstream.packing.encode import (
 )
 from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.index import index
-from shardstream.packing.job.cuts import cut_by_size, iter_cuts
+from shardstream.packing.job.claim import PartJob
+from shardstream.packing.job.cut import cut_by_size, iter_cuts
 from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
-from shardstream.packing.job.journal import FinishedShard, Journal, Task, read_journal
+from shardstream.packing.job.journal import Journal, Task, read_journal
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
     encode_hashes,
@@ -41,16 +44,9 @@ from shardstream.packing.job.key_hashes import (
 from shardstream.packing.job.merge import merge
 from shardstream.packing.job.pack_plan import PackRequest
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.job.part_job import (
-    PartCounts,
-    PartJob,
-    PartResult,
-    PartTask,
-    PartWork,
-    claim,
-    set_parts,
-)
-from shardstream.packing.job.report import PackReport, Progress, counts_text, logged, progress_lines
+from shardstream.packing.job.part_record import PartRecord, PartResult
+from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
+from shardstream.packing.job.run_jobs import SplitJob, run_jobs
 from shardstream.packing.pack import pack
 from shardstream.packing.reshard import reshard
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
@@ -78,17 +74,14 @@ __all__ = [
     "Destination",
     "Encoded",
     "FileRef",
-    "FinishedShard",
     "ImageOptions",
     "Journal",
     "KeyHashes",
     "PackReport",
     "PackRequest",
-    "PartCounts",
     "PartJob",
+    "PartRecord",
     "PartResult",
-    "PartTask",
-    "PartWork",
     "PartWriter",
     "Progress",
     "Record",
@@ -98,13 +91,13 @@ __all__ = [
     "ShardWriter",
     "Source",
     "SourceOptions",
+    "SplitJob",
     "TarShard",
     "Task",
     "VerifyReport",
     "WriterOptions",
     "assign_splits",
     "chunked",
-    "claim",
     "claim_destination",
     "counts_text",
     "cut_by_size",
@@ -121,7 +114,6 @@ __all__ = [
     "iter_cuts",
     "iter_rows",
     "key_levels",
-    "logged",
     "merge",
     "open_joined_table",
     "open_source",
@@ -131,8 +123,8 @@ __all__ = [
     "read_journal",
     "reencode",
     "reshard",
+    "run_jobs",
     "sample_pieces",
-    "set_parts",
     "shuffled_order",
     "sibling_folders",
     "split_counts",

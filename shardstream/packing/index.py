@@ -20,8 +20,8 @@ from shardstream.format import (
     encode_manifest_files,
     encode_member_index,
 )
+from shardstream.packing.job.claim import locked
 from shardstream.packing.job.key_hashes import OTHER_KEYS, KeyHashes, find_repeated_keys
-from shardstream.packing.job.part_job import locked
 from shardstream.packing.job.report import ProgressFunction
 from shardstream.packing.shards.column_builder import (
     ColumnBuilder,

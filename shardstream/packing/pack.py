@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-from shardstream.errors import (
-    OptionError,
-    SampleError,
-    SourceError,
-    StorageError,
-    get_logger,
-    plural,
-)
-from shardstream.format import CLASSES_NAME, decode_classes
+from shardstream.errors import OptionError
 from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
-from shardstream.packing.job.destination import ShardNames
-from shardstream.packing.job.journal import NumberedSkip, Task
-from shardstream.packing.job.pack_parts import pack_in_parts
-from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
-from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, encode_in_order
-from shardstream.packing.job.report import (
-    PackReport,
-    Progress,
-    Skip,
-    SplitReport,
-    logged,
-    skipped_before_error,
-)
+from shardstream.packing.job.pack_parts import run_pack
+from shardstream.packing.job.pack_plan import PackRequest
+from shardstream.packing.job.report import PackReport, Progress
 from shardstream.packing.shards.column_builder import checked_columns
-from shardstream.packing.shards.dataset_writer import DatasetWriter
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
-from shardstream.packing.sources.class_numbering import AnyClasses, warn_of_siblings
+from shardstream.packing.sources.class_numbering import AnyClasses
 from shardstream.packing.sources.detection import AnySource
-from shardstream.packing.sources.source import Record, SourceOptions, named
-from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
+from shardstream.packing.sources.source import SourceOptions
+from shardstream.storage import parse_bytes
 from shardstream.tasks import Executor
-
-_log = get_logger(__name__)
-
-_PROGRESS_EVERY_S = 0.1
 
 
 def pack(  # noqa: PLR0913  (public door)
@@ -94,7 +67,8 @@ def pack(  # noqa: PLR0913  (public door)
         kind: "images", "files", "table" or "tars"; by default guessed.
         name: Name of the dataset, kept in the manifest.
         max_samples: Maximum samples of a shard.
-        max_bytes: Maximum size of a shard, e.g. "256MB".
+        max_bytes: Maximum size of a shard, e.g. "256MB". Shards are filled to 90 % where sizes are not known before: images that are
+            encoded again, files that a table names, Parquet, tars.
         key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column. By default an image is
             named by its stem, or by its path without extension where another image of the dataset has the stem (docs/formats.md), loose
             files by their path up to the first dot, rows and samples by their number; tars keep their keys.
@@ -121,8 +95,7 @@ def pack(  # noqa: PLR0913  (public door)
         processes: Processes that read and encode, by default 1; an executor has its own. They are used if there is something to encode or files are remote; local
             files that are packed unchanged are read in this process.
         executor: Pack shards as separate tasks, in processes, on a cluster or in `Parts`, which `merge` publishes (docs/jobs.md).
-            Files that stay as they are give the shards of a pack without an executor. Where sizes are not known before (rows of
-            a table, images that are encoded again), each task packs ``max_samples`` records. Not for samples from Python.
+            The shards are those of a pack without an executor. Not for samples from Python.
         overwrite: Replace an existing dataset, or an unfinished one of another job.
         on_error: For a file or row that cannot be packed: "raise", or "skip" it and report it.
         progress: Called about ten times a second.
@@ -160,9 +133,9 @@ def pack(  # noqa: PLR0913  (public door)
         writing=storage_options,
         skips=on_error == "skip",
     )
-    if executor is not None:
-        return pack_in_parts(request, executor, overwrite=overwrite, progress=progress)
-    return _open_job(request, overwrite=overwrite, progress=progress).run(processes=processes or 1)
+    return run_pack(
+        request, executor, processes=processes or 1, overwrite=overwrite, progress=progress
+    )
 
 
 def _check_options(processes: int | None, executor: Executor | None, on_error: str) -> None:
@@ -203,198 +176,3 @@ def _image_options(
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _open_job(
-    request: PackRequest, *, overwrite: bool, progress: Callable[[Progress], object] | None
-) -> _Job:
-    opened = request.open()
-    extras = frozenset(opened.plan.source.extras)
-    return _Job(
-        plan=opened.plan,
-        names=opened.names,
-        task=opened.task,
-        encoder=opened.encoder,
-        options=replace(
-            request.limits,
-            overwrite=overwrite,
-            extras=extras,
-            compares_keys=opened.plan.source.may_repeat_keys,
-        ),
-        storage_options=request.writing,
-        skips=request.skips,
-        progress=progress,
-    )
-
-
-@dataclass(slots=True, kw_only=True)
-class _Job:
-    """One run of a packing job, with its counts."""
-
-    plan: PackPlan
-    names: ShardNames
-    task: Task
-    encoder: RecordEncoder
-    options: WriterOptions
-    storage_options: Mapping[str, Any] | None
-    skips: bool
-    progress: Callable[[Progress], object] | None
-    skipped: list[NumberedSkip] = field(default_factory=list)
-    reported_s: float = 0.0
-
-    def run(self, *, processes: int) -> PackReport:
-        start_s = time.monotonic()
-        self.progress = logged(f"pack {self.names.folder}", self.progress)
-        with ExitStack() as stack:
-            writers = self._open_writers(stack)
-            self._resume(writers)
-            todo = itertools.tee(self._remaining_records(writers))
-            records = (record for _, _, record in todo[0])
-            encoded = stack.enter_context(
-                closing(encode_in_order(records, self.encoder, processes=processes))
-            )
-            for sample, (number, writer, _) in zip(encoded, todo[1], strict=False):
-                self._write(writer, number, sample)
-                self._report_progress(writers)
-            self._report_progress(writers, last=True)
-            self._check_not_empty(writers)
-            self._publish(writers)
-            self._report_progress(writers, last=True)
-        return PackReport(
-            source=self.plan.source.name,
-            splits=tuple(
-                _report(name, writer)
-                for name, writer in zip(self.plan.splits, writers, strict=True)
-            ),
-            seconds=time.monotonic() - start_s,
-            skipped=tuple(Skip(one.where, one.reason) for one in sorted(self.skipped)),
-            files=self.plan.source.num_files,
-            fields=dict(sum((Counter(one.manifest.fields) for one in writers), Counter())),
-        )
-
-    def _check_classes(self, storage: Storage) -> None:
-        """Warn if a split that was packed meanwhile numbers its classes differently."""
-        data = self.plan.source.extras.get(CLASSES_NAME)
-        if data is not None:
-            folders = [folder_of_split(self.names, split) for split in self.plan.splits]
-            warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
-
-    def _open_writers(self, stack: ExitStack) -> list[DatasetWriter]:
-        """Open the writers of all splits, or none; if one is refused, aborting the others deletes leftover journals of published splits."""
-        writers: list[DatasetWriter] = []
-        refusals: list[OptionError] = []
-        for name in self.plan.splits:
-            try:
-                writers.append(self._open_writer(name))
-            except OptionError as error:
-                refusals.append(error)
-                continue
-            stack.callback(writers[-1].abort)
-        if refusals:
-            raise refusals[0]
-        return writers
-
-    def _open_writer(self, split: str) -> DatasetWriter:
-        folder = folder_of_split(self.names, split)
-        names = ShardNames.parse(join_url(folder, self.names.template))
-        output = open_output_folder(names.folder, self.storage_options, None)
-        return DatasetWriter(output, names, task=self.task, options=self.options)
-
-    def _publish(self, writers: list[DatasetWriter]) -> None:
-        """Publish all datasets or none: manifests are written last, and deleted again if one fails."""
-        for writer in writers:
-            writer.finish()
-        storage = Storage(self.storage_options)
-        self._check_classes(storage)
-        for writer in writers:
-            for name, data in self.plan.source.extras.items():
-                publish_bytes(storage, join_url(writer.folder, name), data)
-        try:
-            for writer in writers:
-                writer.publish()
-        except BaseException as error:
-            for writer in writers:
-                try:
-                    writer.unpublish()
-                except StorageError:
-                    error.add_note(
-                        f"{writer.folder} is published already and is kept; run the same pack again to publish the other splits"
-                    )
-            raise
-        for writer in writers:
-            writer.remove_journal()
-
-    def _resume(self, writers: list[DatasetWriter]) -> None:
-        """Add the finished shards and skipped records of an earlier run."""
-        for writer in writers:
-            if writer.kept:
-                _log.info(
-                    "%s: resuming after %s",
-                    writer.folder,
-                    plural(len(writer.kept), "finished shard"),
-                )
-            self.skipped += [skip for shard in writer.kept for skip in shard.skipped]
-        if self.skipped and not self.skips:
-            first = Skip(self.skipped[0].where, self.skipped[0].reason)
-            raise skipped_before_error(len(self.skipped), first, writers[0].folder)
-
-    def _remaining_records(
-        self, writers: list[DatasetWriter]
-    ) -> Iterator[tuple[int, DatasetWriter, Record]]:
-        """Yield number, writer and record of each record that is in no finished shard."""
-        starts = [writer.position for writer in writers]
-        first, assigned = min(starts), self.plan.assigned
-        for number, record in enumerate(self.plan.records.iter_from(first), start=first):
-            split = 0 if assigned is None else int(assigned[number])
-            if number >= starts[split]:
-                yield number, writers[split], record
-
-    def _write(self, writer: DatasetWriter, number: int, sample: Encoded) -> None:
-        error = sample.error
-        if error is None:
-            try:
-                writer.write(sample.key, sample.fields, position=number + 1)
-            except SampleError as unfit:
-                error = named(unfit, sample.where)
-        if error is not None:
-            if not self.skips:
-                raise error
-            self.skipped.append(NumberedSkip(number, sample.where, str(error)))
-            writer.skip(self.skipped[-1])
-
-    def _report_progress(self, writers: list[DatasetWriter], *, last: bool = False) -> None:
-        now_s = time.monotonic()
-        if self.progress is None or (now_s - self.reported_s < _PROGRESS_EVERY_S and not last):
-            return
-        self.reported_s = now_s
-        samples = sum(writer.nsamples for writer in writers)
-        size_bytes = sum(writer.size_bytes for writer in writers)
-        kept = sum(shard.info.nsamples or 0 for writer in writers for shard in writer.kept)
-        shards = sum(writer.num_finished for writer in writers)
-        skipped = len(self.skipped)
-        self.progress(
-            Progress(samples, skipped, size_bytes, self.plan.total, kept, shards, skipped)
-        )
-
-    def _check_not_empty(self, writers: list[DatasetWriter]) -> None:
-        for writer in writers:
-            if not writer.nsamples:
-                raise SourceError(
-                    f"no sample is left for {writer.folder}: {len(self.skipped)} were skipped, the first: "
-                    f"{self.skipped[0].reason}"
-                    if self.skipped
-                    else "there is nothing to pack: the source is empty",
-                    shard=self.plan.source.name,
-                )
-
-
-def _report(name: str, writer: DatasetWriter) -> SplitReport:
-    manifest = writer.manifest
-    return SplitReport(
-        name=name,
-        url=writer.folder,
-        samples=manifest.nsamples,
-        shards=len(manifest.shards),
-        total_bytes=manifest.total_bytes,
-        kept=len(writer.kept),
-    )

@@ -31,12 +31,13 @@ from shardstream.catalog import (
 from shardstream.errors import OptionError, plural, redact
 from shardstream.fetch import open_batch_fetcher
 from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, Sample, encode_classes, member_bytes
-from shardstream.packing.job.cuts import cut_by_size
+from shardstream.packing.job.claim import PartJob
+from shardstream.packing.job.cut import cut_by_size
 from shardstream.packing.job.destination import ShardNames
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
-from shardstream.packing.job.merge import SplitJob, run_jobs
-from shardstream.packing.job.part_job import PartJob, PartResult
+from shardstream.packing.job.part_record import PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
+from shardstream.packing.job.run_jobs import SplitJob, run_jobs
 from shardstream.packing.sample_range import Kept, Order, SampleRange
 from shardstream.packing.sample_steps import (
     SampleFunction,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import ray
 import ray.data
@@ -20,25 +18,20 @@ from shardstream.packing import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     PackReport,
-    PartCounts,
     PartJob,
-    PartTask,
-    PartWork,
     ShardNames,
+    SplitJob,
     WriterOptions,
-    claim,
     claim_destination,
     iter_cuts,
-    logged,
-    merge,
-    set_parts,
+    run_jobs,
 )
 from shardstream.pipeline import check_at_least
 from shardstream.ray.executor import run_tasks
 from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, encoded_blocks, in_row_order
 from shardstream.ray.write_task import BlockRange, RowsWork
 from shardstream.storage import absolute_url, parse_bytes
-from shardstream.tasks import RetryCount, Task, run_task
+from shardstream.tasks import JSON, Task, run_task
 
 _MAX_RETRIES = 3  # of a task whose worker dies
 
@@ -89,7 +82,6 @@ def write(  # noqa: PLR0913  (public door)
         StorageError: If a place cannot be reached or is full, or another job writes there.
         RayError: If a function of the dataset raises; as Ray raises it.
     """
-    begin_s = time.monotonic()
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
     check_at_least(1, concurrency=concurrency)
     if not isinstance(ds, ray.data.Dataset):
@@ -103,22 +95,24 @@ def write(  # noqa: PLR0913  (public door)
         names=names,
         source=uuid.uuid4().hex,  # rows have no identity, so that a stopped job cannot be resumed
         options={"max_samples": limits.max_samples, "max_bytes": limits.max_bytes},
-        parts=0,  # not known before all rows are
         name=name,
         storage_options=storage_options,
     )
     # Refuses before the dataset runs; nothing is changed.
     claim_destination(job.open_folder(), names, task=job.task, overwrite=overwrite)
-    counts = PartCounts(
-        logged(f"ray.write {names.folder}", None), None, RetryCount(None), skips=False
-    )
     most = concurrency or max(1, int(ray.cluster_resources().get("CPU", 1)))
     with in_row_order(ds):
         works = _row_works(encoded_blocks(ds, most), limits, names)
-        num_parts = _run(job, works, most, counts, overwrite=overwrite)
-    set_parts(job, num_parts)
-    report = merge(names.folder, storage_options=storage_options)
-    return replace(report, source=job.title, seconds=time.monotonic() - begin_s)
+        first = next(works, None)  # the folder stays as it is until then
+        if first is None:
+            raise OptionError("the dataset has no rows, so there is nothing to publish")
+        return run_jobs(
+            [SplitJob("", job, itertools.chain([first], works))],
+            executor=_ShardTasks(most),
+            overwrite=overwrite,
+            progress=None,
+            samples=None,
+        )
 
 
 def _row_works(
@@ -158,33 +152,13 @@ def _ranges(blocks: Iterable[RowsBlock], first: int, last: int) -> Iterator[Bloc
             yield BlockRange(rows.reference, rows.start + start, rows.start + stop)
 
 
-def _run(
-    job: PartJob, works: Iterable[PartWork], most: int, counts: PartCounts, *, overwrite: bool
-) -> int:
-    """Run the parts of a job, which claims the destination when the first is known; return their number.
+class _ShardTasks(NamedTuple):
+    """Runs tasks beside those of the dataset, whatever CPUs that takes (see `Executor`); Ray runs one again whose worker dies."""
 
-    Raises:
-        OptionError: If there is none.
-    """
-    num_parts = 0
+    most: int
+    """Tasks at a time."""
 
-    def tasks() -> Iterator[Task]:
-        nonlocal num_parts
-        for number, work in enumerate(works):
-            if not number:
-                claim(job, overwrite=overwrite)
-            yield PartTask(
-                folder=job.names.folder,
-                storage_options=job.storage_options,
-                run_id=job.run,
-                number=number,
-                work=work,
-            )
-            num_parts = number + 1
-
-    options = {"num_cpus": TASK_CPUS, "max_retries": _MAX_RETRIES, "retry_exceptions": False}
-    submit = ray.remote(run_task).options(**options).remote
-    run_tasks(submit, tasks(), counts.add, most)
-    if not num_parts:
-        raise OptionError("the dataset has no rows, so there is nothing to publish")
-    return num_parts
+    def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
+        """Run all tasks."""
+        options = {"num_cpus": TASK_CPUS, "max_retries": _MAX_RETRIES, "retry_exceptions": False}
+        run_tasks(ray.remote(run_task).options(**options).remote, tasks, done, self.most)

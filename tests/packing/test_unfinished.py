@@ -18,8 +18,8 @@ import pytest
 import shardstream as ss
 from shardstream.catalog import list_shards, read_one
 from shardstream.cli import main
-from shardstream.packing import Journal, index, verify
-from shardstream.storage import Storage, journal_name
+from shardstream.packing import SamplesSource, index, verify
+from shardstream.storage import LocalFolder, Storage, journal_name
 
 Write = Callable[[str], None]
 NUMBERS = [{"cls": number} for number in range(50)]
@@ -179,12 +179,14 @@ def test_splits_killed_between_two_journals_leave_no_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
+    numbers = SamplesSource(samples=NUMBERS, fingerprint="50 numbers")
     with monkeypatch.context() as patched:
-        patched.setattr(Journal, "remove", lambda _: None)
-        ss.pack(NUMBERS, tmp_path, **options)
-    (tmp_path / "train" / journal_name(0)).unlink()
+        patched.setattr(LocalFolder, "remove", lambda *_: None)
+        ss.pack(numbers, tmp_path, **options)
+    for path in (tmp_path / "train").glob(".shard*"):
+        path.unlink()
     with pytest.raises(ss.OptionError, match="a dataset is published here"):
-        ss.pack(NUMBERS, tmp_path, **options)
+        ss.pack(numbers, tmp_path, **options)
     assert not list(tmp_path.glob("*/.shard*"))
 
 

@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from string import Formatter
+from typing import Literal
 
 from shardstream.errors import OptionError, get_logger
 from shardstream.format import (
@@ -14,12 +16,10 @@ from shardstream.format import (
     COLUMNS_SUFFIX,
     INDEX_SUFFIX,
     MANIFEST_NAME,
-    OFFSET_BYTES,
     is_pages_name,
 )
 from shardstream.packing.job.journal import (
     WRITER_TASK,
-    FinishedShard,
     Journal,
     Task,
     read_journal,
@@ -27,6 +27,7 @@ from shardstream.packing.job.journal import (
 )
 from shardstream.packing.shards.manifest_files import read_old_manifest
 from shardstream.storage import (
+    FileInfo,
     OutputFolder,
     final_name,
     is_journal,
@@ -141,6 +142,84 @@ class ShardNames:
             return False
 
 
+Action = Literal["take", "join", "tidy", "replace"]
+Refusal = Literal["published", "shards", "writer", "job", "journal"]
+Whose = Literal["none", "writer", "same job", "samples", "other job", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What is in a folder that a job is to write to.
+
+    Args:
+        journal: Whose journal is there, if any; "writer" also if a `ShardWriter` is to write, which resumes nothing; "samples" if it is of a
+            stopped job with the same options whose source has no identity, as samples from Python.
+        manifest: Whether a dataset is published there.
+        is_of_journal: Whether the job of the journal has published it.
+        shards: Whether there are shards with names that the job writes.
+        tars: Whether there are tars of any name, or records of parts.
+    """
+
+    journal: Whose = "none"
+    manifest: bool = False
+    is_of_journal: bool = False
+    shards: bool = False
+    tars: bool = False
+
+
+def decide(found: Found, *, overwrite: bool = False) -> Action | Refusal:
+    """Decide what a job does with a folder; the first line that fits counts.
+
+    =============== ============== ============= ================== =========================
+    journal         manifest       other files   without overwrite  with overwrite
+    =============== ============== ============= ================== =========================
+    unreadable                                   refuse: journal    replace
+    same job        of the job                   tidy               replace
+    same job        none                         join               join
+    same job        another one                  refuse: published  join (it was begun so)
+    samples         none                         replace            replace
+    any other       any                          refuse: published  replace
+    none, writer    none           its shards    refuse: shards     replace
+    writer          none           tars          refuse: writer     replace
+    other job       none           tars          refuse: job        replace
+    none or other   none                         take               take
+    =============== ============== ============= ================== =========================
+
+    "take" claims a folder without a dataset, "join" keeps the finished parts of the job, "tidy" deletes what a publication has left,
+    and "replace" deletes the files of the other dataset when the new one is complete.
+
+    >>> decide(Found()), decide(Found(manifest=True)), decide(Found(manifest=True), overwrite=True)
+    ('take', 'published', 'replace')
+    >>> decide(Found(journal="same job", shards=True)), decide(Found(journal="other job", tars=True))
+    ('join', 'job')
+    >>> decide(Found(journal="same job", manifest=True, is_of_journal=True))
+    'tidy'
+    """
+    if found.journal == "same job":
+        if not found.manifest or (overwrite and not found.is_of_journal):
+            return "join"
+        if not found.is_of_journal:
+            return "published"
+        return "replace" if overwrite else "tidy"
+    refusal = _refusal(found)
+    if refusal is None:
+        return "replace" if found.journal == "samples" else "take"
+    return "replace" if overwrite else refusal
+
+
+def _refusal(found: Found) -> Refusal | None:
+    """Return why a job must not replace what is there without being told to."""
+    if found.journal == "unreadable":
+        return "journal"
+    if found.manifest:
+        return "published"
+    if found.journal in ("none", "writer") and found.shards:
+        return "shards"
+    if found.journal == "writer" and found.tars:
+        return "writer"
+    return "job" if found.journal == "other job" and found.tars else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
     """A folder that may be written to, with its files before the first change.
@@ -148,27 +227,27 @@ class Destination:
     Args:
         folder: The folder.
         names: Names of its shards.
-        files: Sizes of its files, by name.
+        action: What the job does with it (see `decide`).
+        files: Its files, by name.
         stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
-        finished: Shards of an earlier run that are kept, in order.
-        journal_files: Number of files of an earlier run's journal.
-        journal_head: Bytes of the first of them.
+        journal: The journal that is there, if it can be read.
+        journal_head: Its bytes.
         extras: Names of small files that the job writes, too.
     """
 
     folder: OutputFolder
     names: ShardNames
-    files: Mapping[str, int]
+    action: Action
+    files: Mapping[str, FileInfo]
     stale: frozenset[str] = frozenset()
-    finished: tuple[FinishedShard, ...] = ()
-    journal_files: int = 0
+    journal: Journal | None = None
     journal_head: bytes | None = None
     extras: frozenset[str] = frozenset()
 
     @property
     def is_free(self) -> bool:
         """Whether the folder has no files of a dataset, finished or not; it may have other files."""
-        return not (self.stale or self.journal_files or self.has_manifest)
+        return not (self.stale or self.has_manifest or journal_name(0) in self.files)
 
     @property
     def replaces(self) -> bool:
@@ -190,10 +269,12 @@ class Destination:
             )
 
     def remove_parts(self) -> None:
-        """Delete half-written files of killed writers, and the records of another job in parts."""
+        """Delete half-written files of killed writers, and the records and further journals of another job."""
         for name in self.files:
             final = final_name(name)
-            if is_part_record(name) or (final is not None and self._is_written(final)):
+            is_record = is_part_record(name)
+            is_further = is_journal(name) and name != journal_name(0)
+            if is_record or is_further or (final is not None and self._is_written(final)):
                 self.folder.remove(name)
 
     def _is_written(self, name: str) -> bool:
@@ -211,91 +292,80 @@ def claim_destination(
     overwrite: bool,
     extras: frozenset[str] = frozenset(),
 ) -> Destination:
-    """Decide which files of the folder are kept or replaced; nothing is changed yet.
-
-    An unfinished pack of the same task is resumed: its intact shards are kept.
+    """Decide which files of the folder are kept or replaced (see `decide`); nothing is changed yet.
 
     Raises:
         OptionError: If another dataset or job is there and ``overwrite`` is not set.
         StorageError: If the folder cannot be reached.
     """
-    listed = folder.list_files()
-    if not listed:
-        return Destination(folder=folder, names=names, files={}, extras=extras)
-    files = {name: file.size for name, file in listed.items()}
-    journal = _read_journal(folder, files, overwrite=overwrite)
-    existing_shards = frozenset(name for name in files if names.is_ours(name))
-    finished: tuple[FinishedShard, ...] = ()
-    if task == WRITER_TASK or journal is None or journal.is_of_writer:
-        if not overwrite:
-            _refuse_existing_files(names, files, existing_shards, journal)
-        stale = existing_shards | _shards_in_manifest(folder, files) | _shards_in_journal(journal)
-    else:
-        finished = _finished_before(journal, names, files, task=task, overwrite=overwrite)
-        stale = existing_shards | _shards_in_journal(journal)
-    head = None if journal is None else journal.head
-    if head is None and journal_name(0) in files:  # it cannot be read, and is replaced
-        head = read_listed(folder, journal_name(0))
+    files = folder.list_files()
+    if not files:
+        return Destination(folder=folder, names=names, action="take", files={}, extras=extras)
+    journal, unreadable, head = None, None, None
+    try:
+        journal = read_journal(folder, files)
+    except OptionError as error:
+        unreadable, head = error, read_listed(folder, journal_name(0))
+    found = _look(folder, names, files, journal, task)
+    if unreadable is not None:
+        found = Found(journal="unreadable")
+    action = decide(found, overwrite=overwrite)
+    if action not in ("take", "join", "tidy", "replace"):
+        raise unreadable or _refusal_error(action, names, files, journal, task)
+    stale = frozenset(name for name in files if _may_be_shard(name, names, journal))
+    if action == "join":
+        stale = frozenset() if journal is None else journal.stale
+    elif MANIFEST_NAME in files:
+        stale |= {shard.url for shard in read_old_manifest(folder).shards}
     return Destination(
         folder=folder,
         names=names,
+        action=action,
         files=files,
-        stale=stale,
-        finished=finished,
-        journal_files=sum(map(is_journal, files)),
-        journal_head=head,
+        stale=frozenset(filter(is_deletable, stale)),
+        journal=journal,
+        journal_head=head if journal is None else journal.head,
         extras=extras,
     )
 
 
-def _refuse_existing_files(
+def _look(
+    folder: OutputFolder,
     names: ShardNames,
-    files: Mapping[str, int],
-    shards: frozenset[str],
+    files: Mapping[str, FileInfo],
     journal: Journal | None,
-) -> None:
-    """Raise `OptionError` if a dataset, finished or not, would be replaced."""
-    if MANIFEST_NAME in files:
-        raise _published_error(names)
-    if shards:
-        raise OptionError(
-            "a shard of this name exists without an index.json, from a failed run or another tool; "
-            "replace it with overwrite=True (--overwrite), or write elsewhere",
-            shard=names.url(min(shards)),
-        )
-    if journal is not None and _may_have_shards(journal, files):
-        raise OptionError(
-            "another pack or ShardWriter is writing here, or was stopped; wait for it, replace its files with overwrite=True "
-            "(--overwrite), or write elsewhere",
-            shard=names.folder,
-        )
-
-
-def _finished_before(
-    journal: Journal,
-    names: ShardNames,
-    files: Mapping[str, int],
-    *,
     task: Task,
-    overwrite: bool,
-) -> tuple[FinishedShard, ...]:
-    """Return the shards of an unfinished pack that this task keeps.
+) -> Found:
+    whose: Whose = "none"
+    if journal is not None:
+        if task == WRITER_TASK or journal.is_of_writer:
+            whose = "writer"
+        elif task.differences(journal.task):
+            whose = "other job"
+        else:
+            whose = "samples" if task.source is None else "same job"
+    published = None if journal is None else journal.published
+    return Found(
+        journal=whose,
+        manifest=MANIFEST_NAME in files,
+        is_of_journal=published is not None and published.sha256 == published_sha256(folder, files),
+        shards=any(map(names.is_ours, files)),
+        tars=any(is_deletable(name) or is_part_record(name) for name in files),
+    )
 
-    Raises:
-        OptionError: If it is a pack of another task and ``overwrite`` is not set.
-    """
-    differences = task.differences(journal.task)
-    if not overwrite and MANIFEST_NAME in files and not _is_published_by(journal):
-        raise _published_error(names)  # the run that was to replace it was stopped before it began
-    if differences and _may_have_shards(journal, files) and not overwrite:
-        raise OptionError(
-            f"an unfinished pack with another source or options is here: {'; '.join(differences)}. Resume it with its own source "
-            "and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
-            shard=names.folder,
-        )
-    if differences or task.source is None:
-        return ()
-    return _intact_shards(journal, names, files)
+
+def published_sha256(folder: OutputFolder, files: Container[str]) -> str:
+    """Return the hash of the manifest of a folder; "" if there is none."""
+    return sha256(folder.read(MANIFEST_NAME)).hexdigest() if MANIFEST_NAME in files else ""
+
+
+def _may_be_shard(name: str, names: ShardNames, journal: Journal | None) -> bool:
+    """Return whether a file is a shard of the job, or of the one that a journal names."""
+    if journal is None:
+        return names.is_ours(name)
+    template = str(journal.task.options.get("template", ""))
+    is_theirs = bool(template) and ShardNames(folder="", template=template).is_ours(name)
+    return names.is_ours(name) or is_theirs or name in journal.stale
 
 
 def shard_of(name: str) -> str:
@@ -324,55 +394,32 @@ def is_deletable(name: str) -> bool:
     return name.lower().endswith(".tar") and not any(sign in name for sign in ("/", "\\", "::"))
 
 
-def _read_journal(
-    folder: OutputFolder, files: Mapping[str, int], *, overwrite: bool
-) -> Journal | None:
-    try:
-        return read_journal(folder, files)
-    except OptionError:
-        if not overwrite:
-            raise
-        return None
-
-
-def _may_have_shards(journal: Journal, files: Mapping[str, int]) -> bool:
-    return bool(journal.finished) or any(map(is_deletable, files))
-
-
-def _shards_in_journal(journal: Journal | None) -> frozenset[str]:
-    if journal is None:
-        return frozenset()
-    named = journal.stale | {one.info.url for one in journal.finished}
-    return frozenset(filter(is_deletable, named))
-
-
-def _published_error(names: ShardNames) -> OptionError:
+def _refusal_error(
+    refusal: Action | Refusal,
+    names: ShardNames,
+    files: Mapping[str, FileInfo],
+    journal: Journal | None,
+    task: Task,
+) -> OptionError:
+    if refusal == "published":
+        return OptionError(
+            "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.url(MANIFEST_NAME),
+        )
+    if refusal == "shards":
+        return OptionError(
+            "a shard of this name exists without an index.json, from a failed run or another tool; "
+            "replace it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.url(min(filter(names.is_ours, files))),
+        )
+    if refusal == "job" and journal is not None:
+        return OptionError(
+            f"an unfinished pack with another source or options is here: {'; '.join(task.differences(journal.task))}. Resume it with its "
+            "own source and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.folder,
+        )
     return OptionError(
-        "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
-        shard=names.url(MANIFEST_NAME),
+        "another pack or ShardWriter is writing here, or was stopped; wait for it, replace its files with overwrite=True "
+        "(--overwrite), or write elsewhere",
+        shard=names.folder,
     )
-
-
-def _is_published_by(journal: Journal) -> bool:
-    """Return whether the published dataset is that of a journal, whose run was stopped before it deleted the journal."""
-    shards = read_old_manifest(journal.folder).shards
-    return bool(shards) and shards == tuple(one.info for one in journal.finished)
-
-
-def _intact_shards(
-    journal: Journal, names: ShardNames, files: Mapping[str, int]
-) -> tuple[FinishedShard, ...]:
-    """Return the finished shards up to the first whose files are missing or of another size."""
-    kept: list[FinishedShard] = []
-    for number, one in enumerate(journal.finished):
-        name, index_bytes = names.name(number), OFFSET_BYTES * ((one.info.nsamples or 0) + 1)
-        found = files.get(name), files.get(name + INDEX_SUFFIX)
-        if one.info.url != name or found != (one.info.filesize, index_bytes):
-            break
-        kept.append(one)
-    return tuple(kept)
-
-
-def _shards_in_manifest(folder: OutputFolder, files: Mapping[str, int]) -> frozenset[str]:
-    shards = read_old_manifest(folder).shards if MANIFEST_NAME in files else ()
-    return frozenset(shard.url for shard in shards if is_deletable(shard.url))

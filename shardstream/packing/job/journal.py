@@ -1,8 +1,7 @@
-"""Read and write the journal of an unfinished pack or `ShardWriter`: small JSON files in the folder of its shards.
+"""Read and write the journal of an unfinished dataset: a small JSON file in the folder of its shards.
 
-Each file holds 64 records, one for each published shard; the first file also holds the task of the pack.
-Only the last file is rewritten when a shard is finished, so the cost of a shard does not grow with their number.
-Every file names the run that wrote it. The run that the first file names owns the folder; a run that finds another name stops.
+It is written before anything else is changed, and deleted last. It holds the identity of the job (source and options), the run that owns
+the folder, and, once the dataset is published, the SHA-256 of its ``index.json``. A run that finds another owner stops.
 """
 
 from __future__ import annotations
@@ -11,54 +10,21 @@ import json
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
-from shardstream.format import ShardInfo
-from shardstream.packing.shards.column_builder import ColumnSummary
-from shardstream.storage import OutputFolder, is_journal, join_url, journal_name
+from shardstream.storage import OutputFolder, join_url, journal_name
 
-# Of the files, and of the bytes that a pack writes: a journal of another version is refused.
-VERSION = 3
-RECORDS_PER_FILE = 64
+# Of the file, and of the bytes that a job writes: a journal of another version is refused.
+VERSION = 4
 # Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
-class NumberedSkip(NamedTuple):
-    """A skipped record."""
-
-    number: int
-    """Number of the record in the source."""
-    where: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedShard:
-    """A shard that is published with its index.
-
-    Args:
-        info: Its entry in the manifest.
-        fields: Number of samples that have each field.
-        position: Number of the next record of the source.
-        skipped: Records that were skipped since the previous shard.
-        columns: Number and type of the values of columns.
-        key_hashes: Hashes of its keys (see `encode_hashes`), if they may repeat; kept in the file only.
-    """
-
-    info: ShardInfo
-    fields: Mapping[str, int]
-    position: int
-    skipped: tuple[NumberedSkip, ...] = ()
-    columns: ColumnSummary = field(default_factory=dict)
-    key_hashes: str = ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Source and options that determine the bytes of a pack.
+    """Source and options that determine the bytes of a dataset.
 
     Args:
         source: Text that changes with the source; None if unknown.
@@ -84,23 +50,40 @@ class Task:
 WRITER_TASK = Task(source=None, options={"writer": "ShardWriter"})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A dataset that is published, or about to be: its records may be deleted already.
+
+    Args:
+        sha256: Hash of its ``index.json``.
+        skipped: File or row, and reason, of each skipped record.
+        warnings: Findings that may be mistakes.
+    """
+
+    sha256: str
+    skipped: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
 @dataclass(slots=True, kw_only=True)
 class Journal:
     """The journal of one dataset.
 
     Args:
         folder: Folder of the dataset.
-        task: Source and options of the pack.
+        task: Source and options of the job.
         stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
-        finished: Published shards, in order.
-        run: Unique name of the run that writes the journal.
-        head: Current bytes of the first file; None if it does not exist.
+        parts: Number of parts of the job; 0 if it is not known yet.
+        published: The dataset, once it is published or about to be.
+        run: Unique name of the run that writes the journal; all processes of a job have one.
+        head: Current bytes of the file; None if it does not exist.
     """
 
     folder: OutputFolder
     task: Task
     stale: frozenset[str] = frozenset()
-    finished: list[FinishedShard] = field(default_factory=list)
+    parts: int = 0
+    published: Published | None = None
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     head: bytes | None = None
 
@@ -109,26 +92,27 @@ class Journal:
         """Whether a `ShardWriter` wrote it, which cannot be resumed."""
         return self.task == WRITER_TASK
 
-    def begin(self, num_files: int) -> None:
-        """Take the folder over from the run that wrote ``head``, and replace its ``num_files`` journal files.
+    def write(self) -> None:
+        """Write the file over ``head``, which may be that of another run: this one owns the folder then.
 
         Raises:
             StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
         """
-        self._write(0)
-        for number in reversed(range(self._last + 1, num_files)):
-            self.folder.remove(journal_name(number))
-        for number in range(1, self._last + 1):
-            self._write(number)
-
-    def add(self, finished: FinishedShard) -> None:
-        """Record a published shard.
-
-        Raises:
-            StorageError: If another run has taken the folder over, or it cannot be written.
-        """
-        self.finished.append(finished)
-        self._write(self._last)
+        document = {
+            "version": VERSION,
+            "run": self.run,
+            "source": self.task.source,
+            "options": dict(self.task.options),
+            "stale": sorted(self.stale),
+            "parts": self.parts,
+            "published": None if self.published is None else asdict(self.published),
+        }
+        data = json.dumps(document).encode()
+        try:
+            self.folder.replace(journal_name(0), data, old=self.head)
+        except ChangedError as error:
+            raise self._owner_changed_error() from error
+        self.head = data
 
     def check_owner(self) -> None:
         """Check that no other run has taken the folder over.
@@ -152,37 +136,13 @@ class Journal:
             raise self._owner_changed_error()
 
     def remove(self) -> None:
-        """Delete the journal, its first file last.
+        """Delete the journal.
 
         Raises:
             StorageError: If another run has taken the folder over, or it cannot be reached.
         """
         self.check_owner()
-        for number in reversed(range(self._last + 1)):
-            self.folder.remove(journal_name(number))
-
-    @property
-    def _last(self) -> int:
-        return max(0, len(self.finished) - 1) // RECORDS_PER_FILE
-
-    def _write(self, number: int) -> None:
-        mine = slice(number * RECORDS_PER_FILE, (number + 1) * RECORDS_PER_FILE)
-        document: dict[str, Any] = {"version": VERSION, "run": self.run}
-        if number == 0:
-            document |= {"source": self.task.source, "options": dict(self.task.options)}
-            document["stale"] = sorted(self.stale)
-        document["finished"] = [asdict(one) for one in self.finished[mine]]
-        data = json.dumps(document).encode()
-        if len(document["finished"]) == RECORDS_PER_FILE:  # this file is not written again
-            self.finished[mine] = [replace(one, key_hashes="") for one in self.finished[mine]]
-        if number:
-            self.folder.write(journal_name(number), data)
-            return
-        try:
-            self.folder.replace(journal_name(0), data, old=self.head)
-        except ChangedError as error:
-            raise self._owner_changed_error() from error
-        self.head = data
+        self.folder.remove(journal_name(0))
 
     def _owner_changed_error(self) -> StorageError:
         return StorageError(
@@ -192,7 +152,7 @@ class Journal:
 
 
 def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None:
-    """Read the journal that an earlier pack or writer has left.
+    """Read the journal that a job or writer has left.
 
     Args:
         folder: Folder of the dataset.
@@ -202,34 +162,56 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
         The journal; None if there is none.
 
     Raises:
-        OptionError: If the journal is invalid.
+        OptionError: If the journal is invalid, or of another version.
         StorageError: If it cannot be reached.
     """
-    if journal_name(0) not in names:
+    name = journal_name(0)
+    if name not in names:
         return None
-    journal = Journal(folder=folder, task=Task(source=None, options={}))
-    for number in range(sum(map(is_journal, names))):
-        name = journal_name(number)
-        if name not in names:
-            break
-        data = read_listed(folder, name)
-        try:
-            document = json.loads(data)
-            if number and document["run"] != journal.run:
-                break  # left by an earlier run that another one replaced
-            _load_document(journal, document, number)
-            journal.head = data if number == 0 else journal.head
-        except _MALFORMED as error:
-            raise OptionError(
-                f"the journal of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
-                "start again with overwrite=True (--overwrite)",
-                shard=join_url(folder.url, name),
-            ) from error
+    data = read_listed(folder, name)
+    url = join_url(folder.url, name)
+    try:
+        document = json.loads(data)
+        version = document["version"]
+        journal = _decode(folder, document, data) if version == VERSION else None
+    except _MALFORMED as error:
+        raise OptionError(
+            f"the journal of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
+            "start again with overwrite=True (--overwrite)",
+            shard=url,
+        ) from error
+    if journal is None:
+        raise OptionError(
+            f"the unfinished dataset here was begun by another version of shardstream (its journal has version {version!r}, not "
+            f"{VERSION}); finish it with that version, or start again with overwrite=True (--overwrite)",
+            shard=url,
+        )
     return journal
 
 
+def _decode(folder: OutputFolder, document: Any, data: bytes) -> Journal:
+    published = document["published"]
+    return Journal(
+        folder=folder,
+        task=Task(source=document["source"], options=dict(document["options"])),
+        stale=frozenset(map(str, document["stale"])),
+        parts=int(document["parts"]),
+        published=None if published is None else _decode_published(published),
+        run=str(document["run"]),
+        head=data,
+    )
+
+
+def _decode_published(document: Any) -> Published:
+    return Published(
+        sha256=str(document["sha256"]),
+        skipped=tuple((str(where), str(reason)) for where, reason in document["skipped"]),
+        warnings=tuple(map(str, document["warnings"])),
+    )
+
+
 def read_listed(folder: OutputFolder, name: str) -> bytes:
-    """Read a journal file that was just listed.
+    """Read a journal that was just listed.
 
     Raises:
         StorageError: If it is gone, or cannot be reached.
@@ -241,37 +223,3 @@ def read_listed(folder: OutputFolder, name: str) -> bytes:
             "another pack or ShardWriter has just ended here; check its dataset, then run this again",
             shard=join_url(folder.url, name),
         ) from error
-
-
-def _load_document(journal: Journal, document: Any, number: int) -> None:
-    """Add the content of one of its files to a journal."""
-    if document["version"] != VERSION:
-        raise ValueError(f"its version is {document['version']!r}")
-    if number == 0:
-        journal.run = str(document["run"])
-        journal.task = Task(source=document["source"], options=dict(document["options"]))
-        journal.stale = frozenset(map(str, document["stale"]))
-    journal.finished += map(_decode, document["finished"])
-
-
-def _decode(document: Any) -> FinishedShard:
-    info = document["info"]
-    return FinishedShard(
-        info=ShardInfo(
-            url=str(info["url"]),
-            nsamples=int(info["nsamples"]),
-            filesize=int(info["filesize"]),
-            sha256=str(info["sha256"]),
-        ),
-        fields={str(name): int(count) for name, count in document["fields"].items()},
-        position=int(document["position"]),
-        skipped=tuple(
-            NumberedSkip(int(number), str(where), str(reason))
-            for number, where, reason in document["skipped"]
-        ),
-        columns={
-            str(name): (int(count), str(kind))
-            for name, (count, kind) in document["columns"].items()
-        },
-        key_hashes=str(document["key_hashes"]),
-    )

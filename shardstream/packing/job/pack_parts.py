@@ -1,81 +1,80 @@
-"""Pack a source in parts: each shard is a task that any process may run."""
+"""Cut a pack into parts: shards that this process writes from one stream of records, or tasks that any process may run."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
 from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
-from shardstream.format import END_OF_ARCHIVE, member_bytes
+from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing.encode import encode_field
-from shardstream.packing.job.cuts import cut_by_size
+from shardstream.packing.job.claim import PartJob
+from shardstream.packing.job.cut import fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
-from shardstream.packing.job.merge import SplitJob, run_jobs
 from shardstream.packing.job.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
-from shardstream.packing.job.parallel_encode import Encoded, chunked
-from shardstream.packing.job.part_job import PartJob, PartResult
+from shardstream.packing.job.parallel_encode import Encoded, chunked, encode_in_order
+from shardstream.packing.job.part_record import PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction, Skip
-from shardstream.packing.shards.part_writer import PartWriter
+from shardstream.packing.job.run_jobs import (
+    CountSample,
+    FindKept,
+    SplitJob,
+    StreamedPart,
+    run_jobs,
+)
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.packing.sources.split import Numbers, SplitNumbers
 from shardstream.storage import OutputFolder
 from shardstream.tasks import Executor
 
-_SIZES = 4096
 _COUNTED = 1 << 20
 
 
-def pack_in_parts(
+def run_pack(
     request: PackRequest,
-    executor: Executor,
+    executor: Executor | None,
     *,
+    processes: int,
     overwrite: bool,
     progress: ProgressFunction | None,
 ) -> PackReport:
-    """Pack with an executor (see `pack`)."""
-    request = request.with_absolute_paths()
+    """Pack in this process, with ``processes`` that encode, or by an executor (see `pack`)."""
+    if executor is not None:
+        if not isinstance(request.source, str | os.PathLike):
+            raise OptionError(
+                "samples from Python are packed in this process: write them to files or a table to pack them in others, or leave executor out"
+            )
+        request = request.with_absolute_paths()
     opened = request.open()
-    plan = opened.plan
-    if opened.task.source is None or not isinstance(request.source, str | os.PathLike):
-        raise OptionError(
-            "samples from Python are packed in this process: write them to files or a table to pack them in others, or leave executor out"
-        )
-    extras = {name: data.decode() for name, data in plan.source.extras.items()}
+    plan, cut = opened.plan, _Cut.of(opened, request, processes)
     jobs = []
     for split, name in enumerate(plan.splits):
-        firsts = _cut(opened, request, split)
-        folder = folder_of_split(opened.names, name)
-        job = PartJob(
-            kind="pack",
-            title=plan.source.name,
-            names=replace(opened.names, folder=folder),
-            source=opened.task.source,
-            options={
-                **opened.task.options,
-                "split_name": name,
-                "split_names": [*plan.splits],
-            },
-            parts=len(firsts) - 1,
-            name=request.limits.name,
-            extras=extras,
-            storage_options=request.writing,
-        )
+        job = _part_job(opened, request, cut, name)
+        if executor is None:
+            stream = PackStream(
+                opened=opened, request=request, cut=cut, split=split, processes=processes
+            )
+            jobs.append(SplitJob(name, job, streamed=stream))
+            continue
+        firsts = cut.firsts(plan, split)
         work = PackWork(request=request, identity=_identity(opened), split=split)
-        jobs.append(SplitJob(name, job, work.parts(firsts)))
+        jobs.append(SplitJob(name, replace(job, parts=len(firsts) - 1), work.parts(firsts)))
     try:
         report = run_jobs(
             jobs,
             executor=executor,
             overwrite=overwrite,
             progress=progress,
-            samples=plan.total,
+            samples=cut.count or plan.total,
             skips=request.skips,
         )
     finally:
@@ -83,81 +82,125 @@ def pack_in_parts(
     return replace(report, files=plan.source.num_files)
 
 
+def _part_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) -> PartJob:
+    plan, options = opened.plan, dict(opened.task.options)
+    if cut.part_records is not None:  # of two processes that measure differently, one stops
+        options["part_records"] = cut.part_records
+    extras = {
+        name: data.decode("utf-8", "surrogateescape") for name, data in plan.source.extras.items()
+    }
+    return PartJob(
+        kind="pack",
+        title=plan.source.name,
+        names=replace(opened.names, folder=folder_of_split(opened.names, split)),
+        source=opened.task.source,
+        options=options | {"split_name": split, "split_names": [*plan.splits]},
+        name=request.limits.name,
+        extras=extras,
+        storage_options=request.writing,
+    )
+
+
 def _identity(opened: OpenedPack) -> str:
     """Return a text that changes with source and options."""
     return json.dumps([opened.task.source, dict(opened.task.options)], sort_keys=True)
 
 
-def _cut(opened: OpenedPack, request: PackRequest, split: int) -> Numbers:
-    """Return the first record of each part among the records of a split, and their number; shape (parts + 1,).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Where the parts of a pack begin; the same whoever runs them.
 
-    Files that stay as they are are cut like a pack in one process, by their sizes. Otherwise a part has ``max_samples`` records.
-
-    Raises:
-        SourceError: If the source has no records.
-    """
-    plan, limits = opened.plan, request.limits
-    room = limits.max_bytes - len(END_OF_ARCHIVE)
-    try:
-        firsts = cut_by_size(_known_sizes(plan, request, split), limits.max_samples, room)
-    except _UnknownSizeError:
-        pass
-    else:
-        if not firsts[-1]:
-            raise SourceError(
-                "there is nothing to pack: the source is empty", shard=plan.source.name
-            )
-        return firsts
-    if plan.assigned is not None:
-        count = int((plan.assigned == split).sum())
-    elif plan.total is not None:
-        count = plan.total
-    else:  # a table that does not store the number of its rows
-        count = sum(1 for _ in numbered_records(plan, split, 0))
-    return np.append(np.arange(0, count, limits.max_samples, dtype=np.int64), count)
-
-
-class _UnknownSizeError(Exception):
-    """The size of a record in a tar is not known before it is read."""
-
-
-def _known_sizes(plan: PackPlan, request: PackRequest, split: int) -> Iterator[Numbers]:
-    """Yield the sizes of the records of a split, many at a time.
-
-    Raises:
-        _UnknownSizeError: If one is not known.
+    Args:
+        max_records: Maximum records of a part.
+        max_bytes: Maximum bytes of a part, without the end of its tar.
+        part_records: Records of each part, where sizes are not known before; then they are not compared with ``max_bytes``.
+        count: Number of all records, where sizes are not known before.
+        is_encoded_first: Whether the samples are cut when they are encoded: those from Python, which only this process has.
     """
 
-    def sizes() -> Iterator[int]:
-        for _, record in numbered_records(plan, split, 0):
-            size = _tar_bytes(record, request)
-            if size is None:
-                raise _UnknownSizeError
-            yield size
+    max_records: int
+    max_bytes: int
+    part_records: int | None = None
+    count: int = 0
+    is_encoded_first: bool = False
 
-    found = sizes()
-    while some := list(itertools.islice(found, _SIZES)):
-        yield np.array(some, dtype=np.int64)
+    @classmethod
+    def of(cls, opened: OpenedPack, request: PackRequest, processes: int) -> _Cut:
+        """Return the cut of a pack: by the sizes of files that stay as they are, else by the mean size of some records.
 
-
-def _tar_bytes(record: Record, request: PackRequest) -> int | None:
-    """Return how many bytes a record takes in a tar; None if that is not known before it is read."""
-    total = 0
-    for field, value in record.fields.items():
-        if isinstance(value, FileRef):
-            if not value.size or not request.images.changes_nothing:
-                return None
-            size = value.size
-        elif isinstance(value, int):
-            size = len(encode_field(field, value))
+        Raises:
+            StorageError: If files cannot be reached.
+        """
+        limits, source, records = request.limits, opened.plan.source, opened.plan.records
+        cut = cls(max_records=limits.max_samples, max_bytes=limits.max_bytes - len(END_OF_ARCHIVE))
+        if not isinstance(request.source, str | os.PathLike):
+            return replace(cut, is_encoded_first=True)
+        if source.has_sizes and request.images.changes_nothing:
+            return cut
+        count = records.count()
+        if source.total_bytes is not None and request.images.changes_nothing:
+            mean_bytes = source.total_bytes / max(1, count)
         else:
-            return None
-        total += member_bytes(f"{record.key}.{field}", size)
-    return total
+            some = records.spaced_records(count)
+            with closing(encode_in_order(some, opened.encoder, processes=processes)) as samples:
+                sizes = [_encoded_bytes(sample) for sample in samples if sample.error is None]
+            mean_bytes = sum(sizes) / max(1, len(sizes))
+        fit = records_that_fit(mean_bytes, cut.max_records, cut.max_bytes)
+        return replace(cut, part_records=fit, count=count)
+
+    def number(self, records: Iterable[Record], first: int = 0) -> Iterator[tuple[int, Record]]:
+        """Yield records with the number of their part; the first begins part ``first``."""
+        if self.part_records is not None:
+            return number_parts(records, lambda _: 0, self.part_records, 0, first=first)
+        return number_parts(records, _record_bytes, self.max_records, self.max_bytes, first=first)
+
+    def number_encoded(
+        self, samples: Iterable[Encoded], first: int
+    ) -> Iterator[tuple[int, Encoded]]:
+        """Yield encoded samples with the number of their part; the first begins part ``first``."""
+        return number_parts(samples, _encoded_bytes, self.max_records, self.max_bytes, first=first)
+
+    def firsts(self, plan: PackPlan, split: int) -> Numbers:
+        """Return the first record of each part among the records of a split, and their number; shape (parts + 1,).
+
+        Raises:
+            SourceError: If the source has no records.
+        """
+        if self.part_records is not None:
+            count = self.count if plan.assigned is None else int((plan.assigned == split).sum())
+            firsts = [*range(0, count, self.part_records)]
+        else:
+            count, firsts = 0, list[int]()
+            for count, (part, _) in enumerate(self.number(records_of(plan, split, 0)), start=1):
+                if part == len(firsts):
+                    firsts.append(count - 1)
+        if not firsts:
+            raise _empty_error(plan)
+        return np.array([*firsts, count], dtype=np.int64)
 
 
-def numbered_records(plan: PackPlan, split: int, first: int) -> Iterator[tuple[int, Record]]:
-    """Yield number and record of the records of a split, from its ``first``-th on.
+def _empty_error(plan: PackPlan) -> SourceError:
+    return SourceError("there is nothing to pack: the source is empty", shard=plan.source.name)
+
+
+def _record_bytes(record: Record) -> int:
+    """Return how many bytes a record takes in a tar, from the sizes of its files and its other values; 0 if it has an error."""
+    try:
+        sizes = [
+            (field, value.size if isinstance(value, FileRef) else len(encode_field(field, value)))
+            for field, value in record.fields.items()
+        ]
+    except SampleError:
+        return 0
+    return fields_bytes(record.key, sizes)
+
+
+def _encoded_bytes(sample: Encoded) -> int:
+    return fields_bytes(sample.key, ((field, len(data)) for field, data in sample.fields.items()))
+
+
+def records_of(plan: PackPlan, split: int, first: int) -> Iterator[Record]:
+    """Yield the records of a split, from its ``first``-th on.
 
     Args:
         plan: Records of all splits, in packing order.
@@ -165,12 +208,12 @@ def numbered_records(plan: PackPlan, split: int, first: int) -> Iterator[tuple[i
         first: Position among the records of the split.
     """
     if plan.assigned is None:
-        yield from enumerate(plan.records.iter_from(first), start=first)
+        yield from plan.records.iter_from(first)
         return
     begin = _nth(plan.assigned, split, first)
     for number, record in enumerate(plan.records.iter_from(begin), start=begin):
         if plan.assigned[number] == split:
-            yield number, record
+            yield record
 
 
 def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
@@ -181,6 +224,112 @@ def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
             return start + int(found[count])
         count -= len(found)
     return len(assigned)
+
+
+def _write_samples(
+    samples: Iterable[Encoded],
+    writer: PartWriter,
+    request: PackRequest,
+    plan: PackPlan,
+    count_sample: CountSample = lambda _: None,
+) -> PartResult:
+    """Write encoded samples; return what the writer does not count: skipped records, and the keys if they may repeat.
+
+    Raises:
+        SourceError: If a record cannot be packed, unless such records are skipped.
+    """
+    skipped: list[Skip] = []
+    keys: list[str] | None = [] if plan.source.may_repeat_keys else None
+    for sample in samples:
+        error, before = sample.error, writer.size_bytes
+        if error is None:
+            try:
+                writer.write(sample.key, sample.fields)
+            except SampleError as unfit:
+                error = named(unfit, sample.where)
+        if error is not None:
+            if not request.skips:
+                raise error
+            skipped.append(Skip(sample.where, str(error)))
+            continue
+        count_sample(writer.size_bytes - before)
+        if keys is not None:
+            keys.append(sample.key)
+    return PartResult(
+        shards=(), skipped=tuple(skipped), key_hashes=encode_hashes(hash_keys(keys or []))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackStream:
+    """The parts of a split that this process writes: one pass over the records, which are encoded ahead, also across parts.
+
+    Args:
+        opened: The pack.
+        request: Its arguments.
+        cut: Where parts begin.
+        split: Number of the split.
+        processes: Processes that encode.
+    """
+
+    opened: OpenedPack
+    request: PackRequest
+    cut: _Cut
+    split: int
+    processes: int
+
+    @property
+    def limits(self) -> WriterOptions:
+        """Maximum samples and bytes of a shard, and its columns."""
+        return self.request.limits
+
+    def open(self, find_kept: FindKept) -> Generator[StreamedPart]:
+        """Yield the parts that are not kept (see `StreamedParts`)."""
+        plan, part, first = self.opened.plan, 0, 0
+        # The records of the first kept parts are not read again: each was written or skipped.
+        while (kept := find_kept(part)) is not None:
+            part += 1
+            first += kept.nsamples + len(kept.skipped)
+        records = records_of(plan, self.split, first)
+        cut = self._cut_encoded if self.cut.is_encoded_first else self._cut_records
+        with closing(cut(records, part, find_kept)) as numbered:
+            for number, samples in itertools.groupby(numbered, key=itemgetter(0)):
+                part = number + 1
+                mine = (sample for _, sample in samples)
+                yield StreamedPart(number, partial(self._write, mine))
+        if not part:
+            raise _empty_error(plan)
+
+    def _write(
+        self, samples: Iterable[Encoded], writer: PartWriter, count_sample: CountSample
+    ) -> PartResult:
+        return _write_samples(samples, writer, self.request, self.opened.plan, count_sample)
+
+    def _cut_records(
+        self, records: Iterable[Record], first: int, find_kept: FindKept
+    ) -> Generator[tuple[int, Encoded]]:
+        """Yield encoded samples with the numbers of their parts; files of kept parts are not opened."""
+
+        def todo() -> Iterator[tuple[int, Record]]:
+            parts = itertools.groupby(self.cut.number(records, first), key=itemgetter(0))
+            for number, mine in parts:
+                if number == first or find_kept(number) is None:
+                    yield from mine
+
+        numbered, again = itertools.tee(todo())
+        with closing(self._encode(record for _, record in again)) as encoded:
+            for sample, (number, _) in zip(encoded, numbered, strict=True):
+                yield number, sample
+
+    def _cut_encoded(
+        self, records: Iterable[Record], first: int, _find_kept: FindKept
+    ) -> Generator[tuple[int, Encoded]]:
+        """Yield encoded samples with the numbers of their parts, which are known only now."""
+        with closing(self._encode(records)) as encoded:
+            yield from self.cut.number_encoded(encoded, first)
+
+    def _encode(self, records: Iterable[Record]) -> Generator[Encoded]:
+        return encode_in_order(records, self.opened.encoder, processes=self.processes)
 
 
 # Of this process: the source that was opened last.
@@ -208,7 +357,7 @@ class PackWork:
     last: int = 0
 
     def parts(self, firsts: Numbers) -> Iterator[PackWork]:
-        """Yield the work of each part; ``firsts`` as `_cut` returns it."""
+        """Yield the work of each part; ``firsts`` as `_Cut.firsts` returns it."""
         for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
             yield replace(self, number=number, first=first, last=last)
 
@@ -221,32 +370,17 @@ class PackWork:
         """
         opened = self._open()
         names = replace(opened.names, folder=folder.url)
-        skipped: list[Skip] = []
-        keys: list[str] = []
         name = partial(names.name, self.number)
         with closing(
             PartWriter(folder, self.request.limits, name=name, check_owner=check_owner)
         ) as writer:
-            for sample in self._encoded(opened):
-                error = sample.error
-                if error is None:
-                    try:
-                        writer.write(sample.key, sample.fields)
-                        keys.append(sample.key)
-                    except SampleError as unfit:
-                        error = named(unfit, sample.where)
-                if error is not None and not self.request.skips:
-                    raise error
-                if error is not None:
-                    skipped.append(Skip(sample.where, str(error)))
+            written = _write_samples(self._encoded(opened), writer, self.request, opened.plan)
             writer.finish()
-        compared = keys if opened.plan.source.may_repeat_keys else []
-        return PartResult(
+        return replace(
+            written,
             shards=tuple(writer.shards),
-            fields=writer.fields,
+            fields=dict(writer.fields),
             columns=tuple(writer.columns),
-            skipped=tuple(skipped),
-            key_hashes=encode_hashes(hash_keys(compared)),
         )
 
     def _open(self) -> OpenedPack:
@@ -265,8 +399,6 @@ class PackWork:
         return opened
 
     def _encoded(self, opened: OpenedPack) -> Iterator[Encoded]:
-        mine = itertools.islice(
-            numbered_records(opened.plan, self.split, self.first), self.last - self.first
-        )
-        for records in chunked(record for _, record in mine):
-            yield from opened.encoder.encode(records)
+        records = records_of(opened.plan, self.split, self.first)
+        for some in chunked(itertools.islice(records, self.last - self.first)):
+            yield from opened.encoder.encode(some)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,6 +114,24 @@ class PackReport:
     def kept(self) -> int:
         """Shards of an earlier run that was stopped."""
         return sum(split.kept for split in self.splits)
+
+
+def combine_reports(source: str, reports: Sequence[PackReport], *, seconds: float) -> PackReport:
+    """Return the report of a job from those of its datasets.
+
+    Args:
+        source: Description of the source.
+        reports: A report for each dataset.
+        seconds: Duration of the job.
+    """
+    return PackReport(
+        source=source,
+        splits=tuple(split for one in reports for split in one.splits),
+        seconds=seconds,
+        skipped=tuple(skip for one in reports for skip in one.skipped),
+        fields=dict(sum((Counter(one.fields) for one in reports), Counter())),
+        warnings=tuple(warning for one in reports for warning in one.warnings),
+    )
 
 
 def skipped_before_error(count: int, first: Skip, folder: str) -> OptionError:

@@ -29,15 +29,12 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """Limits of a shard and columns (see `ShardWriter`); of a pack also its name, names of other small files; whether keys are compared."""
+    """Limits of a shard, columns and name of the dataset (see `ShardWriter`)."""
 
     max_samples: int
     max_bytes: int
     name: str = ""
     columns: tuple[Column, ...] | None = None
-    overwrite: bool = False
-    extras: frozenset[str] = frozenset()
-    compares_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:

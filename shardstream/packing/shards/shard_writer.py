@@ -270,7 +270,7 @@ def _claim(
     journal = Journal(
         folder=folder, task=WRITER_TASK, stale=destination.stale, head=destination.journal_head
     )
-    journal.begin(destination.journal_files)
+    journal.write()
     if destination.files:
         destination.remove_parts()
     return destination, journal

@@ -77,6 +77,11 @@ class FolderSource(Source):
         return len(self._items)
 
     @property
+    def has_sizes(self) -> bool:
+        """True: the listing has them."""
+        return True
+
+    @property
     def fingerprint(self) -> str:
         """Hash of paths, sizes, and times or ETags."""
         parts = (part for file in self._files for part in (file.path, *file[2:]))

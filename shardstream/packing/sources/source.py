@@ -16,6 +16,7 @@ from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
 from shardstream.format import CLASSES_NAME, encode_classes
 from shardstream.packing.encode import encode_field
+from shardstream.packing.job.cut import spaced_numbers
 from shardstream.packing.sources.keys import KeyMaker, has_numbers
 from shardstream.packing.sources.split import SplitNumbers, shuffled_order
 from shardstream.storage import FileVersions, RowFile, Storage, TemporaryFile
@@ -114,6 +115,20 @@ class Source(ABC):
     def extras(self) -> Mapping[str, bytes]:
         """Small files written to the folder of the manifest: name -> bytes; by default ``classes.json``, if there are classes."""
         return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether records are values and files of known sizes: their bytes in a tar are known before files are read."""
+        return False
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes of all records in a tar, if they are known without a pass over them."""
+        return None
+
+    def spaced_records(self, count: int) -> Iterator[Record]:
+        """Yield a few records that are evenly spaced among ``count``, all of them: the first ones may be smaller than the others."""
+        return (next(self.iter_from(number)) for number in spaced_numbers(count))
 
     def count(self) -> int:
         """Return the number of records, after a pass over them if `length` is unknown."""

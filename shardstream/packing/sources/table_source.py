@@ -77,6 +77,8 @@ class TableSource(SequentialSource):
         self._options = options
         self._fields = options.fields
         self._file_column = file_column
+        # Tables whose beginning was looked at: they are read more than once.
+        self._looked_at: set[str] = set()
         for field in self._fields:
             if field != field.lower() or not field or "/" in field:
                 raise OptionError(
@@ -87,6 +89,13 @@ class TableSource(SequentialSource):
     def length(self) -> int | None:
         """Number of rows, if the files store it, as Parquet does."""
         return None if None in self._group_rows else int(self._starts[-1])
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether rows hold no files; those of Parquet are not read only to know their sizes, since it stores their number."""
+        plain = TEXT_FIELDS | INT_FIELDS | JSON_FIELDS
+        has_files = any(field.rpartition(".")[2] not in plain for field in self._fields)
+        return self.length is None and self._file_column is None and not has_files
 
     @cached_property
     def _group_rows(self) -> Sequence[Sequence[int] | None]:
@@ -173,8 +182,12 @@ class TableSource(SequentialSource):
     def _rows(self, url: str, columns: Sequence[str] | None, first: int = 0) -> Iterator[Row]:
         header = self._options.header
         rows = iter_rows(url, self._storage, columns=columns, first=first, header=header)
-        if not self._fields and not header and (row := next(rows, None)) is not None:
-            _check_names(row, url)
+        if url not in self._looked_at and (row := next(rows, None)) is not None:
+            if not self._fields and not header:
+                _check_names(row, url)
+            self._looked_at.add(url)
+            if url == self._urls[0]:
+                self._warn_of_fields(row)
             yield row
         yield from rows
 
@@ -185,8 +198,6 @@ class TableSource(SequentialSource):
         try:
             names = self._names(row.checked(), number)
             fields = self._converted(row, root)
-            if number == 0:
-                self._warn_of_fields(row)
             # A local table is trusted as the command line is.
             if self._storage.local_path(url) is None:
                 self._check_places(row, fields, root)

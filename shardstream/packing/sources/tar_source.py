@@ -96,6 +96,13 @@ class TarSource(SequentialSource):
         return [0, *itertools.accumulate(count or 0 for count in counted)]
 
     @property
+    def total_bytes(self) -> int | None:
+        """Bytes of all tars; None if some are compressed."""
+        if any(is_compressed(shard.url) for shard in self._shards):
+            return None
+        return sum(map(self._size, self._shards))
+
+    @property
     def extras(self) -> Mapping[str, bytes]:
         """``classes.json``, if the tars have one: their class numbers stay.
 

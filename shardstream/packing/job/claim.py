@@ -1,0 +1,290 @@
+"""Claim the destination of a job with a journal, so that other writers and all readers see an unfinished dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardstream.errors import NotFoundError, OptionError, StorageError
+from shardstream.format import MANIFEST_NAME
+from shardstream.packing.job.destination import (
+    Destination,
+    ShardNames,
+    claim_destination,
+    is_deletable,
+    shard_of,
+)
+from shardstream.packing.job.journal import Journal, Task, read_journal
+from shardstream.storage import (
+    OutputFolder,
+    final_name,
+    is_part_record,
+    journal_name,
+    open_output_folder,
+)
+
+_LOCK_TIMEOUT_S = 10.0  # a process that claims the folder or merges it holds the lock for less
+_LOCK_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartJob:
+    """A job and its destination; equal in all processes that run a part of it.
+
+    Args:
+        kind: Verb of the job, e.g. "reshard".
+        title: Description of the source, for reports.
+        names: Folder and names of the shards.
+        source: Text that changes with the source; None if that is unknown: then a stopped job begins again.
+        options: All options that decide the bytes, as JSON values.
+        parts: Number of parts, which source and options decide; 0 if it is not known before they are run.
+        name: Name of the dataset.
+        extras: Small text files that are published with the manifest, by name.
+        storage_options: ``storage_options`` of the destination; not part of the identity.
+        call: Identity of this call, of a job whose source has none.
+    """
+
+    kind: str
+    title: str
+    names: ShardNames
+    source: str | None
+    options: Mapping[str, Any]
+    parts: int = 0
+    name: str = ""
+    extras: Mapping[str, str] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] | None = None
+    call: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def task(self) -> Task:
+        """Source and options, for the journal; `merge` needs no more."""
+        options = {"job": self.kind, **self.options, "template": self.names.template}
+        extras = dict(sorted(self.extras.items()))
+        return Task(source=self.source, options=options | {"name": self.name, "extras": extras})
+
+    @property
+    def run(self) -> str:
+        """Identity of the job, 32 hex digits: equal for all its processes."""
+        task = self.task
+        text = json.dumps([task.source or self.call, dict(task.options)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def open_folder(self) -> OutputFolder:
+        """Open the folder of the dataset."""
+        return open_output_folder(self.names.folder, self.storage_options, None)
+
+
+class Claim:
+    """A destination that belongs to a job.
+
+    Args:
+        job: The job.
+        destination: Its folder, as it was before.
+        journal: The journal of the job, which is written.
+    """
+
+    def __init__(self, job: PartJob, destination: Destination, journal: Journal) -> None:
+        self.job, self.destination, self.journal = job, destination, journal
+        self._lock = threading.Lock()
+        self._is_changed = False
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the dataset is published already, and only the files of the job are left to delete."""
+        return self.destination.action == "tidy"
+
+    def check_owner(self) -> None:
+        """Check that the folder is still that of the job; before the first change, unpublish the dataset it replaces.
+
+        Raises:
+            StorageError: If another run has taken the folder over.
+        """
+        with self._lock:
+            self.journal.check_owner()
+            if self._is_changed:
+                return
+            self._is_changed = True
+            if self.destination.has_manifest and not self.is_published:
+                self.destination.unpublish()
+                # A run that took the folder in between may rely on the manifest that is gone now.
+                self.journal.check_owner()
+
+    def release(self) -> None:
+        """Leave the folder as it was before the claim, if nothing was changed since."""
+        destination = self.destination
+        if self._is_changed or destination.action in ("join", "tidy"):
+            return
+        with suppress(StorageError):  # the earlier error is the one to report
+            folder = destination.folder
+            files = folder.list_files()
+            if destination.has_manifest:
+                is_as_before = MANIFEST_NAME in files
+            else:
+                is_as_before = destination.is_free and not any(map(is_deletable, files))
+            if is_as_before:
+                for name in filter(is_part_record, files):  # of parts without samples
+                    folder.remove(name)
+                self.journal.remove()
+
+
+@contextmanager
+def claimed(jobs: Sequence[PartJob], *, overwrite: bool) -> Iterator[list[Claim]]:
+    """Claim the destinations of jobs, or none, and lock out all others until the end; an error before the first change undoes it.
+
+    Raises:
+        OptionError: If another dataset or job is in a folder and ``overwrite`` is not set.
+        StorageError: If a folder cannot be reached, or another writer is at work there.
+    """
+    with ExitStack() as stack:
+
+        def begin(job: PartJob) -> Claim:
+            folder = job.open_folder()
+            stack.callback(folder.unlock)
+            folder.lock()
+            return _claim(job, folder, overwrite=overwrite)
+
+        claims = _all_or_none(jobs, begin)
+        try:
+            yield claims
+        except BaseException:
+            for claim in claims:
+                claim.release()
+            raise
+
+
+def join(jobs: Sequence[PartJob], *, overwrite: bool) -> list[Claim]:
+    """Claim the destinations of jobs, or join the processes that run them already; or none.
+
+    Raises:
+        OptionError: If another dataset or job is in a folder and ``overwrite`` is not set.
+        StorageError: If a folder cannot be reached, or another writer takes it at the same time.
+    """
+
+    def begin(job: PartJob) -> Claim:
+        folder = job.open_folder()
+        try:
+            if _wait_for_lock(folder, unless=lambda: _joined(job, folder) is not None):
+                return _claim(job, folder, overwrite=overwrite)
+        finally:
+            folder.unlock()
+        return _joined(job, folder) or begin(job)
+
+    claims = _all_or_none(jobs, begin)
+    for claim in claims:
+        claim.check_owner()
+    return claims
+
+
+def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> list[Claim]:
+    claims: list[Claim] = []
+    refusals: list[OptionError] = []
+    for job in jobs:
+        try:
+            claims.append(begin(job))
+        except OptionError as error:
+            refusals.append(error)
+    if not refusals:
+        return claims
+    for claim in claims:
+        if claim.is_published:  # the others were published with it
+            remove_job_files(claim.destination.folder, claim.destination.files, claim.job.names)
+        claim.release()
+    raise refusals[0]
+
+
+def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
+    """Claim a locked folder (see `decide`)."""
+    extras = frozenset(job.extras)
+    destination = claim_destination(
+        folder, job.names, task=job.task, overwrite=overwrite, extras=extras
+    )
+    found = destination.journal
+    if found is not None and destination.action in ("join", "tidy"):
+        if job.parts and not found.parts:  # of a run that did not know it
+            found.parts = job.parts
+            found.write()
+        return Claim(job, destination, found)
+    journal = Journal(
+        folder=folder,
+        task=job.task,
+        stale=destination.stale,
+        parts=job.parts,
+        run=job.run,
+        head=destination.journal_head,
+    )
+    journal.write()
+    if destination.files:
+        destination.remove_parts()
+    return Claim(job, destination, journal)
+
+
+def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
+    """Return the claim of another process of the job, if there is one and nothing is to be decided; without a listing.
+
+    Hundreds of tasks that start together do not wait for each other's listings so, which take a second each in a large folder.
+    """
+    with suppress(
+        OptionError, StorageError
+    ):  # no journal, or an invalid one: `claim_destination` decides
+        journal = read_journal(folder, (journal_name(0),))
+        is_mine = journal is not None and journal.run == job.run and journal.published is None
+        if journal is None or not is_mine or (job.parts and not journal.parts):
+            return None
+        try:
+            folder.read(MANIFEST_NAME, 0, 1)  # of the dataset to replace
+        except NotFoundError:
+            destination = Destination(folder=folder, names=job.names, action="join", files={})
+            return Claim(job, destination, journal)
+    return None
+
+
+def remove_job_files(folder: OutputFolder, files: Collection[str], names: ShardNames) -> None:
+    """Delete the records and the journal of a job that is published; the journal goes last: until then it says so.
+
+    Args:
+        folder: Folder of the dataset.
+        files: Names of its files.
+        names: Names of its shards: files of killed processes are half-written, and no part is left that could write one.
+    """
+    for name in files:
+        final = final_name(name) or ""
+        is_record = is_part_record(name) or is_part_record(final)
+        if is_record or names.is_ours(shard_of(final)):
+            folder.remove(name)
+    folder.remove(journal_name(0))
+
+
+@contextmanager
+def locked(folder: OutputFolder) -> Iterator[None]:
+    """Lock the folder; wait for other processes of the job, which hold the lock for a moment."""
+    try:
+        _wait_for_lock(folder)
+        yield
+    finally:
+        folder.unlock()
+
+
+def _wait_for_lock(folder: OutputFolder, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    """Lock the folder, unless that is needless before another process releases it; return whether it is locked.
+
+    Raises:
+        StorageError: If a process holds the lock for long.
+    """
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while not unless():
+        try:
+            folder.lock()
+        except StorageError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOCK_POLL_S)
+        else:
+            return True
+    return False

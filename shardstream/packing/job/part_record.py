@@ -1,0 +1,236 @@
+"""Write one part of a job, and leave a record of it: a small JSON file in the folder of the dataset."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from shardstream.errors import NotFoundError, ShardError, StorageError
+from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.journal import Journal, Task
+from shardstream.packing.job.report import Skip
+from shardstream.packing.shards.column_builder import ColumnSummary
+from shardstream.storage import (
+    FileInfo,
+    OutputFolder,
+    Storage,
+    join_url,
+    open_output_folder,
+    part_record_name,
+)
+from shardstream.tasks import JSON
+
+
+class PartWork(Protocol):
+    """The work of one part; picklable, and the same whenever it is run."""
+
+    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
+        """Write the shards of the part.
+
+        Args:
+            folder: Folder of the dataset.
+            check_owner: Raises if another job has taken the folder over; to be called before each shard is published.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """Shards that a part has published.
+
+    Args:
+        shards: Their entries in the manifest, in order.
+        fields: Number of samples that have each field.
+        left_out: Samples of the source that were filtered out.
+        warnings: Findings that may be mistakes.
+        skipped: Records that were skipped, in order.
+        key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
+        columns: Number and type of the values of columns, for each shard; none without columns.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    fields: Mapping[str, int] = field(default_factory=dict)
+    left_out: int = 0
+    warnings: tuple[str, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    key_hashes: str = ""
+    columns: tuple[ColumnSummary, ...] = ()
+
+    @property
+    def nsamples(self) -> int:
+        """Samples in the shards."""
+        return sum(shard.nsamples or 0 for shard in self.shards)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the shards."""
+        return sum(shard.filesize or 0 for shard in self.shards)
+
+    def encode(self) -> dict[str, JSON]:
+        """Return the result as JSON values."""
+        shards: list[JSON] = [
+            [shard.url, shard.nsamples, shard.filesize, shard.sha256] for shard in self.shards
+        ]
+        document: dict[str, JSON] = {"shards": shards, "fields": {**self.fields}}
+        document |= {"left_out": self.left_out, "warnings": [*self.warnings]}
+        document |= {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
+        columns: list[JSON] = [
+            {name: [*one] for name, one in some.items()} for some in self.columns
+        ]
+        return document | {"columns": columns}
+
+    @classmethod
+    def decode(cls, document: Mapping[str, Any]) -> PartResult:
+        """Read what `encode` has returned."""
+        shards = tuple(
+            ShardInfo(url=str(url), nsamples=int(nsamples), filesize=int(size), sha256=str(sha256))
+            for url, nsamples, size, sha256 in document["shards"]
+        )
+        fields = {str(name): int(count) for name, count in document["fields"].items()}
+        return cls(
+            shards=shards,
+            fields=fields,
+            left_out=int(document["left_out"]),
+            warnings=tuple(map(str, document["warnings"])),
+            skipped=tuple(Skip(str(where), str(reason)) for where, reason in document["skipped"]),
+            key_hashes=str(document["keys"]),
+            columns=tuple(
+                {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
+                for some in document["columns"]
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRecord:
+    """The place of the record of one part.
+
+    Args:
+        folder: URL of the folder of the dataset.
+        storage_options: ``storage_options`` of the folder.
+        run_id: Identity of the job.
+        number: Number of the part, from 0.
+        of: Number of parts in the terms of `Parts`, for messages; 0 with other executors.
+    """
+
+    folder: str
+    storage_options: Mapping[str, Any] | None
+    run_id: str
+    number: int
+    of: int = 0
+
+    def open_folder(self) -> OutputFolder:
+        """Open the folder of the dataset."""
+        return open_output_folder(self.folder, self.storage_options, None)
+
+    def check_owner(self, folder: OutputFolder) -> None:
+        """Check that the job still owns the folder (see `Journal.check_owner`)."""
+        Journal(folder=folder, task=Task(source=None, options={}), run=self.run_id).check_owner()
+
+    def find(self) -> PartResult | None:
+        """Return the result of an earlier run of this part, if its shards are in place."""
+        try:
+            found = read_record(self.open_folder(), self.number, self.run_id)
+        except ShardError:  # damaged: the part is run again
+            return None
+        if found is None:
+            return None
+        result = found[1]
+        storage, names = Storage(self.storage_options), ShardNames(folder=self.folder, template="")
+        for shard in result.shards:
+            for name, size in files_and_sizes(shard):
+                try:
+                    if storage.info(names.url(name)).size != size:
+                        return None
+                except NotFoundError:
+                    return None
+        return result
+
+    def write(self, folder: OutputFolder, result: PartResult) -> None:
+        """Record the published shards of the part.
+
+        Raises:
+            StorageError: If another run has taken the folder over.
+        """
+        self.check_owner(folder)
+        document = {"run": self.run_id, "part": self.number, "of": self.of, **result.encode()}
+        name, data = part_record_name(self.number), json.dumps(document).encode()
+        folder.write(name, data)
+        try:
+            self.check_owner(folder)
+        except StorageError:  # taken over in between: the record is no file of the other writer
+            if folder.read(name) == data:
+                folder.remove(name)
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTask:
+    """The task of one part: runs it, unless its record says that it is done.
+
+    Args:
+        record: Its record.
+        work: Its work.
+        keeps_skips: Whether the shards of an earlier run that skipped records are kept.
+    """
+
+    record: PartRecord
+    work: PartWork
+    keeps_skips: bool = True
+
+    @property
+    def name(self) -> str:
+        """Number of the part, and the folder."""
+        return f"part {self.record.number} of {self.record.folder}"
+
+    def run(self) -> Mapping[str, JSON]:
+        """Write the shards and the record; a second run changes nothing."""
+        result = self.record.find()
+        is_kept = result is not None and (self.keeps_skips or not result.skipped)
+        if result is None or not is_kept:
+            folder = self.record.open_folder()
+            check_owner = partial(self.record.check_owner, folder)
+            check_owner()
+            result = self.work.write(folder, check_owner)
+            self.record.write(folder, result)
+        # The hashes are in the record: `publish` compares them.
+        return {**replace(result, key_hashes="").encode(), "kept": is_kept}
+
+
+def read_record(folder: OutputFolder, number: int, run: str) -> tuple[int, PartResult] | None:
+    """Read the record of a part; return the number of parts that it names (see `PartRecord`), and the result.
+
+    Returns:
+        None if there is no record of the job.
+
+    Raises:
+        ShardError: If it is damaged.
+    """
+    name = part_record_name(number)
+    try:
+        document = json.loads(folder.read(name))
+        if document["run"] != run:
+            return None
+        return int(document["of"]), PartResult.decode(document)
+    except NotFoundError:
+        return None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ShardError(
+            f"the record of a part cannot be read ({type(error).__name__}: {error})",
+            remedy="run the parts again (finished shards are kept), then merge",
+            shard=join_url(folder.url, name),
+        ) from error
+
+
+def missing_parts(files: Mapping[str, FileInfo], parts: int) -> list[int]:
+    """Return the numbers of the parts that have no record among some files."""
+    return [number for number in range(parts) if part_record_name(number) not in files]
+
+
+def files_and_sizes(shard: ShardInfo) -> tuple[tuple[str, int], ...]:
+    """Return names and sizes of a shard and its index."""
+    index_bytes = OFFSET_BYTES * ((shard.nsamples or 0) + 1)
+    return (shard.url, shard.filesize or 0), (shard.url + INDEX_SUFFIX, index_bytes)

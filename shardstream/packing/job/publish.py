@@ -1,0 +1,408 @@
+"""Publish the datasets of a job: check the records of its parts, write ``index.json``, and delete records and journal."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from shardstream.errors import (
+    NotFoundError,
+    OptionError,
+    SourceError,
+    StorageError,
+    UnfinishedError,
+    plural,
+)
+from shardstream.format import (
+    CLASSES_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    decode_classes,
+    encode_manifest_files,
+    parse_columns,
+)
+from shardstream.packing.job.claim import locked, remove_job_files
+from shardstream.packing.job.destination import (
+    ShardNames,
+    is_deletable,
+    published_sha256,
+    remove_shard,
+)
+from shardstream.packing.job.journal import Journal, Published, read_journal
+from shardstream.packing.job.key_hashes import (
+    KeyHashes,
+    decode_hashes,
+    place_of,
+    refuse_repeated_keys,
+)
+from shardstream.packing.job.part_record import PartResult, files_and_sizes, read_record
+from shardstream.packing.job.report import PackReport, Skip, SplitReport
+from shardstream.packing.shards.column_builder import check_summaries
+from shardstream.packing.shards.manifest_files import (
+    read_old_manifest,
+    remove_old_pages,
+    write_manifest_files,
+)
+from shardstream.packing.sources.class_numbering import warn_of_siblings
+from shardstream.storage import FileInfo, OutputFolder, Storage, join_url, part_record_name
+
+_THREADS = 16  # that read records
+_RECORDS = 256  # that are in memory with the hashes of their keys: 107 kB for 10,000 keys
+_NAMED = 8  # missing parts that a message names
+
+
+class Ready(NamedTuple):
+    """A dataset to publish."""
+
+    folder: OutputFolder
+    run: str | None = None
+    """Identity of its job; None: any."""
+    parts: int = 0
+    """Number of its parts; 0: that in the journal."""
+
+
+def publish(ready: Sequence[Ready], storage_options: Mapping[str, Any] | None) -> list[PackReport]:
+    """Lock the folders of datasets whose parts are all done, and publish them (see `publish_locked`)."""
+    with ExitStack() as stack:
+        for one in ready:
+            stack.enter_context(locked(one.folder))
+        return publish_locked(ready, storage_options)
+
+
+def publish_locked(
+    ready: Sequence[Ready], storage_options: Mapping[str, Any] | None
+) -> list[PackReport]:
+    """Publish datasets together: no manifest is written before all are checked, and an error removes those that are.
+
+    Before the first manifest, all journals name the manifests that follow. A run that is killed in between is completed by the same
+    command, or by `merge`: until the last manifest is written, all records are there.
+
+    Returns:
+        A report for each dataset, of all of its parts.
+
+    Raises:
+        OptionError: If there is no job, or the dataset would lack something that was asked for.
+        SourceError: If a key comes twice, or there are no samples.
+        ShardError: If a record is damaged.
+        StorageError: If a shard is missing, or another run has taken a folder over.
+        UnfinishedError: If parts are missing.
+    """
+    storage = Storage(storage_options)
+    found = [_checked(one) for one in ready]
+    for one in found:
+        one.announce()
+    try:
+        for one in found:
+            one.write_files()
+        for one in found:
+            one.write_manifest()
+    except BaseException as error:
+        for one in found:
+            one.unpublish(error)
+        raise
+    for one in found:
+        one.tidy()
+    for one in found:
+        classes = one.journal.task.options["extras"].get(CLASSES_NAME)
+        if classes is not None:
+            names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
+            warn_of_siblings(names, [one.folder.url], storage)
+    return [one.report for one in found]
+
+
+@dataclass(kw_only=True)
+class _Publication:
+    """A dataset whose parts are all done, and checked.
+
+    Args:
+        folder: Its folder.
+        files: The files there before.
+        journal: The journal of its job.
+        manifest: The manifest to publish.
+        report: Its report.
+        is_published: Whether the manifest was there before.
+    """
+
+    folder: OutputFolder
+    files: Mapping[str, FileInfo]
+    journal: Journal
+    manifest: Manifest
+    report: PackReport
+    is_published: bool = False
+
+    @cached_property
+    def _manifest_files(self) -> Mapping[str, bytes]:
+        return encode_manifest_files(self.manifest)
+
+    def announce(self) -> None:
+        """Write to the journal which manifest follows, and what the records say that are deleted after it."""
+        if self.is_published:
+            return
+        self.journal.check_owner()
+        self.journal.published = Published(
+            sha256=sha256(self._manifest_files[MANIFEST_NAME]).hexdigest(),
+            skipped=tuple((one.where, one.reason) for one in self.report.skipped),
+            warnings=self.report.warnings,
+        )
+        self.journal.write()
+
+    def write_files(self) -> None:
+        """Write the small files next to the manifest, and delete the shards of an earlier dataset."""
+        folder, files, options = self.folder, self.files, self.journal.task.options
+        if self.is_published:
+            return
+        self.journal.check_owner()
+        for name, text in options["extras"].items():
+            folder.write(name, str(text).encode("utf-8", "surrogateescape"))
+        stale = self.journal.stale - {shard.url for shard in self.manifest.shards}
+        for name in sorted(filter(is_deletable, stale)):
+            remove_shard(folder, name, files)
+        if options.get("columns") is None:
+            for shard in self.manifest.shards:
+                if shard.columns_url in files:  # those of an earlier dataset
+                    folder.remove(shard.columns_url)
+
+    def write_manifest(self) -> None:
+        """Write the manifest, unless another process of the job has done so.
+
+        Raises:
+            StorageError: If another run has taken the folder over; then the manifest does not stay.
+        """
+        if self.is_published or self._is_in_place():
+            return
+        self.journal.check_owner()
+        self._has_written = True
+        write_manifest_files(self.folder, self._manifest_files)
+        self.journal.check_owner()  # a run that took the folder over has not seen the manifest
+        remove_old_pages(self.folder, self.files, self._manifest_files)
+
+    _has_written = False
+
+    def _is_in_place(self) -> bool:
+        try:
+            return self.folder.read(MANIFEST_NAME) == self._manifest_files[MANIFEST_NAME]
+        except NotFoundError:
+            return False
+
+    def unpublish(self, error: BaseException) -> None:
+        """Delete the manifest if this process has written it, also if an error said that it has not."""
+        if not self._has_written:
+            return
+        try:
+            if self._is_in_place():
+                self.folder.remove(MANIFEST_NAME)
+        except StorageError:
+            error.add_note(
+                f"{self.folder.url} is published already and is kept; run the same pack again to publish the other splits"
+            )
+
+    def tidy(self) -> None:
+        """Delete the records and the journal.
+
+        Raises:
+            StorageError: If the manifest is gone: another process of the job could not publish another split.
+        """
+        if not (self.is_published or self._is_in_place()):
+            raise StorageError(
+                "another process of this job has failed and removed index.json meanwhile; run this again",
+                shard=self.folder.url,
+            )
+        names = ShardNames(folder="", template=str(self.journal.task.options["template"]))
+        remove_job_files(self.folder, self.files, names)
+
+
+def _checked(ready: Ready) -> _Publication:
+    """Read the records of a job, and check what they say of the dataset (see `publish_locked`)."""
+    begin_s, folder = time.monotonic(), ready.folder
+    url, files = folder.url, folder.list_files()
+    journal = read_journal(folder, files)
+    if journal is None or journal.is_of_writer:
+        raise no_job_error(url, files, journal)
+    if ready.run is not None and ready.run != journal.run:
+        Journal(folder=folder, task=journal.task, run=ready.run).check_owner()
+    published = journal.published
+    if published is not None and published.sha256 == published_sha256(folder, files):
+        manifest = read_old_manifest(folder)
+        report = replace(
+            _report_of(url, manifest, begin_s),
+            skipped=tuple(Skip(*one) for one in published.skipped),
+            warnings=published.warnings,
+        )
+        return _Publication(
+            folder=folder, files=files, journal=journal, manifest=manifest, report=report, is_published=True
+        )  # fmt: skip
+    journal.parts = ready.parts or journal.parts
+    with KeyHashes() as keys:
+        results = _read_records(folder, files, journal, keys)
+        shards = tuple(shard for result in results for shard in result.shards)
+        for result in results:
+            _check_in_place(folder, files, result)
+        refuse_repeated_keys(keys, shards, folder)
+    manifest = Manifest(
+        shards=shards,
+        name=str(journal.task.options["name"]),
+        fields=dict(sum((Counter(one.fields) for one in results), Counter[str]())),
+    )
+    _check_samples(journal, manifest, results)
+    found = [warning for result in results for warning in result.warnings]
+    warnings = (*found, *_check_columns(journal.task.options, results))
+    report = replace(
+        _report_of(url, manifest, begin_s),
+        skipped=tuple(skip for result in results for skip in result.skipped),
+        warnings=warnings,
+    )
+    return _Publication(
+        folder=folder, files=files, journal=journal, manifest=manifest, report=report
+    )
+
+
+def _check_samples(journal: Journal, manifest: Manifest, results: Sequence[PartResult]) -> None:
+    """Check that there are samples, with the fields that were to be kept."""
+    url, options = journal.folder.url, journal.task.options
+    skipped = [skip for result in results for skip in result.skipped]
+    if not manifest.shards and skipped:
+        raise SourceError(
+            f"no sample is left for {url}: {len(skipped)} were skipped, the first: {skipped[0].reason}"
+        )
+    if not manifest.shards:
+        raise OptionError(
+            "no sample is left: all were filtered out, so there is no dataset to publish",
+            shard=url,
+        )
+    missing = sorted(set(options.get("fields") or ()) - manifest.fields.keys())
+    if missing and options["job"] == "reshard":
+        raise OptionError(
+            f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
+            shard=url,
+        )
+
+
+def _report_of(url: str, manifest: Manifest, begin_s: float) -> PackReport:
+    split = SplitReport(
+        name="",
+        url=url,
+        samples=manifest.nsamples,
+        shards=len(manifest.shards),
+        total_bytes=manifest.total_bytes,
+    )
+    return PackReport(
+        source="finished parts",
+        splits=(split,),
+        seconds=time.monotonic() - begin_s,
+        fields=dict(manifest.fields),
+    )
+
+
+def _read_records(
+    folder: OutputFolder, files: Mapping[str, FileInfo], journal: Journal, keys: KeyHashes
+) -> list[PartResult]:
+    """Return the results of all parts, in order, without the hashes of their keys, which go to ``keys``."""
+    parts = journal.parts
+    if not parts:
+        raise UnfinishedError(
+            "the job was stopped before the number of its parts was known; run the same command again",
+            shard=folder.url,
+        )
+
+    def read(number: int) -> tuple[int, PartResult] | None:
+        has_record = part_record_name(number) in files
+        return read_record(folder, number, journal.run) if has_record else None
+
+    results: list[PartResult] = []
+    missing: list[int] = []
+    of = set[int]()
+    num_shards = 0
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
+        for first in range(0, parts, _RECORDS):
+            numbers = range(first, min(first + _RECORDS, parts))
+            for number, record in zip(numbers, pool.map(read, numbers), strict=True):
+                if record is None:
+                    missing.append(number)
+                    continue
+                count, result = record
+                of.add(count)
+                _add_keys(keys, result, num_shards)
+                num_shards += len(result.shards)
+                results.append(replace(result, key_hashes=""))
+    if missing:
+        raise UnfinishedError(_missing_text(missing, parts, of), shard=folder.url)
+    return results
+
+
+def _add_keys(keys: KeyHashes, result: PartResult, first: int) -> None:
+    """Add the keys of a part; ``first`` is the number of its first shard in the dataset."""
+    hashes = decode_hashes(result.key_hashes)
+    if not len(hashes):
+        return
+    for number, shard in enumerate(result.shards, first):
+        count = shard.nsamples or 0
+        keys.add(hashes[:count], place_of(number, count))
+        hashes = hashes[count:]
+
+
+def _missing_text(missing: Sequence[int], parts: int, of: set[int]) -> str:
+    """Describe missing parts; by the numbers that `Parts` has, where all records name the same count.
+
+    >>> _missing_text([1, 4, 5], 6, {3})
+    '3 of 6 tasks are not done: those of part 2/3, 3/3; run these parts again (finished shards are kept), then merge'
+    """
+    if len(of) == 1 and (count := next(iter(of))):
+        named = [f"{one + 1}/{count}" for one in sorted({number % count for number in missing})]
+        which = "those of part " + _listed(named)
+    else:
+        which = "number " + _listed([str(number) for number in missing])
+    return (
+        f"{len(missing)} of {plural(parts, 'task')} are not done: {which}; "
+        "run these parts again (finished shards are kept), then merge"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _check_columns(options: Mapping[str, Any], results: Sequence[PartResult]) -> list[str]:
+    """Return warnings of columns that some samples lack (see `check_summaries`)."""
+    if options.get("columns") is None:
+        return []
+    summaries = [summary for result in results for summary in result.columns]
+    nsamples = sum(result.nsamples for result in results)
+    return check_summaries(
+        parse_columns(options["columns"]) if options["columns"] else (), summaries, nsamples
+    )
+
+
+def _check_in_place(
+    folder: OutputFolder, files: Mapping[str, FileInfo], result: PartResult
+) -> None:
+    for shard in result.shards:
+        for name, size in files_and_sizes(shard):
+            found = files.get(name)
+            if found is None or found.size_or_none != size:
+                raise StorageError(
+                    f"the file is {'missing' if found is None else 'another one'} although its part is done; "
+                    "run the parts again, then merge",
+                    shard=join_url(folder.url, name),
+                )
+
+
+def no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | None) -> OptionError:
+    """Return the error of a folder without a job in parts."""
+    if journal is not None:
+        return OptionError(
+            "the unfinished dataset here is not a job in parts; run its own command again",
+            shard=url,
+        )
+    if MANIFEST_NAME in files:
+        return OptionError("nothing to merge: the dataset is published already", shard=url)
+    return OptionError(
+        "nothing to merge: no part of a job has been run here; check the URL", shard=url
+    )
