@@ -101,7 +101,7 @@ HOMES = {
     "fsspec": ("storage/",),
     "s3fs": ("storage/",),
     "botocore": ("storage/s3_config.py", "storage/s3_request.py"),
-    "obstore": ("storage/obstore_client.py",),
+    "obstore": (),
     # Imported by name in codecs/, when they are needed.
     **dict.fromkeys(
         ("soundfile", "soxr", "torchcodec", "av", "msgpack", "cbor2", "safetensors"), ()

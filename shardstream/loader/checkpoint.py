@@ -70,7 +70,7 @@ def save_checkpoint(
         OptionError: If an object could only be loaded by running code, or an argument is invalid.
         StorageError: If the file cannot be written; an existing file is left unchanged.
     """
-    storage, folder = _storage(storage_options, filesystem), os.fspath(url)
+    storage, folder = Storage(storage_options, filesystem), os.fspath(url)
     number = None if step is None else operator.index(step)  # NumPy's numbers are welcome here
     _check(folder, number, keep)
     file = folder if _is_file(folder) else join_url(folder, f"step-{number:08d}.pt")
@@ -118,7 +118,7 @@ def load_checkpoint(
             URL.
         StorageError: If it cannot be read.
     """
-    storage, file = _storage(storage_options, filesystem), os.fspath(url)
+    storage, file = Storage(storage_options, filesystem), os.fspath(url)
     if not _is_file(file):
         file = _latest(file, storage)
     with _open(file, storage) as stream:
@@ -142,11 +142,6 @@ def _load(stream: BinaryIO, map_location: Any, url: str) -> Any:
             f"weights_only=False), which runs its code ({type(error).__name__}: {_first_line(error)})",
             shard=url,
         ) from error
-
-
-def _storage(options: Mapping[str, Any] | None, filesystem: Any) -> Storage:
-    # obstore is not fork-safe: its threads in this process would break loader workers that are forked later.
-    return Storage({"s3_client": "s3fs"} | dict(options or {}), filesystem)
 
 
 def _is_file(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""Bytes by URL: the only room that imports fsspec, s3fs and obstore.
+"""Bytes by URL: the only room that imports fsspec and s3fs.
 
 A URL becomes bytes in these steps:
 
@@ -8,12 +8,11 @@ A URL becomes bytes in these steps:
     file_list, row_file, temporary_file      many files sorted by path, in bounded memory
     store, clients               one door for all stores; clients are opened once in each process
     local_files                  list, read and map files of this machine; notice that one is overwritten
-    s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
-    s3_http_client, obstore_client, fsspec_readers   send one request; return a ``response``
+    s3_config, s3_request        storage options and variables -> settings of S3; settings -> signed requests
+    s3_http_client, fsspec_readers   send one request; return a ``response``
+    http_connection              connect, over TLS or not; receive head and body
     transfer, aiohttp_limits     limit time and bytes of a response; end it from another thread
     http_status, response_head   meaning of a status; compare a response with its request
-    s3_request                   which servers a plain GET fits, and its signature
-    read_small_files             read a manifest before an S3 client is imported
     retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors
     range_file                   a remote file as a stream
     field_file                   a field of a sample as a file, read by ranges
@@ -23,8 +22,6 @@ Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``; ``
 that is being written, on this machine or elsewhere. ``fork_safety`` protects forked children from
 clients of their parent; ``byte_sizes`` parses sizes such as "2 GB".
 """
-
-from typing import TYPE_CHECKING, Any
 
 from shardstream.storage.atomic_write import (
     PendingFile,
@@ -53,8 +50,7 @@ from shardstream.storage.error_messages import broken_link, classify_error, tran
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.find_tars import cached_look_up, find_tars
-from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
-from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
+from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.journal_marker import (
     check_finished,
     is_journal,
@@ -94,11 +90,10 @@ from shardstream.storage.paged_shards import (
     fingerprint_of_shards,
 )
 from shardstream.storage.range_file import RangeStream
-from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeResponse, ReceiveBuffer
 from shardstream.storage.retry import TruncatedResponseError, retry_call
 from shardstream.storage.row_file import RowFile, sort_rows
-from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
+from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url, parent_url
 from shardstream.storage.temporary_file import TemporaryFile
 from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
@@ -111,9 +106,6 @@ from shardstream.storage.url_patterns import (
     is_compressed,
     is_tar,
 )
-
-if TYPE_CHECKING:
-    from shardstream.storage.obstore_client import ObstoreReader
 
 __all__ = [
     "CACHE_CHUNK_BYTES",
@@ -139,7 +131,6 @@ __all__ = [
     "LocalPaths",
     "LocatedShards",
     "MmapPool",
-    "ObstoreReader",
     "OutputFolder",
     "PagedShards",
     "PendingFile",
@@ -149,7 +140,6 @@ __all__ = [
     "RemoteFolder",
     "RowFile",
     "S3Object",
-    "S3Settings",
     "S3Upload",
     "Slot",
     "Storage",
@@ -173,7 +163,6 @@ __all__ = [
     "final_name",
     "find_tars",
     "fingerprint_of_shards",
-    "has_lost_obstore_threads",
     "hints_of",
     "is_compressed",
     "is_glob",
@@ -199,9 +188,7 @@ __all__ = [
     "open_pending",
     "output_folder_in",
     "parent_url",
-    "parse_azure_options",
     "parse_bytes",
-    "parse_gcs_options",
     "parse_s3_options",
     "part_record_name",
     "protocol_of",
@@ -209,7 +196,6 @@ __all__ = [
     "publish_bytes",
     "publish_bytes_over",
     "read_manifest",
-    "read_small_files",
     "remove",
     "retry_call",
     "sample_members",
@@ -218,11 +204,3 @@ __all__ = [
     "version_of",
     "warn_of_rare_fields",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "ObstoreReader":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from shardstream.storage.obstore_client import ObstoreReader  # noqa: PLC0415  (obstore is an extra)
-
-    return ObstoreReader

@@ -21,7 +21,6 @@ from shardstream.storage.http_status import (
     CHANGED,
     NOT_FOUND,
     PAST_END,
-    REDIRECTED,
     REFUSED,
     THROTTLED,
     ErrorMeaning,
@@ -38,7 +37,6 @@ _CLIENTS = (
     "adlfs",
     "azure",
     "google",
-    "obstore",
     "httpx",
     "httpx2",
     "httpcore",
@@ -46,7 +44,6 @@ _CLIENTS = (
     "huggingface_hub",
     "ftplib",
     "paramiko",
-    "pyo3_runtime",
     "fsspec",
 )
 # Secrets of a signed request in messages of servers and clients; `redact` removes those in URLs.
@@ -54,10 +51,8 @@ _SIGNED = re.compile(
     r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
     r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
 )
-_STATUS = re.compile(r"status code: (\d{3})\b")
 _LONGEST_CHAIN = 10
 _BOTOCORE_CODE = re.compile(r"An error occurred \(([A-Za-z]\w+)\) when calling")
-_CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s|Other\(|OtherError\()*(\w+)")
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
@@ -80,8 +75,6 @@ _TIMED_OUT = _temporary(
     "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options",
     is_silent=True,
 )
-NO_PROXY_AT = "127.0.0.1:0"
-"""Address of a proxy that no machine can have; obstore asks it instead of the host of a redirect."""
 # Codes of servers and errors of clients that say more than the status of the response.
 _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
@@ -89,35 +82,25 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("the limit of its kind",), _final("the response is too long for a listing or a look-up; check the URL and the server")),
     (("not needed any more",), _final("the request was cancelled")),
     (("SocketTimeoutError",), _TIMED_OUT),  # of aiohttp; it is a ConnectionError, too
-    (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
-      "ServerDisconnected", "IncompleteMessage", "RemoteProtocolError"),
+    (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "ConnectionReset",
+      "ServerDisconnected", "RemoteProtocolError", "SSLEOFError"),
      _temporary("the connection broke off; check the server and the network")),
-    (("CaUsedAsEndEntity",),
-     _final("the server's certificate is self-signed, which obstore refuses; read with s3fs (s3_client='s3fs'), "
-            "or create a certificate with basicConstraints=CA:FALSE")),
-    (("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
+    (("CERTIFICATE_VERIFY_FAILED", "CertificateError"),
      _final("the server's certificate is not trusted; set AWS_CA_BUNDLE to the certificate that signed it, "
             "and use a server name that is in the certificate")),
-    ((f"{NO_PROXY_AT},",), REDIRECTED),  # of obstore, which was about to ask another host
-    (("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
-      "kind: Connect"),
+    (("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "gaierror"),
      _temporary("the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_silent=True)),
     (("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
       "ServiceUnavailable"), THROTTLED),
     (("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"), PAST_END),
-    (("error: Requested ", "Content-Range header not present", "value for CONTENT_RANGE header"),  # obstore; also if the file is shorter
-     _final("the server sent other bytes than the requested ones; a cache before the server may mix up ranges: read past it"
-            )._replace(is_past_end=True)),
     (("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
      _final("no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
             AccessDeniedError)),
-    (("MissingAccount",),
-     _final("no storage account is named; set AZURE_STORAGE_ACCOUNT_NAME, or pass account_name in storage_options")),
     (("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
      _final("access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError)),
     (("RequestTimeTooSkewed",),
      _final("access refused because the clock of this machine is wrong; set the clock", AccessDeniedError)),
-    (("Unauthenticated", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), REFUSED),
+    (("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), REFUSED),
     (("RequestTimeout",), _TIMED_OUT._replace(is_silent=False)),
     (("BadDigest", "ContentSHA256Mismatch", "IncompleteBody"),
      _temporary("the bytes were damaged on the way; check the network")),
@@ -130,7 +113,7 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
      _final("the repository or its revision is not found; check the URL, and set HF_TOKEN if the repository is private",
             NotFoundError)),
     (("NoSuchKey", "EntryNotFoundError"), NOT_FOUND),
-    (("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+    (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
      _final("the bucket is in another region; set AWS_REGION")),
     (("PreconditionFailed",), CHANGED),
     (("(NotImplemented)",), _final("NotImplemented: the server does not support this request")),
@@ -171,9 +154,6 @@ _NOT_RETRYABLE = (
     "NotADirectoryError",
     "NotImplementedError",
     "InvalidBucketName",
-    "builder error",
-    "UnknownConfigurationKeyError",
-    "InvalidPathError",
 )
 
 
@@ -317,16 +297,20 @@ def _causes(error: BaseException, *, with_context: bool = False) -> list[BaseExc
     cause: BaseException | None = error
     while cause is not None and len(chain) < _LONGEST_CHAIN:
         chain.append(cause)
-        cause = cause.__cause__ or (cause.__context__ if with_context else None)
+        cause = cause.__cause__ or _wrapped(cause) or (cause.__context__ if with_context else None)
     return chain
+
+
+def _wrapped(error: BaseException) -> BaseException | None:
+    """Return the error that one of botocore keeps as its argument."""
+    found = getattr(error, "kwargs", None)
+    inner = found.get("error") if isinstance(found, dict) else None
+    return inner if isinstance(inner, BaseException) else None
 
 
 def _first_line(error: Exception) -> str:
     """Return the message of an error, without the dumps of structures that some clients append."""
     text = str(error)
-    certificate = _CERTIFICATE.search(text)
-    if certificate is not None:
-        return f"InvalidCertificate: {certificate[1]}"
     code = _CODE.search(text)
     if code is not None:
         return ", ".join(part for part in code.groups() if part)
@@ -351,8 +335,5 @@ def _status(error: BaseException) -> int | None:
     names = ("status", "status_code", "code")  # aiohttp and http.client; azure; gcsfs
     # only the first: aiohttp warns of the last
     found = (getattr(error, name) for name in names if hasattr(error, name))
-    message = _STATUS.search(str(error))  # obstore has it in the message only
-    statuses = itertools.chain(
-        [response], itertools.islice(found, 1), [int(message[1])] if message else []
-    )
+    statuses = itertools.chain([response], itertools.islice(found, 1))
     return next((one for one in statuses if isinstance(one, int) and 300 <= one < 600), None)

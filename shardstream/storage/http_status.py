@@ -76,8 +76,12 @@ class HttpStatusError(OSError):
     Args:
         status: The status.
         text: Its reason, and the message of the server.
+        code: The code of S3, such as "NoSuchKey".
+        region: The region of the bucket.
     """
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(
+        self, status: int, text: str, *, code: str | None = None, region: str | None = None
+    ) -> None:
         super().__init__(f"status code: {status} {text}")
-        self.status = status
+        self.status, self.s3_code, self.region = status, code, region

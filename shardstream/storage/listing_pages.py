@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shardstream.errors import StorageError
 
@@ -18,16 +18,7 @@ class Page:
     folders: list[str] = field(default_factory=list)
 
 
-class Listing(Protocol):
-    """A listing that goes on after its last page; a failed request can be repeated."""
-
-    is_complete: bool
-
-    def next_page(self) -> Page:
-        """Send one request."""
-
-
-def open_listing(filesystem: Any, path: str, *, url: str, recursive: bool) -> Listing | None:
+def open_listing(filesystem: Any, path: str, *, url: str, recursive: bool) -> S3Listing | None:
     """Return the listing of a folder in pages; None if this client lists all at once.
 
     Args:
@@ -39,14 +30,9 @@ def open_listing(filesystem: Any, path: str, *, url: str, recursive: bool) -> Li
     if not path.strip("/"):  # all buckets
         return None
     s3fs = sys.modules.get("s3fs")
-    if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-        return None if filesystem.version_aware else _S3Listing(filesystem, path, url, recursive)
-    # obstore returns the folders directly under a prefix all at once.
-    return (
-        _ObstoreListing(filesystem, path, url)
-        if recursive and hasattr(filesystem, "list_from")
-        else None
-    )
+    if s3fs is None or not isinstance(filesystem, s3fs.S3FileSystem) or filesystem.version_aware:
+        return None
+    return S3Listing(filesystem, path, url, recursive)
 
 
 def endless_error(problem: str, url: str) -> StorageError:
@@ -58,8 +44,8 @@ def endless_error(problem: str, url: str) -> StorageError:
     )
 
 
-class _S3Listing:
-    """Pages of s3fs, without the dict of over 1 kB that its `find` makes for each file and keeps."""
+class S3Listing:
+    """Pages of s3fs, one request each and repeatable, without the dict of over 1 kB that its `find` makes for each file and keeps."""
 
     def __init__(self, filesystem: Any, path: str, url: str, recursive: bool) -> None:
         bucket, key, _ = filesystem.split_path(path)
@@ -100,42 +86,3 @@ class _S3Listing:
             raise endless_error("repeats a page", self._url)
         self._tokens.add(token)
         return str(token)
-
-
-class _ObstoreListing:
-    """Pages of obstore's stream; after an error another stream begins after the last file."""
-
-    def __init__(self, filesystem: Any, path: str, url: str) -> None:
-        self._filesystem, self._path, self._url = filesystem, path, url
-        self._bucket = path.partition("/")[0]
-        self._stream: Iterator[Sequence[Any]] | None = None
-        self._after: str | None = None
-        self._first_names: set[str] = set()  # of the pages
-        self.is_complete = False
-
-    def next_page(self) -> Page:
-        """Take one page of the stream."""
-        if self._stream is None:
-            self._stream = self._filesystem.list_from(self._path, self._after)
-        try:
-            found = next(self._stream, None)
-        except Exception:
-            self._stream = None
-            raise
-        if not found:
-            self.is_complete = True
-            return Page(())
-        if found[0]["path"] in self._first_names:
-            raise endless_error("repeats a page", self._url)
-        self._first_names.add(found[0]["path"])
-        self._after = f"{self._bucket}/{found[-1]['path']}"
-        return Page(
-            [
-                {
-                    "name": f"{self._bucket}/{one['path']}",
-                    "size": one["size"],
-                    "e_tag": one["e_tag"],
-                }
-                for one in found
-            ]
-        )

@@ -85,8 +85,6 @@ class RangeResponse:
 class RequestOptions(TypedDict, total=False):
     """Optional arguments of `RangeReader.read`."""
 
-    keep_partial: bool
-    """Keep the bytes before a cut, which costs a copy."""
     max_bytes: int | None
     """Bytes that are needed of a file that is read to its end; a client may read more."""
     into: ReceiveBuffer | None

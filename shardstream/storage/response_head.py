@@ -57,7 +57,8 @@ def check_head(
     elif start:  # the file from its first byte
         raise ranges_ignored_error(url, start)
     else:
-        length = headers.get("content-length", "")
+        # A length beside chunks counts for nothing (RFC 9112, 6.3).
+        length = "" if "transfer-encoding" in headers else headers.get("content-length", "")
         size = int(length) if length.isdigit() else None
     return FileFacts(size, version_in(headers))
 

@@ -77,7 +77,6 @@ def read_remote(
                 end,
                 on_receive=hints.get("on_receive"),
                 cancelled=hints.get("cancelled"),
-                keep_partial=range_read.has_broken_off,
                 max_bytes=range_read.bytes_left,
                 into=into,
             )
@@ -274,7 +273,6 @@ class _RangeRead:
         self._start = self.position = start
         self.is_complete = end is not None and end <= start
         self._begin = time.monotonic()
-        self.has_broken_off = False
 
     @property
     def data(self) -> bytes | memoryview:
@@ -310,7 +308,6 @@ class _RangeRead:
         else:
             self._into.fill(response.data)
         self.position += response.nbytes
-        self.has_broken_off |= response.error is not None
         if self.end is not None:
             self.is_complete = self.position >= self.end
         elif self._size is not None:

@@ -1,7 +1,7 @@
 """Translate storage options and AWS variables to settings of both S3 clients.
 
-Options have the form of s3fs. obstore is used only if all options are known here, so that both clients send the same credentials to
-the same server. `cloud_variables` is the only place of this room that reads the environment.
+Options have the form of s3fs. Plain requests are sent only if all options are known here, so that both clients send the same credentials
+to the same server. `cloud_variables` is the only place of this room that reads the environment.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from shardstream.errors import OptionError
 
-_CREDENTIALS_LAST = timedelta(minutes=10)  # obstore renews them five minutes before
 # Without effect on reading ranges.
 _IDLE = frozenset(
     {
@@ -70,9 +68,9 @@ class S3Settings:
     Args:
         region: Region of the signature.
         endpoint: URL of the server; None is AWS.
-        credentials: Returns the credentials; None uses the chain of the client (variables, web identity, container, instance).
+        credentials: Returns the credentials of this moment; None if there are none, because botocore is not installed.
         anonymous: Do not sign requests.
-        virtual_hosts: Put the bucket into the host name.
+        virtual_hosts: Put the bucket into the host name, where it fits there.
         requester_pays: Send the header by which the reader pays.
         verify: False accepts any certificate; a string is the path of a certificate to trust.
         connect_s: Limit of the time to connect.
@@ -91,12 +89,17 @@ class S3Settings:
 
 
 def cloud_variables() -> Mapping[str, str]:
-    """Return the environment variables of the clouds (``AWS_…``, ``AZURE_…``, Google's) that are not empty."""
+    """Return the environment variables of clouds (``AWS_…``, ``AZURE_…``, ``GOOGLE_…``), and that of certificates, that are not empty."""
     return {
         name: value
         for name, value in os.environ.items()
-        if value and name.startswith(("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST"))
+        if value and name.startswith(("AWS_", "AZURE_", "GOOGLE_", "SSL_CERT_FILE"))
     }
+
+
+def _trusted_file(variables: Mapping[str, str]) -> str | None:
+    """Return the file of the certificates to trust."""
+    return variables.get("AWS_CA_BUNDLE") or variables.get("SSL_CERT_FILE")
 
 
 def parse_s3_options(
@@ -128,8 +131,6 @@ def parse_s3_options(
     if _PROFILE_DETAILS.intersection(profile):
         return None
     endpoint = find_endpoint(options, variables) or profile.get("endpoint_url")
-    if endpoint and style == "virtual":
-        return None
     region = find_region(options, variables) or profile.get("region") or "us-east-1"
     _check_printable(region=region, endpoint=endpoint)
     if endpoint and not endpoint.lower().startswith(("http://", "https://")):
@@ -143,9 +144,9 @@ def parse_s3_options(
         endpoint=endpoint,
         credentials=_credentials(options, variables),
         anonymous=bool(options.get("anon")),
-        virtual_hosts=style == "virtual",
+        virtual_hosts=style == "virtual" or (style == "auto" and not endpoint),
         requester_pays=bool(options.get("requester_pays")),
-        verify=client.get("verify", variables.get("AWS_CA_BUNDLE") or True),
+        verify=client.get("verify", _trusted_file(variables) or True),
         connect_s=float(config.get("connect_timeout") or min(10.0, read_s)),
         read_timeout_s=read_s,
     )
@@ -175,11 +176,13 @@ def complete_s3fs_options(
         }
     complete = {"use_listings_cache": False, **options}
     complete["config_kwargs"] = config | dict(options.get("config_kwargs") or {})
-    region = variables.get("AWS_REGION")  # botocore does not read it
     client = dict(options.get("client_kwargs") or {})
-    if region and "region_name" not in client:
-        complete["client_kwargs"] = client | {"region_name": region}
-    return complete
+    # botocore reads neither.
+    if region := variables.get("AWS_REGION"):
+        client.setdefault("region_name", region)
+    if "SSL_CERT_FILE" in variables and "ca_bundle" not in _profile(options, variables):
+        client.setdefault("verify", _trusted_file(variables))
+    return complete | ({"client_kwargs": client} if client else {})
 
 
 def find_region(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
@@ -234,12 +237,7 @@ def _credentials(options: Mapping[str, Any], variables: Mapping[str, str]) -> Cr
         token = variables.get("AWS_SESSION_TOKEN")
     if key and secret:
         _check_printable(access_key_id=key, secret_access_key=secret, token=token)
-        fixed = {
-            "access_key_id": key,
-            "secret_access_key": secret,
-            "token": token,
-            "expires_at": None,
-        }
+        fixed = {"access_key_id": key, "secret_access_key": secret, "token": token}
         return lambda: fixed
     if importlib.util.find_spec("botocore") is None:
         return None
@@ -274,4 +272,4 @@ class _FromBotocore:
             "token": frozen.token,
         }
         _check_printable(**credentials)
-        return credentials | {"expires_at": datetime.now(UTC) + _CREDENTIALS_LAST}
+        return credentials

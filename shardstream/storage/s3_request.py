@@ -1,80 +1,156 @@
-"""Plain GETs of S3: which servers and names they fit, and their signature, by botocore's signer."""
+"""Signed GETs of S3 objects: the server of a bucket, and the signature, by botocore's signer.
+
+Only requests that the client of s3fs would send to the same server, with the same signature, are made here; `s3fs_only` says for which
+settings that is unknown.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+import ssl
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, quote, urlsplit
-from urllib.request import getproxies
+from urllib.request import getproxies, proxy_bypass
 
+from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response_head import range_header
 from shardstream.storage.s3_config import S3Settings
 
-_REGION = re.compile(r"[a-z0-9-]+")  # it becomes part of a host name
-
-Signer = Callable[[str], dict[str, str]]
-"""URL of an object -> headers of a GET of any range of it."""
-
-
-def server_url(settings: S3Settings) -> SplitResult | None:
-    """Return the URL of the server, if a GET by path that is signed by a fixed rule is what the clients would send."""
-    if (
-        settings.verify is False
-        or settings.virtual_hosts
-        or settings.requester_pays
-        or (settings.credentials is None and not settings.anonymous)
-        or (settings.endpoint is None and settings.region.startswith("cn-"))
-        or not _REGION.fullmatch(settings.region)
-        or getproxies()
-    ):
-        return None
-    url = urlsplit(settings.endpoint or f"https://s3.{settings.region}.amazonaws.com")
-    is_server = url.scheme in ("http", "https") and url.hostname
-    if not is_server or "@" in url.netloc or url.query or url.fragment:
-        return None
-    return url
+_PORTS = {"http": 80, "https": 443}
+# It becomes part of a host name. The hosts of isolated partitions (iso) have other names.
+_AWS_REGION = re.compile(r"(?!.*-iso)[a-z]{2}(-[a-z]+)+-\d{1,2}", re.ASCII)
+_REGION = re.compile(r"[a-z0-9-]{1,32}", re.ASCII)
+# Names with dots are not covered by the certificate of AWS's virtual hosts.
+_HOST_LABEL = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]", re.ASCII)
+_IP_ADDRESS = re.compile(r":|\.\d+$", re.ASCII)
+_DIRECTORY_BUCKET = "--x-s3"  # S3 Express: requests of a session (CreateSession)
 
 
-def are_plain(paths: Iterable[str]) -> bool:
-    """Return whether no path has an empty or dotted part, about which servers disagree."""
-    return not any(part in ("", ".", "..") for path in paths for part in path.split("/"))
+class Server(NamedTuple):
+    """The address of a server, and its name in the Host header."""
+
+    is_tls: bool
+    host: str
+    port: int
+    authority: str
 
 
-def request_target(server: SplitResult, path: str) -> str:
-    """Return the target of a GET of a path, "bucket/key"."""
-    return f"{server.path.rstrip('/')}/{quote(path, safe='/~')}"
+def s3fs_only(settings: S3Settings) -> str | None:
+    """Return why only s3fs knows the server of these settings; None if it is known here, too."""
+    if importlib.util.find_spec("botocore") is None:
+        return "botocore, which signs requests, is not installed"
+    if settings.endpoint is None and not _AWS_REGION.fullmatch(settings.region):
+        return f"the hosts of the region {settings.region!r} are known to s3fs only"
+    url = _service_url(settings, settings.region)
+    if url.scheme not in _PORTS or not url.hostname or "@" in url.netloc:
+        return "the endpoint is no plain URL of a server"
+    if url.query or url.fragment:
+        return "the endpoint has a query"
+    proxies = getproxies()
+    if (proxies.get(url.scheme) or proxies.get("all")) and not proxy_bypass(url.hostname):
+        return "a proxy is between, to which only s3fs connects"
+    return None
 
 
-def signed_get(
-    server: SplitResult, sign: Signer, path: str, start: int = 0, end: int | None = None
-) -> bytes:
-    """Return the request of a range of an object."""
-    default_port = {"http": ":80", "https": ":443"}[server.scheme]
-    host = server.netloc.removesuffix(default_port)  # as it is signed
-    target = request_target(server, path)
-    headers = {"Host": host, **sign(f"{server.scheme}://{host}{target}")}
-    headers |= range_header(start, end)
-    lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1")
+def s3fs_only_path(path: str) -> str | None:
+    """Return why only s3fs can request a path, "bucket/key"; None if it can be requested here, too."""
+    bucket = path.partition("/")[0]
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        return "servers disagree about a key of that name"
+    if ":" in bucket or bucket.endswith(_DIRECTORY_BUCKET):
+        return "an access point or a directory bucket"
+    return None
 
 
-def request_signer(settings: S3Settings) -> Signer:
-    """Return a function that signs requests, with the credentials of that moment."""
-    found = settings.credentials
-    if settings.anonymous or found is None:
-        return lambda _: {}
-    from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
-    from botocore.awsrequest import AWSRequest  # noqa: PLC0415
-    from botocore.credentials import Credentials  # noqa: PLC0415
+class S3Requests:
+    """Makes the GETs of one S3 service.
 
-    def sign(url: str) -> dict[str, str]:
+    Args:
+        settings: Its server and credentials, for which `s3fs_only` has no objection.
+    """
+
+    def __init__(self, settings: S3Settings) -> None:
+        self._settings = settings
+        self._regions: dict[str, str] = {}  # of buckets that are in another one
+
+    def get(self, path: str, start: int, end: int | None) -> tuple[Server, bytes]:
+        """Return the server of an object, and the request of a range of it, with the credentials of this moment.
+
+        Raises:
+            Exception: An error of botocore, if there are no credentials.
+        """
+        bucket, _, key = path.partition("/")
+        region = self._regions.get(bucket, self._settings.region)
+        url = _service_url(self._settings, region)
+        host = str(url.hostname)
+        has_label = _HOST_LABEL.fullmatch(bucket) and not _IP_ADDRESS.search(host)
+        if self._settings.virtual_hosts and has_label:
+            host, path = f"{bucket}.{host}", key
+        target = f"{url.path.rstrip('/')}/{quote(path, safe='/~')}"
+        server = _server(url, host)
+        headers = {"Host": server.authority}
+        headers |= self._sign(f"{url.scheme}://{server.authority}{target}", region)
+        headers |= range_header(start, end)
+        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
+        return server, "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+    def learn_region(self, path: str, error: HttpStatusError) -> bool:
+        """Remember the region of a bucket that an error names; return False if it names none, or the one that was asked.
+
+        The next request goes to the same endpoint, or to AWS's host of that region, whatever host a redirect names.
+        """
+        bucket, region = path.partition("/")[0], error.region
+        rule = _AWS_REGION if self._settings.endpoint is None else _REGION
+        if region is None or not rule.fullmatch(region):
+            return False
+        if region == self._regions.get(bucket, self._settings.region):
+            return False
+        self._regions[bucket] = region
+        return True
+
+    def _sign(self, url: str, region: str) -> dict[str, str]:
+        headers = {"x-amz-request-payer": "requester"} if self._settings.requester_pays else {}
+        found = self._settings.credentials
+        if self._settings.anonymous or found is None:
+            return headers
+        from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
+        from botocore.awsrequest import AWSRequest  # noqa: PLC0415
+        from botocore.credentials import Credentials  # noqa: PLC0415
+
         known: dict[str, Any] = found()
         credentials = Credentials(
             known["access_key_id"], known["secret_access_key"], known["token"]
         )
-        request = AWSRequest("GET", url)
-        S3SigV4Auth(credentials, "s3", settings.region).add_auth(request)
+        request = AWSRequest("GET", url, headers=headers)
+        S3SigV4Auth(credentials, "s3", region).add_auth(request)
         return dict(request.headers.items())
 
-    return sign
+
+def _service_url(settings: S3Settings, region: str) -> SplitResult:
+    domain = "amazonaws.com.cn" if region.startswith("cn-") else "amazonaws.com"
+    return urlsplit(settings.endpoint or f"https://s3.{region}.{domain}")
+
+
+def _server(url: SplitResult, host: str) -> Server:
+    default = _PORTS[url.scheme]
+    port = url.port or default
+    name = f"[{host}]" if ":" in host else host
+    authority = name if port == default else f"{name}:{port}"
+    return Server(url.scheme == "https", host, port, authority)
+
+
+def tls_context(verify: bool | str) -> ssl.SSLContext:
+    """Return what certificates are accepted: those that s3fs accepts, and those of the system.
+
+    Args:
+        verify: False accepts any; a string is the file of the certificates to trust.
+    """
+    context = ssl.create_default_context(cafile=verify if isinstance(verify, str) else None)
+    if verify is False:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    elif verify is True:
+        from botocore.httpsession import get_cert_path  # noqa: PLC0415  (comes with s3fs, an extra)
+
+        context.load_verify_locations(get_cert_path(True))  # a container may have none of its own
+    return context

@@ -90,8 +90,7 @@ class Storage:
 
     Args:
         options: ``storage_options`` of fsspec, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and additionally
-            ``s3_client`` ("s3fs", "obstore" or "http"; by default "http" for servers with ``http://``, else obstore, where they know
-            all options),
+            ``s3_client`` ("http" for plain requests, the default where they know all options, or "s3fs"),
             ``read_timeout_s`` (limit of the time without a byte, 20) and ``retry_timeout_s`` (limit of the time of retries
             without a byte, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
@@ -172,7 +171,7 @@ class Storage:
 
     def pin_listed(self, file: FileInfo) -> None:
         """Remember the version of a listed file, for all processes that get this storage, where listings and responses have the same."""
-        if self._clients.kind_of(file.url) in ("s3", "az") or file.url.startswith("http"):
+        if self._clients.store_of(file.url) in ("s3", "az") or file.url.startswith("http"):
             kind = (file.version or "").partition(" ")[0]
             if kind in ("ETag", "Last-Modified"):
                 self.pin(file.url, str(response_version(file.version)))
@@ -199,7 +198,7 @@ class Storage:
                 return path
             check_slashes(path)
             return f"{os.getcwd()}/{path.removeprefix('./')}" if path != "." else os.getcwd()
-        if self._clients.kind_of(url) is not None:  # an object store need not be opened for this
+        if self._clients.store_of(url) is not None:  # an object store need not be opened for this
             return None
         filesystem, path = self._clients.filesystem(url, reading=True)
         return path if isinstance(filesystem, LocalFileSystem) else None
@@ -426,7 +425,7 @@ class Storage:
             read_remote(self, url, start, end, into=buffer, **hints)
 
     def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
-        """Read small files without setting up a client; None for a file means that it must be read otherwise."""
+        """Read small files of S3 with few requests; None for a file means that it must be read by `read`."""
         # A cache must record the versions of the files, which come from a listing.
         return (
             [None] * len(urls)

@@ -377,21 +377,12 @@ def _read_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes
     for folder in folders:
         url = join_url(folder, CLASSES_NAME)
         try:
-            found[folder] = decode_classes(_read_small(url, storage), url=url)
+            found[folder] = decode_classes(storage.read(url, max_bytes=_CLASSES_BYTES), url=url)
         except (NotFoundError, AccessDeniedError):  # S3 denies a missing file to who may not list
             continue
         except ManifestError as error:
             _log.warning("the class names are unknown: %s", error)
     return found
-
-
-def _read_small(url: str, storage: Storage) -> bytes:
-    if storage.is_s3(url):
-        storage.read(url, 0, 1)  # raises if there is none
-        data = storage.read_small_files([url], max_bytes=_CLASSES_BYTES)[0]
-        if data is not None:
-            return data
-    return storage.read(url, max_bytes=_CLASSES_BYTES)
 
 
 def _parse(data: memoryview, place: Place) -> Shown:

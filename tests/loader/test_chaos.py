@@ -39,6 +39,7 @@ from tests.servers import (
     restart_rgw,
     signal_server,
     start_s3,
+    start_tls,
 )
 from tests.small_datasets import FEW_CORES
 
@@ -47,8 +48,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 SAMPLES, PER_SHARD = 2040, 20
 FEW = 300  # samples, in 15 shards
 ROOT = Path(__file__).parent.parent.parent
-# obstore's threads do not survive a fork, so with obstore this process reads without workers.
-READERS = (("s3fs", 2), ("obstore", 0), ("http", 2))
+READERS = (("s3fs", 2), ("https", 0), ("http", 2))
 by_reader = pytest.mark.parametrize(("client", "num_workers"), READERS)
 CALM = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0)
 MANY_READS: dict[str, Any] = {"shuffle": True, "window": 64, "block": 4}
@@ -62,10 +62,12 @@ def digest(sample: dict[str, Any]) -> str:
 
 
 class Shop:
-    """A dataset on a server, behind a proxy."""
+    """A dataset on a server, behind a proxy, and another one that adds TLS: its server, and its certificate."""
 
-    def __init__(self, proxy: ShapedS3, url: str, expected: list[str]) -> None:
-        self.proxy, self.url, self.all = proxy, url, expected
+    def __init__(
+        self, proxy: ShapedS3, tls: tuple[S3Server, Path], url: str, expected: list[str]
+    ) -> None:
+        self.proxy, self.tls, self.url, self.all = proxy, tls, url, expected
         self._logged = 0
 
     @property
@@ -113,7 +115,12 @@ class Shop:
         return (self.proxy.workdir / "logs" / "access.log").read_text().splitlines()
 
     def options(self, client: str, **limits: float) -> dict[str, Any]:
-        return self.proxy.chaos.storage_options | {"s3_client": client, **limits}
+        if client != "https":
+            return self.proxy.chaos.storage_options | {"s3_client": client, **limits}
+        server, certificate = self.tls
+        options = server.storage_options | {"s3_client": "http", **limits}
+        options["client_kwargs"] |= {"verify": str(certificate)}
+        return options
 
     def loader(self, url: str, client: str = "s3fs", **options: Any) -> ss.ShardLoader:
         limits = {
@@ -160,9 +167,12 @@ def write(url: str, nsamples: int, server: S3Server) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def written(proxy: ShapedS3) -> Iterator[Shop]:
-    with new_bucket(proxy.plain) as bucket:
-        yield Shop(proxy, f"{bucket}/data", write(f"{bucket}/data", SAMPLES, proxy.plain))
+def written(proxy: ShapedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    with (
+        new_bucket(proxy.plain) as bucket,
+        start_tls(tmp_path_factory.mktemp("tls"), proxy.chaos) as tls,
+    ):
+        yield Shop(proxy, tls, f"{bucket}/data", write(f"{bucket}/data", SAMPLES, proxy.plain))
 
 
 @pytest.fixture
@@ -177,23 +187,18 @@ def shop(written: Shop) -> Shop:
 
 FAULTS = {"slow": 0.05, "reset": 0.02, "trunc": 0.01, "stall": 0.01, "stall_s": 4}
 
-# A separate process: in one that has used obstore, forked workers do not use it.
 PROGRAM = """
     import json, sys
     import shardstream as ss
     from tests.loader import test_chaos
 
-    def digest(sample):
-        return test_chaos.digest(sample), "shardstream.storage.obstore_client" in sys.modules
-
     if __name__ == "__main__":
         arguments = json.loads(sys.argv[1])
-        dataset = ss.ShardDataset(arguments["url"], shuffle=True, storage_options=arguments["options"]).map(digest)
+        dataset = ss.ShardDataset(arguments["url"], shuffle=True, storage_options=arguments["options"]).map(test_chaos.digest)
         loader = ss.ShardLoader(
             dataset, 8, num_workers=2, collate_fn=list, multiprocessing_context=arguments["method"]
         )
-        found = [one for batch in loader for one in batch]
-        print(json.dumps([sorted(text for text, _ in found), sorted({by for _, by in found})]))
+        print(json.dumps(sorted(one for batch in loader for one in batch)))
 """
 
 
@@ -228,20 +233,16 @@ def is_gone(group: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("client", "method"), [("obstore", "fork"), ("obstore", "spawn"), ("http", "fork")]
+    ("client", "method"), [("http", "fork"), ("https", "fork"), ("https", "spawn")]
 )
 def test_epoch_under_faults_has_each_sample_once(
     client: str, method: str, shop: Shop, tmp_path: Path
 ) -> None:
     shop.set(**FAULTS)
     options = shop.options(client, read_timeout_s=1)
-    if (client, method) == ("obstore", "fork"):
-        # The parent lists with s3fs, and the workers read with obstore: the reader of plain HTTP does not know the option.
-        del options["s3_client"]
-        options["requester_pays"] = True
     done = run(PROGRAM, tmp_path, url=shop.url, options=options, method=method)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [shop.all, [client == "obstore"]]
+    assert json.loads(done.stdout) == shop.all
     assert sum(shop.count(fault) for fault in CALM) > 5
 
 
@@ -327,7 +328,7 @@ def test_flipped_bits_do_not_stay_in_the_cache(shop: Shop, tmp_path: Path) -> No
 
 
 def test_throttling_reduces_the_number_of_requests(shop: Shop) -> None:
-    storage = Storage(shop.options("obstore"))
+    storage = Storage(shop.options("http"))
     catalog = ShardCatalog(locate_shards(shop.few_url, storage), storage)
     catalog.extents(np.arange(FEW))  # reads the indexes
     fetcher = RangeFetcher(catalog, iter([np.arange(FEW)]), prefetch_bytes=1 << 20)
@@ -390,8 +391,11 @@ class Outage:
 @pytest.fixture
 def mortal(s3: S3Server, shop: Shop, tmp_path: Path) -> Iterator[Shop]:
     """The same data behind a proxy that is started for this test."""
-    with nginx_or_skip(tmp_path / "nginx", s3) as proxy:
-        mine = Shop(proxy, shop.url, shop.all)
+    with (
+        nginx_or_skip(tmp_path / "nginx", s3) as proxy,
+        start_tls(tmp_path / "tls", proxy.chaos) as tls,
+    ):
+        mine = Shop(proxy, tls, shop.url, shop.all)
         mine.set()
         yield mine
 

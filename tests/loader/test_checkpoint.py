@@ -341,20 +341,6 @@ def test_checkpoint_on_s3_round_trips(
         ss.load_checkpoint(f"{bucket}/none/")
 
 
-def test_checkpoints_on_s3_start_no_obstore_threads(bucket: str, s3_env: None) -> None:
-    ss.save_checkpoint(f"{bucket}/run", step=1)
-    code = (
-        "import sys, pathlib, shardstream as ss\n"
-        "ss.load_checkpoint(sys.argv[1])\n"
-        "print([task.read_text() for task in pathlib.Path('/proc/self/task').glob('*/comm')])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, f"{bucket}/run"], check=True, capture_output=True, text=True
-    )
-    assert "python" in done.stdout
-    assert "tokio" not in done.stdout
-
-
 @pytest.mark.slow
 def test_faulty_server_gives_a_complete_checkpoint_or_an_error(
     bucket: str, s3_env: None, shaped_s3: ShapedS3

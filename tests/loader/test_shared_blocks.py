@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 SAMPLES, MANY = 90, 400
 READERS = pytest.mark.parametrize(
-    ("client", "context"), [("http", "fork"), ("s3fs", "fork"), ("obstore", "spawn")]
+    ("client", "context"), [("http", "fork"), ("http", "spawn"), ("s3fs", "fork")]
 )
 
 

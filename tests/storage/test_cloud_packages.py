@@ -1,4 +1,4 @@
-"""Test Google Cloud Storage and Azure where gcsfs and adlfs are installed next to obstore; .ci/run has an environment with them."""
+"""Test Google Cloud Storage and Azure where gcsfs and adlfs are installed; .ci/run has an environment with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.storage import Storage
+from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, OptionError
+from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_store
 from tests.servers import ServerMissingError, start_azurite, start_gcs_emulator
 
@@ -64,7 +65,6 @@ def test_dataset_is_packed_verified_and_read_by_workers(
     assert (report.samples, report.problems) == (12, ())
     for cache in (None, tmp_path, tmp_path):
         dataset = ss.ShardDataset(url, storage_options=options, cache_dir=cache, shuffle=True)
-        # A spawned worker has no clients of its parent: it reads with obstore where that is possible.
         loader = ss.ShardLoader(
             dataset.decode().to_tuple("cls"),
             batch_size=4,
@@ -73,3 +73,57 @@ def test_dataset_is_packed_verified_and_read_by_workers(
         )
         found = [int(label) for batch in loader for label in batch[0]]
         assert sorted(found) == list(range(12))
+
+
+# --- errors
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The connection string of an Azure server, with a container "test"."""
+    pytest.importorskip("adlfs")
+    try:
+        with start_azurite(tmp_path_factory.mktemp("azurite")) as connection_string:
+            yield connection_string
+    except ServerMissingError as error:
+        pytest.skip(str(error))
+
+
+def test_denied_access_to_azure_shows_no_secret(azure: str) -> None:
+    wrong = "d3Jvbmcta2V5LXdyb25nLWtleQ=="
+    parts = azure.split(";")
+    parts[2] = f"AccountKey={wrong}"
+    signature = "c2lnbmF0dXJl%3D"
+    shared = f"sv=1&sig={signature}"
+    for text in (
+        ";".join(parts),
+        f"BlobEndpoint={parts[3].partition('=')[2]};SharedAccessSignature={shared}",
+    ):
+        with pytest.raises(AccessDeniedError) as raised:
+            Storage({"connection_string": text}).read("az://test/none", 0, 5)
+        shown = f"{raised.value!r} {raised.value.__cause__!r}"
+        assert wrong not in shown
+        assert signature not in shown
+
+
+def test_missing_account_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("adlfs")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(OptionError, match="account_name") as raised:
+        Storage({"sas_token": "sv=1&sig=x"}).read("az://test/none", 0, 5)
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_missing_container_is_not_found(azure: str) -> None:
+    with pytest.raises(NotFoundError, match="not found; check the URL"):
+        Storage({"connection_string": azure}).read("az://nowhere/a", 0, 5)
+
+
+def test_replaced_file_is_an_error(place: tuple[str, dict[str, Any]]) -> None:
+    url, options = place
+    storage = Storage(options)
+    publish_bytes(storage, f"{url}/a.tar", b"old old old")
+    assert storage.read(f"{url}/a.tar", 0, 3) == b"old"
+    publish_bytes(Storage(options), f"{url}/a.tar", b"new new new")
+    with pytest.raises(ChangedError, match="shardstream index"):
+        storage.read(f"{url}/a.tar", 4, 7)

@@ -138,7 +138,7 @@ def while_handling_another_error(
         operation(storage, url)
 
 
-@pytest.mark.parametrize("client", ["http", "obstore", "s3fs", None])
+@pytest.mark.parametrize("client", ["http", "s3fs", None])
 def test_error_that_is_being_handled_does_not_make_a_file_missing(client: str | None) -> None:
     """A server fails while a caller handles the error of another file."""
     with raw_server(lambda _: response(500)) as server:

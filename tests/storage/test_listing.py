@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -14,7 +12,6 @@ from typing import Any
 import fsspec
 import pytest
 import s3fs
-from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
@@ -142,42 +139,6 @@ def test_s3_is_listed_in_pages_that_are_retried(
     assert all(file.version == 'ETag "c20ad4d76fe97759aa27a0c99bff6710"' for file in found)
     assert filesystem.pages.count("set/") > 2
     assert filesystem.pages.count("set/a/") == (0 if most_folders == 0 else 4)  # 7 names
-
-
-class Stream(AbstractFileSystem):  # type: ignore[misc]
-    """Lists as the file system on obstore, which cannot repeat a request: each stream breaks off after two pages."""
-
-    cachable = False
-    names: Sequence[str] = ()
-
-    def list_from(self, path: str, after: str | None) -> Iterator[list[dict[str, Any]]]:
-        found = [name for name in self.names if after is None or name > after.partition("/")[2]]
-        for first in range(0, len(found), 3):
-            if first > 3:
-                raise ConnectionResetError("lost")
-            yield [{"path": name, "size": 1, "e_tag": path} for name in found[first : first + 3]]
-
-
-def test_stream_that_breaks_off_goes_on_after_its_last_file() -> None:
-    filesystem = Stream()
-    filesystem.names = [f"set/{number:03d}" for number in range(20)]
-    found = Storage(filesystem=filesystem).find("bucket/set")
-    assert [file.url for file in found] == [f"bucket/{name}" for name in filesystem.names]
-
-
-class Repeating(Stream):
-    """Lists the same page without end."""
-
-    def list_from(self, path: str, after: str | None) -> Iterator[list[dict[str, Any]]]:  # noqa: ARG002
-        page = [{"path": f"set/{number}", "size": 1, "e_tag": path} for number in range(3)]
-        return itertools.repeat(page)
-
-
-def test_stream_that_repeats_a_page_is_an_error() -> None:
-    pages = Storage(filesystem=Repeating()).find_pages("bucket/set")
-    assert len(next(pages)) == 3
-    with pytest.raises(StorageError, match="not complete, but the server repeats a page"):
-        next(pages)
 
 
 def test_pages_of_s3_have_what_s3fs_lists_at_once(bucket: str, s3: S3Server) -> None:

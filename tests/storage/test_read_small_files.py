@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shardstream as ss
-from shardstream.storage import (
-    S3Settings,
-    Storage,
-    locate_shards,
-    publish_bytes,
-    read_small_files,
-    remove,
-)
+from shardstream.storage import Storage, locate_shards, publish_bytes, remove
 from tests.limits import set_limits
-from tests.raw_server import file_response, raw_server
+from tests.raw_server import Request, file_response, raw_server
 from tests.servers import S3Server
 
 MOST = 1 << 20
@@ -34,7 +25,7 @@ import sys
 import shardstream as ss
 for url in sys.argv[1:]:
     dataset = ss.ShardDataset(url, index="require")
-    print(len(dataset), *sorted({"s3fs", "obstore"} & {*sys.modules}))
+    print(len(dataset), *sorted({"s3fs"} & {*sys.modules}))
     print(len(dataset.pipeline.source.catalog._kept))
 print(sum(1 for _ in dataset), "s3fs" in sys.modules)
 """
@@ -86,102 +77,46 @@ def test_client_reports_a_denied_access(packed: str) -> None:
     assert "not-the-secret" not in done.stderr
 
 
-@pytest.fixture
-def settings(s3: S3Server) -> S3Settings:
-    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key, "token": None}
-    return S3Settings(region=s3.region, endpoint=s3.endpoint, credentials=lambda: keys)
-
-
 @pytest.mark.usefixtures("s3_env")
-def test_unusual_settings_and_keys_use_the_storage_client(
-    bucket: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = f"{bucket.removeprefix('s3://')}/file"
-    publish_bytes(Storage(), f"{bucket}/file", b"12")
-    assert read_small_files(settings, [path], MOST) == [b"12"]
-    assert read_small_files(settings, [path] * 20, MOST) == [b"12"] * 20
-    missing = f"{path}-none"
-    assert read_small_files(settings, [path, missing, path], MOST) == [b"12", None, None]
-    for change in (
-        {"verify": False},
-        {"virtual_hosts": True},
-        {"requester_pays": True},
-        {"credentials": None},
-        {"anonymous": True},  # the server refuses this request
-    ):
-        assert read_small_files(replace(settings, **change), [path], MOST) == [None]
-    for odd in (f"{path}/../file", f"{path}//", "./x"):
-        assert read_small_files(settings, [odd], MOST) == [None]
-    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    assert read_small_files(settings, [path], MOST) == [None]
-    monkeypatch.delenv("HTTP_PROXY")
-    assert read_small_files(settings, [path], 2) == [b"12"]
-    assert read_small_files(settings, [path], 1) == [None]
+def test_small_files_are_read_up_to_the_first_that_cannot(bucket: str) -> None:
+    storage, url = Storage(), f"{bucket}/file"
+    publish_bytes(storage, url, b"12")
+    assert storage.read_small_files([url], max_bytes=MOST) == [b"12"]
+    assert storage.read_small_files([url] * 20, max_bytes=MOST) == [b"12"] * 20
+    missing = f"{url}-none"
+    assert storage.read_small_files([url, missing, url], max_bytes=MOST) == [b"12", None, None]
+    assert storage.read_small_files([url], max_bytes=2) == [b"12"]
+    assert storage.read_small_files([url], max_bytes=1) == [None]
+    for odd in (f"{url}/../file", f"{url}//", "memory://x"):
+        assert storage.read_small_files([url, odd], max_bytes=MOST) == [None, None]
 
 
-def test_files_are_read_from_a_server_that_closes_each_connection(settings: S3Settings) -> None:
+def open_storage(endpoint: str, **options: Any) -> Storage:
+    return Storage({"key": "some", "secret": "thing", "endpoint_url": endpoint, **options})
+
+
+def test_files_are_read_from_a_server_that_closes_each_connection() -> None:
     """More than are requested at the same time."""
-    paths = [f"bucket/{number}" for number in range(20)]
+    urls = [f"s3://bucket/{number}" for number in range(20)]
     with raw_server(lambda request: file_response(request, request.target.encode())) as server:
-        found = read_small_files(replace(settings, endpoint=server.url), paths, MOST)
-    assert found == [f"/{path}".encode() for path in paths]
+        found = open_storage(server.url).read_small_files(urls, max_bytes=MOST)
+    assert found == [f"/{url[5:]}".encode() for url in urls]
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "region"),
-    [
-        ("http://user:hunter2@127.0.0.1:9", "us-east-1"),
-        ("127.0.0.1:9", "us-east-1"),
-        ("127.0.0.1", "us-east-1"),
-        ("http://:9", "us-east-1"),
-        ("ftp://127.0.0.1:9", "us-east-1"),
-        ("http://127.0.0.1:9/?x=1", "us-east-1"),
-        ("http://127.0.0.1:9/#x", "us-east-1"),
-        (None, "elsewhere.example/x"),
-        (None, "x@elsewhere.example"),
-        (None, "us-east-1\r\nX: y"),
-    ],
-)
-def test_no_request_is_sent_to_an_unusual_endpoint(
-    endpoint: str | None, region: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def connect(address: tuple[str, int], *_: object) -> None:
-        asked.append(address[0])
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    assert read_small_files(
-        replace(settings, endpoint=endpoint, region=region), ["b/key"], MOST
-    ) == [None]
-    assert asked == []
-
-
-@pytest.mark.parametrize(
-    "head",
+    "answer",
     [
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 10\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n0123456789",
+        b"HTTP/1.1 200 OK\r\n\r\n0123456789",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0123456789",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
+        b"",
     ],
 )
-def test_response_of_another_length_is_none(head: bytes, settings: S3Settings) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            connection = server.accept()[0]
-            with connection:
-                connection.recv(1 << 16)
-                connection.sendall(head + b"0123456789")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert read_small_files(replace(settings, endpoint=endpoint), ["b/key"], MOST) == [None]
-        thread.join()
+def test_response_that_is_not_the_file_is_none(answer: bytes) -> None:
+    with raw_server(lambda _: answer) as server:
+        assert open_storage(server.url).read_small_files(["s3://b/key"], max_bytes=MOST) == [None]
 
 
 WITH_CACHE = """
@@ -199,48 +134,27 @@ def test_cache_records_all_versions_at_once(packed: str, tmp_path: Path) -> None
     assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
-@pytest.fixture
-def silent() -> Iterator[str]:
-    """A server that accepts connections and sends nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_server_that_sends_nothing_times_out(silent: str, settings: S3Settings) -> None:
-    assert read_small_files(
-        replace(settings, endpoint=silent, read_timeout_s=0.1), ["b/key"], MOST
-    ) == [None]
-
-
 @pytest.mark.parametrize(
     ("begin", "piece"),
     [
+        (b"", b""),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n", b"x"),
         (b"HTTP/1.1 200 OK\r\n", b"a: b\r\n"),
         (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
     ],
 )
-def test_server_that_sends_slowly_times_out(
-    begin: bytes, piece: bytes, settings: S3Settings
-) -> None:
+def test_server_that_sends_slowly_or_nothing_times_out(begin: bytes, piece: bytes) -> None:
     """Each byte arrives within the timeout; all of them would take hours."""
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def drip() -> None:
-            connection = server.accept()[0]
-            with connection, suppress(OSError):
-                connection.sendall(begin)
-                while not ended.wait(0.01):
-                    connection.sendall(piece)
+    def drip(_: Request) -> Iterator[bytes]:
+        yield begin
+        while True:
+            time.sleep(0.01)
+            yield piece
 
-        thread = threading.Thread(target=drip)
-        thread.start()
-        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        slow = replace(settings, endpoint=endpoint, read_timeout_s=0.1)
-        assert read_small_files(slow, ["b/key"], MOST) == [None]
-        ended.set()
-        thread.join()
+    with raw_server(drip) as server:
+        storage = open_storage(server.url, read_timeout_s=0.1)
+        assert storage.read_small_files(["s3://b/key"], max_bytes=MOST) == [None]
 
 
 NAMES = [
@@ -256,14 +170,12 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_keys_of_any_name_are_signed_correctly(
-    name: str, bucket: str, s3: S3Server, settings: S3Settings
-) -> None:
+def test_keys_of_any_name_are_signed_correctly(name: str, bucket: str, s3: S3Server) -> None:
     client = s3.client()
     client.put_object(Bucket=bucket.removeprefix("s3://"), Key=name, Body=b"12")
     client.close()
-    path = f"{bucket.removeprefix('s3://')}/{name}"
-    assert read_small_files(settings, [path], MOST) == [b"12"]
+    storage = Storage(s3.storage_options)
+    assert storage.read_small_files([f"{bucket}/{name}"], max_bytes=MOST) == [b"12"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import sys
 import traceback
 import uuid
 from collections.abc import Callable
@@ -277,6 +278,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(module_of(Clients), "url_to_fs", missing)
+    monkeypatch.setitem(sys.modules, "botocore", None)
     with pytest.raises(OptionError, match=r"Install s3fs.*pip install \"\.\[s3\]\""):
         Storage().read("s3://b/a.tar")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,6 @@ from shardstream.errors import OptionError, StorageError
 from shardstream.storage import Storage, publish_bytes
 from tests.servers import S3Server, ServerMissingError, in_ci, start_tls
 from tests.small_datasets import numbered
-
-SELF_SIGNED = "certificate is self-signed, which obstore refuses; read with s3fs"
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +48,26 @@ def test_workers_read_the_same_data_as_the_main_process(bucket: str) -> None:
     assert len(list(loader)) == 2
 
 
-def test_obstore_without_s3fs_names_unsupported_tls_options(trusted: S3Server, bucket: str) -> None:
+@pytest.mark.parametrize("client", ["s3fs", "http"])
+@pytest.mark.parametrize("way", ["AWS_CA_BUNDLE", "SSL_CERT_FILE", "file", "no check"])
+def test_certificate_is_trusted_by_a_variable_or_an_option(
+    way: str, client: str, trusted: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish_bytes(Storage(), f"{bucket}/a", b"0123")
-    assert Storage({"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2) == b"01"
-    with pytest.raises(StorageError, match=SELF_SIGNED) as raised:
-        Storage({"s3_client": "obstore"}).read(f"{bucket}/a", 0, 2)
-    assert "CaUsedAsEndEntity" in str(raised.value)
+    options: dict[str, Any] = {"s3_client": client}
+    if way != "AWS_CA_BUNDLE":
+        certificate = os.environ["AWS_CA_BUNDLE"]
+        monkeypatch.delenv("AWS_CA_BUNDLE")
+        if way == "SSL_CERT_FILE":
+            monkeypatch.setenv("SSL_CERT_FILE", certificate)
+        else:
+            options["client_kwargs"] = {"verify": certificate if way == "file" else False}
+    storage = Storage(options)
+    assert storage.read(f"{bucket}/a", 0, 2) == b"01"
+    assert storage.info(f"{bucket}/a").size == 4
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore", "https"])
+@pytest.mark.parametrize("client", ["s3fs", "http", "https"])
 def test_untrusted_certificate_is_reported_at_once(client: str, tls: tuple[S3Server, Path]) -> None:
     server, _ = tls
     options: dict[str, Any] = server.storage_options | {"s3_client": client}
@@ -66,24 +76,23 @@ def test_untrusted_certificate_is_reported_at_once(client: str, tls: tuple[S3Ser
         options, url, message = {}, f"{server.endpoint}/b/a", "SSL_CERT_FILE"
     message = "certificate is not trusted; set " + message
     begun = time.monotonic()
-    with pytest.raises(
-        StorageError, match=SELF_SIGNED if client == "obstore" else message
-    ) as raised:
+    with pytest.raises(StorageError, match=message) as raised:
         Storage(options | {"retry_timeout_s": 1000, "read_timeout_s": 1000}).read(url, 0, 2)
     assert time.monotonic() - begun < 500
     assert not hasattr(raised.value, "__notes__")  # no retries
 
 
-def test_host_name_mismatch_is_reported(trusted: S3Server, bucket: str) -> None:
+@pytest.mark.parametrize("client", ["s3fs", "http"])
+def test_host_name_mismatch_is_reported(client: str, trusted: S3Server, bucket: str) -> None:
     options = {"endpoint_url": trusted.endpoint.replace("127.0.0.1", "localhost")}
     with pytest.raises(StorageError, match="server name that is in the certificate.*localhost"):
-        Storage(options | {"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2)
+        Storage(options | {"s3_client": client}).read(f"{bucket}/a", 0, 2)
 
 
 def test_bundle_that_is_missing_is_reported(
     trusted: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none.pem"))
-    for client in ("s3fs", "obstore"):
+    for client in ("s3fs", "http"):
         with pytest.raises(OptionError, match=r"none\.pem' does not exist; check AWS_CA_BUNDLE"):
             Storage({"s3_client": client}).read(f"{bucket}/a", 0, 2)

@@ -44,7 +44,7 @@ def test_globs_match_as_in_a_shell(tmp_path: Path, scheme: str) -> None:
         storage.glob(f"{root}/z/*.tar")
 
 
-@pytest.mark.parametrize("client", ["http", "obstore", "s3fs"])
+@pytest.mark.parametrize("client", ["http", "s3fs"])
 def test_glob_finds_a_shard_beside_a_folder_of_its_name(
     s3: S3Server, bucket: str, client: str
 ) -> None:

@@ -141,12 +141,15 @@ def read_with_obstore(case: Case) -> Callable[[], int]:
     import obstore  # noqa: PLC0415  (the other limits do without)
     from obstore.store import AzureStore  # noqa: PLC0415
 
-    from shardstream.storage import parse_azure_options  # noqa: PLC0415
-
-    settings = parse_azure_options({}, os.environ, _TIMEOUT_S)
-    assert settings is not None
+    parts = os.environ["AZURE_STORAGE_CONNECTION_STRING"].split(";")
+    given = {name: value for name, _, value in (part.partition("=") for part in parts)}
+    config: Any = {
+        "account_name": given["AccountName"],
+        "account_key": given["AccountKey"],
+        "endpoint": given["BlobEndpoint"],
+    }
     container, _, prefix = case.location.removeprefix("az://").partition("/")
-    store = AzureStore(container, config=settings.config, client_options={"allow_http": True})  # type: ignore[arg-type]
+    store = AzureStore(container, config=config, client_options={"allow_http": True})
     found = [meta for metas in obstore.list(store, prefix) for meta in metas]
     tars = [(meta["path"], meta["size"]) for meta in found if meta["path"].endswith(".tar")]
     step = sum(size for _, size in tars) // _BLOCKS if case.shuffle else _RANGE_BYTES

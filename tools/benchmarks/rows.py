@@ -207,9 +207,9 @@ def _azure(sizes: Sizes) -> Iterator[Setting]:
             ),
             corpus=sizes.photos,
             store="azure",
-            contestants=(OURS, "adlfs"),
+            contestants=(OURS,),
             limits=("limit-obstore",),
-            targets=(of_limit(0.8, "limit-obstore"), against("adlfs", 1)),
+            targets=(of_limit(0.8, "limit-obstore"),),
         )
 
 

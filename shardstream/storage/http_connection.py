@@ -1,0 +1,317 @@
+"""Send a request over a connection and receive its response, within the limits of a `Transfer`.
+
+A client library copies each body once or twice more, and reads headers without a limit on their time. Here bodies are received straight
+into the memory that is returned, over TLS, too.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import ssl
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+from shardstream.storage.http_status import HttpStatusError
+from shardstream.storage.response import ReceiveBuffer
+from shardstream.storage.transfer import Transfer
+
+_HEAD_BYTES = (
+    64 << 10
+)  # limit of a response's headers, of the trailers of its body, and of an error's body
+_LINE_BYTES = 4 << 10  # limit of the line before a chunk
+_RECEIVE_BYTES = 16 << 10
+# A thread is woken when so many bytes of a body have arrived (SO_RCVLOWAT, socket(7)) or after this time, not for each packet.
+_WAKE_BYTES, _WAKE_AFTER_S = 256 << 10, 1.0
+# A receive over TLS returns one record, of at most 16 KiB. Several are received before the time is compared with its limits.
+_RECORDS_BYTES, _RECORDS_S = 256 << 10, 0.1
+_END = b"\r\n\r\n"
+_STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-5]\d\d)(?![^ ])", re.ASCII)
+_LENGTH = re.compile(r"\d{1,18}", re.ASCII)
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;.*)?")
+_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
+_REGION = re.compile(r"<Region>([^<]{1,100})</Region>")
+
+
+class ResponseHead(NamedTuple):
+    """Status line and headers of a response."""
+
+    status: int
+    text: str
+    """Status and reason."""
+    headers: dict[str, str]
+    """By name in lower case."""
+    rest: bytes
+    """First bytes of the body, which came with the headers."""
+
+    @property
+    def closes(self) -> bool:
+        """Whether the server closes the connection after the body."""
+        return self.headers.get("connection", "").lower() == "close"
+
+    @property
+    def length(self) -> int | None:
+        """Length of the body; None if the server does not send it."""
+        value = self.headers.get("content-length", "")
+        is_sent = _LENGTH.fullmatch(value) and "transfer-encoding" not in self.headers
+        return int(value) if is_sent else None
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether the body is sent in chunks, after the last of which it is known to be whole."""
+        return self.headers.get("transfer-encoding", "").lower() == "chunked"
+
+
+def connect(
+    host: str, port: int, context: ssl.SSLContext | None, timeout_s: float
+) -> socket.socket:
+    """Connect to a server, over TLS if there is a context.
+
+    Raises:
+        OSError: If that takes longer, or the certificate is not trusted or of another host.
+    """
+    connection = socket.create_connection((host, port), timeout_s)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return (
+            connection if context is None else context.wrap_socket(connection, server_hostname=host)
+        )
+    except BaseException:
+        connection.close()
+        raise
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Return whether a connection that is at the end of a response can be used again: the server has not closed it."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return not poll.poll(0)
+
+
+def end_receive(connection: socket.socket) -> None:
+    """End what another thread receives: a close would not wake it."""
+    with suppress(OSError):  # it has ended already
+        # That of an `SSLSocket` would drop its keys first: the other thread would receive encrypted bytes as data.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def receive_head(connection: socket.socket, transfer: Transfer) -> ResponseHead:
+    """Receive status and headers of the answer, after any that only announce it (100 Continue, 103 Early Hints).
+
+    Raises:
+        TimeoutError: If they have not arrived whole in time.
+        OSError: If the connection ends before, or they are not those of an HTTP response.
+    """
+    data, received = b"", 0
+    while True:
+        while (size := data.find(_END)) < 0:
+            connection.settimeout(transfer.left_s)
+            more = connection.recv(_RECEIVE_BYTES)
+            if not more:
+                raise ConnectionResetError("the server closed the connection without a response")
+            data += more
+            received += len(more)
+            if received > _HEAD_BYTES:
+                raise OSError(f"no end of the response's headers in {_HEAD_BYTES} bytes")
+        head = _parse_head(data[:size], data[size + len(_END) :])
+        if head.status >= 200 or head.status == 101:
+            transfer.begin_body()
+            return head
+        data = head.rest
+
+
+def _parse_head(data: bytes, rest: bytes) -> ResponseHead:
+    first, *lines = data.decode("latin-1").split("\r\n")
+    found = _STATUS_LINE.match(first)
+    if found is None:
+        raise OSError(f"not a response of HTTP/1.1: {first[:80]!r}")
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        value = value.strip()
+        if headers.setdefault(name.lower(), value) != value and name.lower() == "content-length":
+            raise OSError("two different lengths of one response")
+    if found[1] == "HTTP/1.0":
+        headers["connection"] = "close"
+    return ResponseHead(int(found[2]), f"{found[2]}{first[found.end() :]}", headers, rest)
+
+
+def receive_body(
+    connection: socket.socket, rest: bytes, body: ReceiveBuffer, size: int, transfer: Transfer
+) -> tuple[int, Exception | None]:
+    """Receive ``size`` bytes, the first of which came with the headers; return how many arrived, and why no more."""
+    got = min(len(rest), size)
+    body.fill(rest[:got])
+    receive = _receive_records if isinstance(connection, ssl.SSLSocket) else _receive_some
+    try:
+        while got < size and (more := receive(connection, body, size - got, transfer)):
+            body.advance(more)
+            got += more
+            transfer.receive(more)
+    except TimeoutError:
+        return got, transfer.late()
+    except OSError as broken:
+        return got, broken
+    if got < size:
+        return got, ConnectionResetError(f"the connection ended after {got} of {size} bytes")
+    return got, None
+
+
+def _receive_some(
+    connection: socket.socket, body: ReceiveBuffer, size: int, transfer: Transfer
+) -> int:
+    """Receive the next bytes of a body; return how many, 0 if the connection has ended.
+
+    Raises:
+        TimeoutError: If none arrives in time.
+    """
+    if size > _WAKE_BYTES:
+        _set_wake(connection, _WAKE_BYTES)
+        connection.settimeout(min(transfer.left_s / 2, _WAKE_AFTER_S))
+        try:
+            return connection.recvmsg_into(body.next_pieces(size))[0]
+        except TimeoutError:  # fewer bytes: a slow connection
+            pass
+        finally:
+            _set_wake(connection, 1)
+    connection.settimeout(transfer.left_s)
+    return connection.recvmsg_into(body.next_pieces(size))[0]
+
+
+def _set_wake(connection: socket.socket, nbytes: int) -> None:
+    with suppress(OSError):  # a sandbox that does not know it
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+
+def _receive_records(
+    connection: socket.socket, body: ReceiveBuffer, size: int, transfer: Transfer
+) -> int:
+    """Receive the next bytes of a body over TLS; return how many, 0 if the connection has ended.
+
+    Raises:
+        TimeoutError: If none arrives in time.
+    """
+    piece = body.next_pieces(min(size, _RECORDS_BYTES))[0]
+    connection.settimeout(transfer.left_s)
+    got, until = 0, time.monotonic() + _RECORDS_S
+    while got < len(piece):
+        try:
+            more = connection.recv_into(piece[got:])
+        except OSError:
+            if got:  # the next receive fails, too
+                break
+            raise
+        got += more
+        if not more or time.monotonic() > until:
+            break
+    return got
+
+
+def receive_chunks(
+    connection: socket.socket, rest: bytes, limit: float, transfer: Transfer
+) -> tuple[bytes, bool, Exception | None]:
+    """Receive a body in chunks, up to ``limit`` bytes or a few more.
+
+    Returns:
+        The bytes, whether the last chunk and the trailers have arrived, and why the bytes end early.
+
+    Raises:
+        OSError: If the body is malformed.
+    """
+    source, parts = _ChunkSource(connection, rest, transfer), list[bytes]()
+    size, is_whole = 0, False
+    try:
+        while not is_whole and size <= limit:
+            left = source.chunk_size()
+            is_whole = not left
+            while left and size <= limit:
+                parts.append(source.take(left))
+                left -= len(parts[-1])
+                size += len(parts[-1])
+                transfer.receive(len(parts[-1]))
+            source.end_chunk(is_last=is_whole)
+    except TimeoutError:
+        return b"".join(parts), False, transfer.late()
+    except _MalformedError:  # its bytes may be no bytes of the file
+        raise
+    except OSError as broken:
+        return b"".join(parts), False, broken
+    return b"".join(parts), is_whole and not source.data, None
+
+
+class _MalformedError(OSError):
+    """A body whose chunks are no chunks."""
+
+
+class _ChunkSource:
+    """The lines and bytes of a body in chunks (RFC 9112, 7.1)."""
+
+    def __init__(self, connection: socket.socket, data: bytes, transfer: Transfer) -> None:
+        self._connection, self.data, self._transfer = connection, data, transfer
+
+    def chunk_size(self) -> int:
+        found = _CHUNK.fullmatch(self._line())
+        if found is None:
+            raise _MalformedError("a chunk of the response does not begin with its length")
+        return int(found[1], 16)
+
+    def end_chunk(self, *, is_last: bool) -> None:
+        """Receive the end of a chunk, after the last one with the trailers, which are ignored."""
+        received = 0
+        while line := self._line():
+            received += len(line)
+            if not is_last or received > _HEAD_BYTES:
+                raise _MalformedError("a chunk of the response is longer than its length")
+
+    def take(self, size: int) -> bytes:
+        if not self.data:
+            self._receive(min(size, _RECORDS_BYTES))
+        found, self.data = self.data[:size], self.data[size:]
+        return found
+
+    def _line(self) -> bytes:
+        while b"\r\n" not in self.data:
+            if len(self.data) > _LINE_BYTES:
+                raise _MalformedError("a line between the chunks of the response has no end")
+            self._receive(_RECEIVE_BYTES)
+        line, _, self.data = self.data.partition(b"\r\n")
+        return line
+
+    def _receive(self, size: int) -> None:
+        self._connection.settimeout(self._transfer.left_s)
+        more = self._connection.recv(size)
+        if not more:
+            raise ConnectionResetError("the connection ended before the last chunk")
+        self.data += more
+
+
+def receive_error(
+    connection: socket.socket, head: ResponseHead, transfer: Transfer
+) -> HttpStatusError:
+    """Return the error of a response, with the server's code and message, or as much of it as arrives in time."""
+    body = head.rest
+    is_sent = head.length != 0 and (head.length or "transfer-encoding" in head.headers)
+    # The length may be missing, and a chunked body need not be decoded to find its code.
+    while (
+        is_sent
+        and b"</Error>" not in body
+        and len(body) < min(head.length or _HEAD_BYTES, _HEAD_BYTES)
+    ):
+        try:
+            connection.settimeout(transfer.left_s)
+            more = connection.recv(_RECEIVE_BYTES)
+        except OSError:
+            break
+        if not more:
+            break
+        body += more
+    text = body.decode("utf-8", "replace")
+    code, region = _CODE.search(text), _REGION.search(text)
+    return HttpStatusError(
+        head.status,
+        f"{head.text[4:]}: {text}",
+        code=code and code[1],
+        region=head.headers.get("x-amz-bucket-region") or (region and region[1]),
+    )
