@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Numbers
+from shardstream.catalog.base import Catalog
 from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
-from shardstream.catalog.join_keys import match_keys, read_column, read_keys
+from shardstream.catalog.join_keys import Places, match_keys, read_column, read_keys
 from shardstream.catalog.subset_catalog import SubsetCatalog
 from shardstream.errors import OptionError, get_logger, plural
 from shardstream.format import KEY_COLUMN, is_meta_name
@@ -171,19 +171,16 @@ def _check_defaults(missing: JoinMissing, parts: Sequence[JoinPart]) -> None:
         )
 
 
-def _count_used(numbers: Numbers, nsamples: int) -> int:
+def _count_used(numbers: Places, nsamples: int) -> int:
     """Return how many of the samples 0 to ``nsamples - 1`` are named."""
     is_used = np.zeros(nsamples, dtype=bool)
     is_used[numbers[numbers >= 0]] = True
     return int(is_used.sum())
 
 
-def _compact(numbers: Numbers) -> Numbers | None:
-    """Return None for the numbers 0, 1, 2, ...: the datasets have one order. Else numbers of 32 bits where these hold them."""
-    if np.array_equal(numbers, np.arange(len(numbers))):
-        return None
-    small = numbers.max(initial=0) <= np.iinfo(np.int32).max
-    return numbers.astype(np.int32) if small else numbers
+def _compact(numbers: Places) -> Places | None:
+    """Return None for the numbers 0, 1, 2, ...: the datasets have one order."""
+    return None if np.array_equal(numbers, np.arange(len(numbers))) else numbers
 
 
 def _defaults_of(part: JoinPart, defaults: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -202,7 +199,7 @@ def _check_lengths(catalogs: Sequence[Catalog]) -> None:
             )
 
 
-def _refuse_missing(keys: Any, found: Sequence[Numbers], catalogs: Sequence[Catalog]) -> None:
+def _refuse_missing(keys: Any, found: Sequence[Places], catalogs: Sequence[Catalog]) -> None:
     for numbers, catalog in zip(found, catalogs[1:], strict=True):
         absent = np.flatnonzero(numbers < 0)
         if len(absent):

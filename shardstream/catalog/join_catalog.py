@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers
 from shardstream.errors import plural
@@ -30,7 +31,7 @@ class JoinPart:
     """
 
     catalog: Catalog
-    numbers: Numbers | None = None
+    numbers: npt.NDArray[np.signedinteger[Any]] | None = None
     fields: Mapping[str, str] | None = None
     defaults: Mapping[str, bytes]
     is_strict: bool = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.base import Catalog, Numbers
+from shardstream.catalog.base import Catalog
 from shardstream.catalog.sample_columns import read_all_columns
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.catalog.subset_catalog import SubsetCatalog
@@ -18,10 +18,10 @@ from shardstream.errors import IndexMismatchError, OptionError, get_logger, plur
 from shardstream.format import (
     KEY_COLUMN,
     ForwardReader,
+    ReadAt,
     TarDiagnostics,
     import_parquet,
-    iter_whole,
-    scan_members,
+    scan_shard,
 )
 from shardstream.storage import RangeStream
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
+Places = npt.NDArray[np.signedinteger[Any]]
 _Hashes = npt.NDArray[np.uint64]
 
 _SCAN_READ_BYTES = 1 << 20
@@ -76,8 +77,8 @@ def read_keys(catalog: Catalog) -> pa.ChunkedArray | None:
     if not isinstance(catalog, ShardCatalog):
         return None
     _log.warning(
-        "the keys of %s in %s are read from the shards, all their bytes; 'shardstream index --columns __key__' on their folder does so once",
-        plural(len(catalog), "sample"), catalog.url_of(0),
+        "the keys of %s in %s are read from %s; 'shardstream index --columns __key__' on their folder does so once",
+        plural(len(catalog), "sample"), catalog.url_of(0), "their headers" if catalog.is_local else "the shards, all bytes",
     )  # fmt: skip
     pa, _ = import_parquet()
     shards, chunks = range(catalog.num_shards), list[Any]()
@@ -92,11 +93,14 @@ def _scan_keys(catalog: ShardCatalog, shard: int) -> list[str]:
     """Return the keys of a shard, by the headers of its members."""
     info, storage = catalog.shards[shard], catalog.storage
     size = info.filesize or storage.info(info.url).size
-    stream = RangeStream(storage, info.url, size, min_read_bytes=_SCAN_READ_BYTES)
-    read = ForwardReader(stream, chunk_bytes=_SCAN_READ_BYTES)
-    keys = scan_members(
-        iter_whole(read, end=size, shard=info.url, diagnostics=TarDiagnostics()), shard=info.url
-    ).keys
+    read: ReadAt
+    if catalog.is_local:
+        tar = catalog.map_shard(shard)
+        read = lambda at, length: bytes(tar[at : at + length])  # pages of headers only
+    else:
+        stream = RangeStream(storage, info.url, size, min_read_bytes=_SCAN_READ_BYTES)
+        read = ForwardReader(stream, chunk_bytes=_SCAN_READ_BYTES)
+    keys = scan_shard(read, end=size, shard=info.url, diagnostics=TarDiagnostics()).keys
     if len(keys) != info.nsamples:
         raise IndexMismatchError(
             f"{plural(len(keys), 'sample')} in the tar, {info.nsamples} in its index",
@@ -106,7 +110,7 @@ def _scan_keys(catalog: ShardCatalog, shard: int) -> list[str]:
     return keys
 
 
-def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog) -> Numbers:
+def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog) -> Places:
     """Return for each key the number of the sample of another dataset that has it; -1 for none.
 
     Keys are found by 64-bit hashes, 16 bytes a key, and then compared: Arrow's own tables take 100 bytes a key, and four times as long.
@@ -120,10 +124,13 @@ def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog)
         OptionError: If several of its samples have one of the keys.
     """
     hashes = _hash_all(theirs)
-    order = np.argsort(hashes, kind="stable")
-    hashes = hashes[order]
+    small: type[np.signedinteger[Any]] = np.int64
+    if len(hashes) <= np.iinfo(np.int32).max:  # half the memory
+        small = np.int32
+    order = np.argsort(hashes, kind="stable").astype(small)
+    hashes.sort(kind="stable")  # in place: as hashes[order], without a copy
     shared = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
-    numbers = np.full(len(keys), -1, dtype=np.int64)
+    numbers = np.full(len(keys), -1, dtype=small)
     of_shared: list[int] = []  # places of keys whose hash several samples have
     first = 0
     for block in _blocks(keys) if len(hashes) else ():
@@ -143,7 +150,7 @@ def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog)
     return numbers
 
 
-def _drop_others(numbers: Numbers, keys: pa.ChunkedArray, theirs: pa.ChunkedArray) -> None:
+def _drop_others(numbers: Places, keys: pa.ChunkedArray, theirs: pa.ChunkedArray) -> None:
     """Set the numbers to -1 where another key has the same hash."""
     import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
 
@@ -156,11 +163,11 @@ def _drop_others(numbers: Numbers, keys: pa.ChunkedArray, theirs: pa.ChunkedArra
 
 
 def _match_shared(
-    numbers: Numbers,
+    numbers: Places,
     mine: Sequence[int],
     keys: pa.ChunkedArray,
     theirs: pa.ChunkedArray,
-    candidates: Numbers,
+    candidates: Places,
     catalog: Catalog,
 ) -> None:
     """Match the keys whose hash several samples of the other dataset have.
