@@ -414,9 +414,10 @@ def test_types_of_two_shards_are_united_or_refused(tmp_path: Path) -> None:
 
 
 def test_repeated_keys_of_a_dataset_cannot_be_chosen(tmp_path: Path) -> None:
-    with ss.ShardWriter(tmp_path / "{shard}.tar", max_samples=1, columns="cls") as writer:
-        for number in range(3):
-            writer.write({"__key__": "same" if number else "other", "cls": number})
+    for number, key in enumerate(("other", "same", "same")):
+        ss.write_shard(tmp_path / f"{number}.tar", [{"__key__": key, "cls": number}])
+    (warning,) = ss.index(tmp_path, columns="cls").warnings
+    assert "the key 'same' comes twice, in 1.tar and in 2.tar; keys must differ" in warning
     assert keys_of(str(tmp_path), keys=["other"]) == ["other"]
     with pytest.raises(OptionError, match="2 samples have the key 'same'"):
         ss.ShardDataset(tmp_path, keys=["same"])

@@ -445,3 +445,16 @@ def test_numpy_and_bytes_fields_in_one_sample(tmp_path: Path) -> None:
     with ShardWriter(tmp_path) as writer:
         writer.write({"__key__": "a", "npy": np.arange(3), "json": {"a": 1}, "raw": b"x"})
     assert list(samples_of(tmp_path / "000000.tar")[0])[2:] == ["npy", "json", "raw"]
+
+
+def test_key_in_two_shards_is_refused_before_publication(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, max_samples=2)
+    for key in ("a", "b", "c", "d", "e", "b", "a"):
+        writer.write({"__key__": key, "txt": key})
+    repeated = r"'b' comes twice, in 000000\.tar and in 000002\.tar, and so do 1 other key; nothing"
+    with pytest.raises(ss.SourceError, match=repeated):
+        writer.close()
+    with pytest.raises(ss.UnfinishedError):
+        ss.ShardDataset(str(tmp_path))
+    write_some(tmp_path, overwrite=True)
+    assert ss.verify(str(tmp_path)).problems == ()

@@ -16,6 +16,7 @@ from shardstream.format import (
     ShardInfo,
     encode_index,
 )
+from shardstream.packing.job.key_hashes import KeyHashes, hash_keys, place_of
 from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
@@ -53,6 +54,7 @@ class PartWriter:
         name: Returns the name of a shard by its number in the part, from 0.
         check_owner: Called before each shard is published; raises if another job has taken the folder over.
         replaces: Whether shards of these names may exist already.
+        keeps_keys: Whether to fill `keys`.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PartWriter:
         name: Callable[[int], str],
         check_owner: Callable[[], None],
         replaces: bool = False,
+        keeps_keys: bool = False,
     ) -> None:
         self.nsamples = 0
         """Samples so far."""
@@ -75,7 +78,10 @@ class PartWriter:
         self.columns: list[ColumnSummary] = []
         """Number and type of the values of columns, for each finished shard."""
         self._folder, self._limits, self._name = folder, limits, name
+        self.keys: KeyHashes | None = None
+        """Keys of the shards, if they are kept and there are several shards; within one, keys differ."""
         self._check_owner, self._replaces = check_owner, replaces
+        self._keeps_keys = keeps_keys
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._begun = 0
@@ -106,6 +112,7 @@ class PartWriter:
                 shard.nsamples >= self._limits.max_samples
                 or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._limits.max_bytes
             ):
+                self._add_keys(shard)
                 self._end_shard()
             (self._shard or self._begin_shard()).add(key, fields, pieces)
         except SampleError:  # nothing of it was written: the shard is as it was
@@ -124,6 +131,8 @@ class PartWriter:
         """
         self._check_usable()
         try:
+            if self._shard is not None and self._begun > 1:
+                self._add_keys(self._shard)
             self._end_shard()
         except BaseException as error:
             self._error = error
@@ -175,6 +184,8 @@ class PartWriter:
         if self._pending is not None:
             self._pending.discard()
             self._pending = self._shard = None
+        if self.keys is not None:
+            self.keys.close()
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._publishing.shutdown(wait=True)
 
@@ -192,6 +203,11 @@ class PartWriter:
         )
         self._begun += 1
         return self._shard
+
+    def _add_keys(self, shard: TarShard) -> None:
+        if self._keeps_keys:
+            self.keys = self.keys or KeyHashes()
+            self.keys.add(hash_keys(shard.keys), place_of(self._begun - 1, shard.nsamples))
 
     def _end_shard(self) -> None:
         """Finish the current shard, if there is one, and hand it over to be published; wait while two others are in flight."""

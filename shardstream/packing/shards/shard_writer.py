@@ -18,6 +18,7 @@ from shardstream.packing.job.destination import (
     remove_shard,
 )
 from shardstream.packing.job.journal import WRITER_TASK, Journal
+from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
@@ -93,6 +94,7 @@ class ShardWriter:
             name=names.name,
             check_owner=self._prepare_first_change,
             replaces=self._destination.replaces,
+            keeps_keys=True,
         )
 
     @property
@@ -127,7 +129,7 @@ class ShardWriter:
         """Encode a sample (see `encode_field`) and append it.
 
         ``__key__`` is its key, by default its running number ("00000000"); other names like ``__this__`` are left out. Keys
-        must differ within a shard, and should in the dataset.
+        must differ: those of one shard are compared at once, those of the dataset by `close`.
 
         Raises:
             SampleError: If it cannot be encoded, or would not read back equal; then nothing of it is written.
@@ -155,7 +157,9 @@ class ShardWriter:
 
         Raises:
             SampleError: If no sample was written.
-            StorageError: If a shard or the manifest cannot be written; then the dataset is not published.
+            SourceError: If two samples have one key; then the dataset is not published.
+            StorageError: If a shard or the manifest cannot be written, or the temporary folder of the keys (16 bytes each, from 500,000 on) is
+                full; then the dataset is not published.
         """
         if not self._is_open:
             return
@@ -173,6 +177,8 @@ class ShardWriter:
                     _log.warning("%s: %s", self.folder, warning)
             self._prepare_first_change()
             self._part.check_in_place()
+            if self._part.keys is not None:
+                refuse_repeated_keys(self._part.keys, self._part.shards, self._folder)
             self._remove_stale()
             self._publish()
             self._remove_journal()
