@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import socketserver
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,15 @@ def file_response(request: Request, data: bytes, **headers: str) -> bytes:
 
 
 @contextmanager
-def raw_server(answer: Answer) -> Iterator[RawServer]:
-    """Run a server that sends the bytes that ``answer`` returns, or yields piece by piece, and closes the connection."""
-    server = RawServer("")
+def raw_server(answer: Answer, certificate: tuple[Path, Path] | None = None) -> Iterator[RawServer]:
+    """Run a server that sends the bytes that ``answer`` returns, or yields piece by piece, and closes the connection.
+
+    With the files of a certificate and its key it serves https.
+    """
+    server, context = RawServer(""), None
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
     lock = threading.Lock()
 
     class Handler(socketserver.StreamRequestHandler):
@@ -88,8 +97,16 @@ def raw_server(answer: Answer) -> Iterator[RawServer]:
         daemon_threads = True
         request_queue_size = 64
 
+        def get_request(self) -> tuple[socket.socket, object]:
+            connection, address = super().get_request()
+            if context is not None:
+                connection = context.wrap_socket(
+                    connection, server_side=True, do_handshake_on_connect=False
+                )
+            return connection, address
+
     with Server(("127.0.0.1", 0), Handler) as running:
-        server.url = f"http://127.0.0.1:{running.server_address[1]}"
+        server.url = f"http{'s' * (context is not None)}://127.0.0.1:{running.server_address[1]}"
         thread = threading.Thread(target=running.serve_forever, args=(0.02,))
         thread.start()
         try:

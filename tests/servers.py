@@ -446,14 +446,9 @@ def start_tls(workdir: Path, s3: S3Server) -> Iterator[tuple[S3Server, Path]]:
     nginx = shutil.which(
         "nginx", path=f"{os.environ.get('PATH', '')}{os.environ.get('SERVERS_PATH', ':/usr/sbin')}"
     )
-    openssl = shutil.which("openssl")
-    if nginx is None or openssl is None:
-        raise ServerMissingError("nginx or openssl is missing (nginx-light, openssl)")
-    workdir.mkdir(parents=True, exist_ok=True)
-    key, certificate = workdir / "key.pem", workdir / "cert.pem"
-    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    if nginx is None:
+        raise ServerMissingError("nginx is missing (nginx-light)")
+    certificate, _ = make_certificate(workdir)
     with _one_start_at_a_time():
         port = _find_free_ports(1)
         (workdir / "nginx.conf").write_text(
@@ -472,6 +467,23 @@ def start_tls(workdir: Path, s3: S3Server) -> Iterator[tuple[S3Server, Path]]:
     finally:
         process.terminate()
         process.wait()
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a self-signed certificate of 127.0.0.1; return its file, and that of its key.
+
+    Raises:
+        ServerMissingError: openssl is not installed.
+    """
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        raise ServerMissingError("openssl is missing (openssl)")
+    folder.mkdir(parents=True, exist_ok=True)
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    return certificate, key
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:

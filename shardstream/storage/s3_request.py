@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import ssl
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -63,6 +64,16 @@ def s3fs_only_path(path: str) -> str | None:
     return None
 
 
+class _Bucket(NamedTuple):
+    """Where the objects of a bucket are."""
+
+    server: Server
+    url: str
+    """Without a path."""
+    path: str
+    region: str
+
+
 class S3Requests:
     """Makes the GETs of one S3 service.
 
@@ -72,7 +83,8 @@ class S3Requests:
 
     def __init__(self, settings: S3Settings) -> None:
         self._settings = settings
-        self._regions: dict[str, str] = {}  # of buckets that are in another one
+        self._buckets: dict[str, _Bucket] = {}
+        self._sign = _signer(settings)
 
     def get(self, path: str, start: int, end: int | None) -> tuple[Server, bytes]:
         """Return the server of an object, and the request of a range of it, with the credentials of this moment.
@@ -80,51 +92,64 @@ class S3Requests:
         Raises:
             Exception: An error of botocore, if there are no credentials.
         """
-        bucket, _, key = path.partition("/")
-        region = self._regions.get(bucket, self._settings.region)
-        url = _service_url(self._settings, region)
-        host = str(url.hostname)
-        has_label = _HOST_LABEL.fullmatch(bucket) and not _IP_ADDRESS.search(host)
-        if self._settings.virtual_hosts and has_label:
-            host, path = f"{bucket}.{host}", key
-        target = f"{url.path.rstrip('/')}/{quote(path, safe='/~')}"
-        server = _server(url, host)
-        headers = {"Host": server.authority}
-        headers |= self._sign(f"{url.scheme}://{server.authority}{target}", region)
+        name, _, key = path.partition("/")
+        bucket = self._buckets.get(name) or self._locate(name, self._settings.region)
+        target = f"{bucket.path}/{quote(key, safe='/~')}"
+        headers = {"Host": bucket.server.authority}
+        headers |= self._sign(bucket.url + target, bucket.region)
         headers |= range_header(start, end)
         lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
-        return server, "\r\n".join([*lines, "", ""]).encode("latin-1")
+        return bucket.server, "\r\n".join([*lines, "", ""]).encode("latin-1")
 
     def learn_region(self, path: str, error: HttpStatusError) -> bool:
         """Remember the region of a bucket that an error names; return False if it names none, or the one that was asked.
 
         The next request goes to the same endpoint, or to AWS's host of that region, whatever host a redirect names.
         """
-        bucket, region = path.partition("/")[0], error.region
+        name, region = path.partition("/")[0], error.region
         rule = _AWS_REGION if self._settings.endpoint is None else _REGION
-        if region is None or not rule.fullmatch(region):
+        if region is None or not rule.fullmatch(region) or region == self._buckets[name].region:
             return False
-        if region == self._regions.get(bucket, self._settings.region):
-            return False
-        self._regions[bucket] = region
+        self._locate(name, region)
         return True
 
-    def _sign(self, url: str, region: str) -> dict[str, str]:
-        headers = {"x-amz-request-payer": "requester"} if self._settings.requester_pays else {}
-        found = self._settings.credentials
-        if self._settings.anonymous or found is None:
-            return headers
-        from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
-        from botocore.awsrequest import AWSRequest  # noqa: PLC0415
-        from botocore.credentials import Credentials  # noqa: PLC0415
+    def _locate(self, name: str, region: str) -> _Bucket:
+        url = _service_url(self._settings, region)
+        host, path = str(url.hostname), url.path.rstrip("/")
+        if (
+            self._settings.virtual_hosts
+            and _HOST_LABEL.fullmatch(name)
+            and not _IP_ADDRESS.search(host)
+        ):
+            host = f"{name}.{host}"
+        else:
+            path += f"/{quote(name, safe='~')}"
+        server = _server(url, host)
+        bucket = _Bucket(server, f"{url.scheme}://{server.authority}", path, region)
+        self._buckets[name] = bucket
+        return bucket
 
+
+def _signer(settings: S3Settings) -> Callable[[str, str], dict[str, str]]:
+    """Return a function that makes the headers of a GET of a URL in a region, with the credentials of that moment."""
+    paid = {"x-amz-request-payer": "requester"} if settings.requester_pays else {}
+    found = settings.credentials
+    if settings.anonymous or found is None:
+        return lambda *_: paid
+    from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
+    from botocore.awsrequest import AWSRequest  # noqa: PLC0415
+    from botocore.credentials import Credentials  # noqa: PLC0415
+
+    def sign(url: str, region: str) -> dict[str, str]:
         known: dict[str, Any] = found()
         credentials = Credentials(
             known["access_key_id"], known["secret_access_key"], known["token"]
         )
-        request = AWSRequest("GET", url, headers=headers)
+        request = AWSRequest("GET", url, headers=paid)
         S3SigV4Auth(credentials, "s3", region).add_auth(request)
         return dict(request.headers.items())
+
+    return sign
 
 
 def _service_url(settings: S3Settings, region: str) -> SplitResult:

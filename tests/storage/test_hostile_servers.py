@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardstream as ss
 from shardstream.errors import StorageError
-from shardstream.storage import Storage
+from shardstream.storage import Cancellation, ReceiveBuffer, Storage
 from tests.attack import survived
 from tests.limits import set_limits
-from tests.raw_server import Answer, RawServer, Request, raw_server, response
+from tests.raw_server import Answer, RawServer, Request, file_response, raw_server, response
+from tests.servers import ServerMissingError, in_ci, make_certificate
 
 MEMORY_BYTES = 1 << 30
 HEAD = response(206, Content_Range="bytes 0-99999/100000", Content_Length="100000", ETag='"a"')
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 S3 = {"key": "some", "secret": "thing"}
-CLIENTS = ("http", "s3fs", "web")
+CLIENTS = ("http", "https", "s3fs", "web")
 
 
 def open_file(client: str, server: RawServer) -> tuple[Storage, str]:
     options: dict[str, Any] = {"read_timeout_s": 0.8, "retry_timeout_s": 0.3}
     if client == "web":
         return Storage(options), f"{server.url}/folder/a.tar"
+    if client == "https":
+        client, options = "http", options | {"client_kwargs": {"verify": False}}
     options |= S3 | {"endpoint_url": server.url, "s3_client": client}
     return Storage(options), "s3://bucket/folder/a.tar"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    try:
+        return make_certificate(tmp_path_factory.mktemp("certificate"))
+    except ServerMissingError as error:
+        if in_ci():
+            raise
+        pytest.skip(str(error))
 
 
 def slowly(data: Iterable[bytes]) -> Iterator[bytes]:
@@ -94,11 +110,32 @@ def byte_by_byte(request: Request) -> bytes:
         (byte_by_byte, "the connection broke off"),
     ],
 )
-def test_read_ends(answer: Answer, message: str, client: str) -> None:
-    with raw_server(answer) as server:
+def test_read_ends(
+    answer: Answer, message: str, client: str, request: pytest.FixtureRequest
+) -> None:
+    certificate = request.getfixturevalue("certificate") if client == "https" else None
+    with raw_server(answer, certificate) as server:
         storage, url = open_file(client, server)
         outcome = survived(lambda: storage.read(url, 0, 100_000), memory_bytes=MEMORY_BYTES)
     assert re.match(f"StorageError: .*({message})", outcome)
+
+
+def test_cancelled_read_over_tls_writes_no_encrypted_bytes(certificate: tuple[Path, Path]) -> None:
+    data = b"x" * (16 << 20)
+    with raw_server(lambda request: file_response(request, data), certificate) as server:
+        storage, url = open_file("https", server)
+        for _ in range(2):
+            memory, cancelled = bytearray(len(data)), Cancellation()
+            timers = itertools.chain([threading.Timer(0.02, cancelled.set)], itertools.repeat(None))
+
+            def begin(timers: Iterator[threading.Timer | None] = timers) -> None:
+                if timer := next(timers):
+                    timer.start()
+
+            with suppress(StorageError):  # or it was faster
+                buffer = ReceiveBuffer([memoryview(memory)])
+                storage.read_into(buffer, url, 0, len(data), on_receive=begin, cancelled=cancelled)
+            assert {*memory} <= {0, ord("x")}
 
 
 @pytest.mark.parametrize(
