@@ -166,17 +166,9 @@ class Clients:
         Args:
             url: Of any protocol, or a chain.
         """
-        self._drop_inherited_clients()
-        if self.is_s3(url) and self._s3_client != "s3fs":
-            path = url.partition("://")[2]
-            reader = self._fast_s3_reader()
-            reason = reader if isinstance(reader, str) else s3fs_only_path(path)
-            if isinstance(reader, S3HttpReader) and reason is None:
-                return reader, path
-            if self._s3_client == "http":
-                raise OptionError(
-                    f"s3_client='http' cannot read this: {reason}; leave it out", shard=url
-                )
+        found = self.s3_http(url)
+        if found is not None:
+            return found
         filesystem, path = self.filesystem(url, reading=True)
         s3fs = sys.modules.get("s3fs")
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
@@ -187,6 +179,22 @@ class Clients:
         if hub is not None and isinstance(filesystem, hub.HfFileSystem):
             return HubReader(filesystem), path
         return FilesystemReader(filesystem), path
+
+    def s3_http(self, url: str) -> tuple[S3HttpReader, str] | None:
+        """Return the fast client of an S3 URL, and the path to request from it; None if another client must be used."""
+        self._drop_inherited_clients()
+        if not self.is_s3(url) or self._s3_client == "s3fs":
+            return None
+        path = url.partition("://")[2]
+        reader = self._fast_s3_reader()
+        reason = reader if isinstance(reader, str) else s3fs_only_path(path)
+        if isinstance(reader, S3HttpReader) and reason is None:
+            return reader, path
+        if self._s3_client == "http":
+            raise OptionError(
+                f"s3_client='http' cannot read this: {reason}; leave it out", shard=url
+            )
+        return None
 
     def read(
         self,

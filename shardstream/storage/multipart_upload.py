@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, cast
 
 from shardstream.errors import NotFoundError, StorageError, get_logger
 from shardstream.storage.retry import retry_call
+from shardstream.storage.s3_request import UploadPart
 from shardstream.storage.store import Storage
+from shardstream.storage.transfer import Cancellation, Transfer
 
 _log = get_logger(__name__)
 
@@ -165,6 +167,7 @@ class S3Object:
         self._bucket, self._key, _ = filesystem.split_path(path)
         self._cancelled = threading.Event()
         self._requests: set[Future[Any]] = set()
+        self._http, self._ended = storage.s3_http(url), Cancellation()
         kind = mimetypes.guess_type(self._key)[0]
         self.kind: dict[str, Any] = {} if kind is None else {"ContentType": kind}
 
@@ -183,7 +186,23 @@ class S3Object:
 
     def put_part(self, upload_id: Future[str], number: int, body: bytes) -> _Part:
         """Send one part, when the upload has begun."""
-        return self.put("upload_part", body, UploadId=upload_id.result(), PartNumber=number)
+        begun = upload_id.result()
+        if self._http is None:
+            return self.put("upload_part", body, UploadId=begun, PartNumber=number)
+        # The client of s3fs takes twice the processor time: an upload to a server on the same two cores takes 1.3 times as long.
+        client, path = self._http
+        md5 = hashlib.md5(body, usedforsecurity=False).digest()
+        digest = base64.b64encode(md5).decode()
+        part = UploadPart(path, begun, number, len(body), digest)
+        etag = retry_call(
+            self._storage,
+            self._url,
+            lambda: client.put_part(
+                part, body, Transfer(self._limit_s(len(body)), cancelled=self._ended)
+            ),
+            cancelled=self._cancelled,
+        )
+        return _Part(md5, len(body), etag)
 
     def join(self, upload_id: str, sent: list[_Part]) -> str | None:
         """Join the parts; return the ETag of the object, None if the upload is gone."""
@@ -253,6 +272,7 @@ class S3Object:
         """Stop retries; requests in flight get `abort_timeout_s` to end."""
         self._cancelled.set()
         wait(uploads_in_flight, timeout=self.abort_timeout_s)
+        self._ended.set()
         for request in list(self._requests):
             request.cancel()
 
@@ -269,6 +289,9 @@ class S3Object:
                 )
             start += part.size
 
+    def _limit_s(self, nbytes: int) -> float:
+        return self.response_timeout_s * max(1, nbytes // PART_BYTES)
+
     def _call(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         return retry_call(
             self._storage,
@@ -280,9 +303,8 @@ class S3Object:
     def _request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         target = {"Bucket": self._bucket, "Key": self._key} | arguments
         target = {name: value for name, value in target.items() if value is not None}
-        limit_s = self.response_timeout_s * max(1, nbytes // PART_BYTES)
         request = asyncio.run_coroutine_threadsafe(
-            asyncio.wait_for(self._filesystem._call_s3(method, **target), limit_s),
+            asyncio.wait_for(self._filesystem._call_s3(method, **target), self._limit_s(nbytes)),
             self._filesystem.loop,
         )
         self._requests.add(request)

@@ -1,4 +1,4 @@
-"""Read S3 over http and https: signed GETs whose bodies are received straight into the memory that is returned.
+"""Read S3 over http and https by signed GETs whose bodies are received straight into the memory that is returned, and send parts of uploads.
 
 A process has no threads of this client, and may fork at any time.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import http
 import socket
 import ssl
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -37,7 +38,7 @@ from shardstream.storage.response import (
 )
 from shardstream.storage.response_head import FileFacts, check_head, ranges_ignored_error
 from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.s3_request import S3Requests, Server, tls_context
+from shardstream.storage.s3_request import S3Requests, Server, UploadPart, tls_context
 from shardstream.storage.transfer import Transfer
 
 _CONCURRENT_REQUESTS = 8
@@ -55,7 +56,7 @@ class _Exchange(NamedTuple):
 
 
 class S3HttpReader:
-    """Reads ranges over connections that are kept open; thread-safe.
+    """Reads ranges, and sends parts of uploads, over connections that are kept open; thread-safe.
 
     Args:
         settings: Server and credentials, for which `s3fs_only` has no objection.
@@ -65,11 +66,8 @@ class S3HttpReader:
         self._idle: defaultdict[Server, list[socket.socket]] = defaultdict(list)
         self._settings, self._requests = settings, S3Requests(settings)
         self._tls: ssl.SSLContext | None = None
-
-    def __del__(self) -> None:
-        for connections in self._idle.values():
-            for connection in connections:
-                connection.close()
+        # Not in `__del__`: where an error refers to this reader, its connections could be collected first, with a warning.
+        weakref.finalize(self, _close_all, self._idle)
 
     def read(
         self,
@@ -91,6 +89,21 @@ class S3HttpReader:
         ):  # in chunks, the last of which a proxy may write after a cut
             response = replace(response, size=self._size(path, transfer))
         return response
+
+    def put_part(self, part: UploadPart, body: bytes, transfer: Transfer) -> str:
+        """Send a part of an upload once, or twice if the bucket is in another region; return its ETag.
+
+        Args:
+            part: Names the part.
+            body: Its bytes.
+            transfer: Its limit holds for the whole request.
+        """
+        try:
+            return self._put_part(part, body, transfer)
+        except HttpStatusError as error:
+            if not self._requests.learn_region(part.path, error):
+                raise
+        return self._put_part(part, body, transfer)
 
     def read_small_files(self, paths: Sequence[str], max_bytes: int) -> list[bytes | None]:
         """Read files of at most ``max_bytes`` bytes, each once; None from the first one on that did not arrive.
@@ -142,6 +155,25 @@ class S3HttpReader:
                 raise
             return 0
 
+    def _put_part(self, part: UploadPart, body: bytes, transfer: Transfer) -> str:
+        server, request = self._requests.put_part(part)
+        connection, is_reusable = self._idle_connection(server) or self._connect(server), False
+        try:
+            with transfer.cancelled.ending(partial(end_receive, connection)):
+                connection.settimeout(transfer.left_s)
+                connection.sendall(request)
+                connection.sendall(body)
+                head = receive_head(connection, transfer)
+                if head.status != http.HTTPStatus.OK:
+                    raise receive_error(connection, head, transfer)
+            is_reusable = head.length == 0 and not head.rest and not head.closes
+        finally:
+            if is_reusable:
+                self._idle[server].append(connection)
+            else:
+                connection.close()
+        return head.headers.get("etag", "")
+
     def _send(self, path: str, start: int, end: int | None, timeout_s: float) -> _Exchange:
         """Send a request over an open connection, or a new one."""
         server, request = self._requests.get(path, start, end)
@@ -192,6 +224,12 @@ class S3HttpReader:
             self._tls = tls_context(self._settings.verify)
         context = self._tls if server.is_tls else None
         return connect(server.host, server.port, context, self._settings.connect_s)
+
+
+def _close_all(idle: Mapping[Server, list[socket.socket]]) -> None:
+    for connections in idle.values():
+        for connection in connections:
+            connection.close()
 
 
 def _receive_sized(

@@ -1,4 +1,4 @@
-"""Signed GETs of S3 objects: the server of a bucket, and the signature, by botocore's signer.
+"""Signed requests of S3 objects: the server of a bucket, and the signature, by botocore's signer.
 
 Only requests that the client of s3fs would send to the same server, with the same signature, are made here; `s3fs_only` says for which
 settings that is unknown.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -35,6 +35,21 @@ class Server(NamedTuple):
     host: str
     port: int
     authority: str
+
+
+class UploadPart(NamedTuple):
+    """One part of an upload, without its bytes."""
+
+    path: str
+    """Path of the object."""
+    upload_id: str
+    """Identity of the upload."""
+    number: int
+    """Number of the part, from 1."""
+    size: int
+    """Its bytes."""
+    md5: str
+    """MD5 of its bytes in base64."""
 
 
 def s3fs_only(settings: S3Settings) -> str | None:
@@ -75,7 +90,7 @@ class _Bucket(NamedTuple):
 
 
 class S3Requests:
-    """Makes the GETs of one S3 service.
+    """Makes the requests of one S3 service.
 
     Args:
         settings: Its server and credentials, for which `s3fs_only` has no objection.
@@ -92,13 +107,32 @@ class S3Requests:
         Raises:
             Exception: An error of botocore, if there are no credentials.
         """
+        return self._request("GET", path, "", {}, range_header(start, end))
+
+    def put_part(self, part: UploadPart) -> tuple[Server, bytes]:
+        """Return the server of an object, and the head of the request that sends a part of it (see `get`).
+
+        The MD5 is signed, and the server compares it with the body, so the body is not signed.
+        """
+        query = f"?partNumber={part.number}&uploadId={quote(part.upload_id, safe='~')}"
+        length = {"Content-Length": str(part.size)}
+        return self._request("PUT", part.path, query, {"Content-MD5": part.md5}, length)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        query: str,
+        signed: Mapping[str, str],
+        unsigned: Mapping[str, str],
+    ) -> tuple[Server, bytes]:
         name, _, key = path.partition("/")
         bucket = self._buckets.get(name) or self._locate(name, self._settings.region)
-        target = f"{bucket.path}/{quote(key, safe='/~')}"
+        target = f"{bucket.path}/{quote(key, safe='/~')}{query}"
         headers = {"Host": bucket.server.authority}
-        headers |= self._sign(bucket.url + target, bucket.region)
-        headers |= range_header(start, end)
-        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
+        headers |= self._sign(method, bucket.url + target, bucket.region, signed)
+        headers |= unsigned
+        lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
         return bucket.server, "\r\n".join([*lines, "", ""]).encode("latin-1")
 
     def learn_region(self, path: str, error: HttpStatusError) -> bool:
@@ -130,22 +164,27 @@ class S3Requests:
         return bucket
 
 
-def _signer(settings: S3Settings) -> Callable[[str, str], dict[str, str]]:
-    """Return a function that makes the headers of a GET of a URL in a region, with the credentials of that moment."""
+def _signer(settings: S3Settings) -> Callable[..., dict[str, str]]:
+    """Return a function that signs a method, a URL and headers in a region, with the credentials of that moment; the body is not signed."""
     paid = {"x-amz-request-payer": "requester"} if settings.requester_pays else {}
     found = settings.credentials
     if settings.anonymous or found is None:
-        return lambda *_: paid
+        return lambda _method, _url, _region, signed: paid | dict(signed)
     from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
     from botocore.awsrequest import AWSRequest  # noqa: PLC0415
+    from botocore.config import Config  # noqa: PLC0415
     from botocore.credentials import Credentials  # noqa: PLC0415
 
-    def sign(url: str, region: str) -> dict[str, str]:
+    bodies_unsigned = Config(s3={"payload_signing_enabled": False})
+
+    def sign(method: str, url: str, region: str, signed: Mapping[str, str]) -> dict[str, str]:
         known: dict[str, Any] = found()
         credentials = Credentials(
             known["access_key_id"], known["secret_access_key"], known["token"]
         )
-        request = AWSRequest("GET", url, headers=paid)
+        request = AWSRequest(method, url, headers=paid | dict(signed))
+        if method == "PUT":
+            request.context["client_config"] = bodies_unsigned
         S3SigV4Auth(credentials, "s3", region).add_auth(request)
         return dict(request.headers.items())
 

@@ -26,6 +26,7 @@ from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
 from shardstream.storage.response_head import response_version
 from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
+from shardstream.storage.s3_http_client import S3HttpReader
 from shardstream.storage.url_globs import matching_files
 from shardstream.storage.url_patterns import simplify_glob
 
@@ -146,6 +147,10 @@ class Storage:
         """
         self._versions.pop(url, None)
         return self._clients.filesystem(url, reading=False)
+
+    def s3_http(self, url: str) -> tuple[S3HttpReader, str] | None:
+        """Return the fast client of an S3 URL, and the path to request from it; None if another client must be used."""
+        return self._clients.s3_http(url)
 
     def read_once(
         self,

@@ -134,6 +134,7 @@ def remote(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_later_writer_takes_over_a_remote_folder(remote: str) -> None:
     first = ss.ShardWriter(remote, max_samples=10)
     write(first, "a")
+    first.drain()  # a shard that is being published now could replace one of the second writer
     with ss.ShardWriter(remote, max_samples=10, overwrite=True) as second:
         write(second, "b", 12)
         with pytest.raises(ss.StorageError, match=ANOTHER), first:

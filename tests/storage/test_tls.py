@@ -13,7 +13,7 @@ import s3fs
 
 import shardstream as ss
 from shardstream.errors import OptionError, StorageError
-from shardstream.storage import Storage, publish_bytes
+from shardstream.storage import PART_BYTES, Storage, publish_bytes
 from tests.servers import S3Server, ServerMissingError, in_ci, start_tls
 from tests.small_datasets import numbered
 
@@ -46,6 +46,13 @@ def test_workers_read_the_same_data_as_the_main_process(bucket: str) -> None:
     dataset = ss.ShardDataset(numbered(f"{bucket}/data", nsamples=8))
     loader = ss.ShardLoader(dataset, batch_size=4, num_workers=1)
     assert len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("client", ["s3fs", "http"])
+def test_parts_of_an_upload_are_sent(client: str, trusted: S3Server, bucket: str) -> None:
+    storage, data = Storage({"s3_client": client}), os.urandom(PART_BYTES + 1)
+    publish_bytes(storage, f"{bucket}/a", data)
+    assert storage.read(f"{bucket}/a") == data
 
 
 @pytest.mark.parametrize("client", ["s3fs", "http"])
