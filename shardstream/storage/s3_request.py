@@ -164,7 +164,7 @@ class S3Requests:
         return bucket
 
 
-def _signer(settings: S3Settings) -> Callable[..., dict[str, str]]:
+def _signer(settings: S3Settings) -> Callable[[str, str, str, Mapping[str, str]], dict[str, str]]:
     """Return a function that signs a method, a URL and headers in a region, with the credentials of that moment; the body is not signed."""
     paid = {"x-amz-request-payer": "requester"} if settings.requester_pays else {}
     found = settings.credentials
