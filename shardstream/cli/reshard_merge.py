@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -31,10 +31,21 @@ from shardstream.cli.pack_progress import job_bar, report_interruption
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import human_bytes, plural
 
+if TYPE_CHECKING:
+    from shardstream.packing import PackReport
+
 _Fields = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,NAME", help="Keep these fields; by default all.", show_default=False
+    ),
+]
+_Where = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SQL",
+        help="Write the samples whose columns fulfil a condition, e.g. 'cls in (3, 9) and width >= 512'.",
+        show_default=False,
     ),
 ]
 _Add = Annotated[
@@ -101,6 +112,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
         bool, typer.Option("--shuffle", help="Write all samples in a random order.")
     ] = False,
     seed: _Seed = None,
+    where: _Where = None,
     fields: _Fields = None,
     add: _Add = None,
     missing: _Missing = "error",
@@ -122,13 +134,19 @@ def reshard(  # noqa: PLR0913  (the options of a command)
       shardstream reshard s3://bucket/train/ s3://bucket/large/ --max-bytes 1GB --processes 8
       shardstream reshard train/ shuffled/ --shuffle --seed 1
       shardstream reshard train/ captions/ --fields txt,json --part 3/16
+      shardstream reshard train/ wide/ --where "width >= 512"
       shardstream reshard train/ new/ --add captions/:txt --add scores.parquet:__key__=id,score.json=score
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
     with report_interruption(), job_bar("resharding") as progress:
+        stores = parse_stores(option, source_option, *urls, dest, *(add or ()))
+        source: Any = urls
+        if where is not None:  # imports torch
+            reading = stores["source_options"] or stores["storage_options"]
+            source = ss.ShardDataset(urls, where=where, storage_options=reading)
         report = ss.reshard(
-            urls,
+            source,
             dest,
             max_samples=max_samples,
             max_bytes=max_bytes,
@@ -141,8 +159,12 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             overwrite=overwrite,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
             progress=progress,
-            **parse_stores(option, source_option, *urls, dest, *(add or ())),
+            **stores,
         )
+    _print_report(report, part)
+
+
+def _print_report(report: PackReport, part: str | None) -> None:
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
     if report.kept:

@@ -222,8 +222,9 @@ def _decode_text(data: bytes) -> str:
 
 BASIC: dict[str, Decoder] = {
     **dict.fromkeys(_TEXT, _decode_text),
-    **dict.fromkeys(INT_FIELDS, int),
-    **dict.fromkeys(JSON_FIELDS, decode_json),
+    # Sorted, because the order of a set differs between processes, and parts of a job compare their steps.
+    **dict.fromkeys(sorted(INT_FIELDS), int),
+    **dict.fromkeys(sorted(JSON_FIELDS), decode_json),
     "jsonl": decode_jsonl,
     "csv": decode_csv,
     "tsv": decode_tsv,

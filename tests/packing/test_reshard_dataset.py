@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -15,7 +18,9 @@ import pytest
 from PIL import Image
 
 import shardstream as ss
+from shardstream.cli import main
 
+ROOT = Path(__file__).parent.parent.parent
 COUNT = 60
 
 
@@ -108,6 +113,16 @@ def test_samples_are_those_of_the_dataset_with_any_executor(
     assert files_of(tmp_path / "parts") == files_of(tmp_path / "one")
 
 
+def test_condition_in_the_command_chooses_samples(images: str, scores: str, tmp_path: Path) -> None:
+    options = ["--where", "cls = 2", "--add", f"{scores}:score.cls", "--shuffle"]
+    assert main(["reshard", images, str(tmp_path / "command"), *options]) == 0
+    chosen = ss.ShardDataset(images, where="cls = 2")
+    ss.reshard(chosen, tmp_path / "python", seed=0, add={scores: ["score.cls"]})
+    assert files_of(tmp_path / "command") == files_of(tmp_path / "python")
+    found = {one["__key__"]: one["score.cls"] for one in ss.ShardDataset(str(tmp_path / "command"))}
+    assert found == {f"{n:03d}": b"%d" % (2 * n) for n in range(COUNT) if n % 3 == 2}
+
+
 def test_decoded_pixels_are_encoded_as_a_writer_does(images: str, tmp_path: Path) -> None:
     ss.reshard(ss.ShardDataset(images).decode("rgb8"), tmp_path / "again")
     ss.reshard(ss.ShardDataset(images), tmp_path / "copied")
@@ -174,6 +189,25 @@ def test_steps_with_other_values_are_another_job(images: str, tmp_path: Path) ->
             continue
         with pytest.raises(ss.OptionError, match=r"steps.* was .*, now "):
             write(executor=ss.Parts(2, 2))
+
+
+STEPS_IN_A_PART = """
+import sys
+import shardstream as ss
+from tests.packing.test_reshard_dataset import add_text, is_even, partial
+dataset = ss.ShardDataset(sys.argv[1]).decode(only=("cls", "json"), fields={"md.jpg": "rgb8"}, masks=("a.png", "b.png"))
+dataset = dataset.rename(**{"label.json": "json"}).select(is_even).map(partial(add_text, text="a"))
+ss.reshard(dataset, sys.argv[2], executor=ss.Parts.parse(sys.argv[3]), max_samples=20)
+"""
+
+
+def test_equal_steps_are_one_job_in_all_processes(images: str, tmp_path: Path) -> None:
+    new = str(tmp_path / "new")
+    for part in ("1/2", "2/2"):
+        command = [sys.executable, "-c", STEPS_IN_A_PART, images, new, part]
+        environment = {**os.environ, "PYTHONHASHSEED": part[0]}
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    assert ss.merge(new).samples == COUNT // 2
 
 
 def test_join_is_not_added_to(images: str, scores: str, tmp_path: Path) -> None:
