@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardstream.errors import ChangedError, OptionError, StorageError, redact
@@ -21,7 +22,12 @@ from shardstream.format import (
     encode_member_index,
 )
 from shardstream.packing.job.claim import locked
-from shardstream.packing.job.key_hashes import OTHER_KEYS, KeyHashes, find_repeated_keys
+from shardstream.packing.job.key_hashes import (
+    OTHER_KEYS,
+    KeyHashes,
+    find_repeated_keys,
+    read_keys_by_index,
+)
 from shardstream.packing.job.report import ProgressFunction
 from shardstream.packing.shards.column_builder import (
     ColumnBuilder,
@@ -39,7 +45,6 @@ from shardstream.packing.shards.shard_scan import (
     ShardResult,
     ShardScanner,
     check_threads,
-    read_keys,
     scan_shards,
 )
 from shardstream.storage import (
@@ -218,18 +223,26 @@ def index(  # noqa: PLR0913  (the public door)
         warnings += check_summaries(wanted or (), [one.summary for one in results], nsamples)
         title = name or read_old_manifest(output).name
         manifest = _manifest_of(tars, results, title, is_elsewhere=to is not None)
-        repeated = find_repeated_keys(
-            keys,
-            manifest.shards,
-            lambda shard, samples: read_keys(storage, tars[shard].url, samples),
-        )
         _check_all_unchanged(tars, storage)
+        warnings += _warn_repeated(keys, manifest, tars, folder, storage)
         _publish(output, manifest, present)
-    if repeated is not None:
-        warnings.append(f"{folder}: {repeated}; {OTHER_KEYS}")
     url = join_url(folder, MANIFEST_NAME)
     warnings += _warn_left_out(present, tars, url)
     return IndexReport(manifest_url=url, manifest=manifest, warnings=tuple(warnings))
+
+
+def _warn_repeated(
+    keys: KeyHashes, manifest: Manifest, tars: Sequence[FileInfo], folder: str, storage: Storage
+) -> Iterator[str]:
+    """Warn of keys that several tars have: they can be read by number, but not chosen by key."""
+    indexed = [
+        ShardInfo(url=tar.url, index=join_url(folder, _name(tar.url) + INDEX_SUFFIX))
+        for tar in tars
+    ]
+    read = partial(read_keys_by_index, storage.read, indexed)
+    repeated = find_repeated_keys(keys, manifest.shards, read)
+    if repeated is not None:
+        yield f"{folder}: {repeated}; {OTHER_KEYS}"
 
 
 def _manifest_of(

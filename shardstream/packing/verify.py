@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from shardstream.catalog import read_classes
+from shardstream.catalog import open_headers, read_classes
 from shardstream.errors import (
     AccessDeniedError,
+    ChangedError,
     NotFoundError,
     OptionError,
     StorageError,
@@ -26,6 +27,8 @@ from shardstream.format import (
     ShardScan,
     columns_in_file,
     is_pages_name,
+    iter_groups,
+    iter_members,
 )
 from shardstream.packing.images import decode_error
 from shardstream.packing.job.key_hashes import (
@@ -51,7 +54,6 @@ from shardstream.packing.shards.shard_scan import (
     ShardResult,
     ShardScanner,
     check_threads,
-    read_keys,
     scan_shards,
 )
 from shardstream.storage import (
@@ -238,7 +240,7 @@ def verify(  # noqa: PLR0913  (public door)
         repeated = find_repeated_keys(
             keys,
             located.shards,
-            lambda shard, samples: read_keys(storage, located.shards[shard].url, samples),
+            lambda shard, samples: _read_keys(located.shards[shard].url, storage, samples),
         )
     problems = [
         *chain.from_iterable(one.problems for one in results.values()),
@@ -259,6 +261,23 @@ def verify(  # noqa: PLR0913  (public door)
     fields = sum((Counter(one.fields) for one in results.values()), Counter[str]())
     wrong = _check_totals(located, storage, report, fields)
     return replace(report, problems=(*problems, *wrong))
+
+
+def _read_keys(url: str, storage: Storage, samples: Sequence[int]) -> list[str]:
+    """Read the keys of some samples of a shard, by a pass over its headers: its index may be wrong.
+
+    Raises:
+        ChangedError: If the shard has fewer samples.
+        ShardStreamError: If it cannot be read.
+    """
+    with open_headers(url, storage) as (read, end):
+        members = iter_members(read, end=end, shard=url)
+        keys = [group.key for group in iter_groups(members, shard=url)]
+    if samples[-1] >= len(keys):
+        raise ChangedError(
+            "the shard was replaced while the dataset was verified; verify it again", shard=url
+        )
+    return [keys[sample] for sample in samples]
 
 
 def _problems_of_keys(found: RepeatedKeys | None) -> Iterator[Problem]:

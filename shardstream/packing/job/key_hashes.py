@@ -12,16 +12,14 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import SourceError, plural
+from shardstream.errors import ChangedError, SourceError, plural
 from shardstream.format import (
-    INDEX_SUFFIX,
-    Offsets,
     ShardInfo,
     decode_index,
     iter_members,
     split_member_name,
 )
-from shardstream.storage import OutputFolder, TemporaryFile, join_url
+from shardstream.storage import OutputFolder, TemporaryFile
 
 OTHER_KEYS = (
     "keys must differ within a dataset: choose others (pack: key='{index:08d}', --key; reshard: map= with another __key__; ss.ray.write: "
@@ -226,30 +224,40 @@ def refuse_repeated_keys(
     """
     if not keys.count:  # none can repeat
         return
-
-    def read_keys(shard: int, samples: Sequence[int]) -> list[str]:
-        name = shards[shard].url
-        url, index_name = join_url(folder.url, name), name + INDEX_SUFFIX
-        offsets = decode_index(folder.read(index_name), url=join_url(folder.url, index_name))
-        return [read_key(partial(folder.read, name), url, offsets, sample) for sample in samples]
-
-    found = find_repeated_keys(keys, shards, read_keys)
+    found = find_repeated_keys(keys, shards, partial(read_keys_by_index, folder.read, shards))
     if found is not None:
         raise SourceError(f"{found}; nothing is published", remedy=OTHER_KEYS, shard=folder.url)
 
 
-def read_key(read: Callable[[int, int], bytes], url: str, offsets: Offsets, sample: int) -> str:
-    """Read the key of a sample.
+def read_keys_by_index(
+    read: Callable[[str, int, int | None], bytes],
+    shards: Sequence[ShardInfo],
+    shard: int,
+    samples: Sequence[int],
+) -> list[str]:
+    """Read the keys of some samples of a shard that has an index.
 
     Args:
-        read: Returns the bytes of the shard between two offsets.
-        url: URL of the shard, for messages.
-        offsets: Its index.
-        sample: Number of the sample in it.
+        read: Returns the bytes of a file between two offsets.
+        shards: The shards, with URLs or names that ``read`` takes.
+        shard: Number of the shard.
+        samples: Numbers of the samples in it.
+
+    Raises:
+        ChangedError: If the shard was replaced.
     """
-    start, end = int(offsets[sample]), int(offsets[sample + 1])
-    members = iter_members(lambda at, size: read(at, at + size), start=start, end=end, shard=url)
-    return next(parts[0] for name, *_ in members if (parts := split_member_name(name)))
+    info, keys = shards[shard], list[str]()
+    offsets = decode_index(read(info.index_url, 0, None), url=info.index_url)
+    for sample in samples:
+        start, end = int(offsets[sample]), int(offsets[sample + 1])
+        members = iter_members(
+            lambda at, size: read(info.url, at, at + size), start=start, end=end, shard=info.url
+        )
+        parts = next((parts for name, *_ in members if (parts := split_member_name(name))), None)
+        if parts is None:
+            raise ChangedError("the shard was replaced meanwhile; run this again", shard=info.url)
+        keys.append(parts[0])
+    return keys
 
 
 def find_repeat(keys: Iterable[str], key_at: Callable[[int], str]) -> tuple[int, int] | None:

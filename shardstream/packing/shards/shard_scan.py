@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 from shardstream.catalog import open_headers
-from shardstream.errors import ChangedError, OptionError, WorkerError, plural
+from shardstream.errors import OptionError, WorkerError, plural
 from shardstream.format import (
     ForwardReader,
     Member,
@@ -21,8 +21,6 @@ from shardstream.format import (
     TarDiagnostics,
     is_image_field,
     is_meta_name,
-    iter_groups,
-    iter_members,
     iter_whole,
     open_decompressed,
     scan_members,
@@ -394,25 +392,3 @@ def scan_shards(
             f"the executor ended without running {plural(len(left), 'task')}, the first: {next(iter(left))}"
         )
     return dict(sorted(results.items()))
-
-
-def read_keys(storage: Storage, url: str, samples: Sequence[int]) -> list[str]:
-    """Read the keys of some samples of a shard, by a pass over its headers.
-
-    Args:
-        storage: The storage of the shard.
-        url: URL of the shard.
-        samples: Their numbers in it, in order.
-
-    Raises:
-        ChangedError: If the shard has fewer samples.
-        ShardStreamError: If it cannot be read.
-    """
-    with open_headers(url, storage) as (read, end):
-        members = iter_members(read, end=end, shard=url)
-        keys = [group.key for group in iter_groups(members, shard=url)]
-    if samples[-1] >= len(keys):
-        raise ChangedError(
-            "the shard was replaced while the dataset was read; run this again", shard=url
-        )
-    return [keys[sample] for sample in samples]
