@@ -238,6 +238,12 @@ def _checked(ready: Ready) -> _Publication:
         return _Publication(
             folder=folder, files=files, journal=journal, manifest=manifest, report=report, is_published=True
         )  # fmt: skip
+    if ready.parts and journal.parts and ready.parts != journal.parts:
+        raise StorageError(
+            f"this run wrote {plural(ready.parts, 'part')}, but the job was begun with {journal.parts}; nothing is published, "
+            "start again with overwrite=True (--overwrite)",
+            shard=url,
+        )
     journal.parts = ready.parts or journal.parts
     with KeyHashes() as keys:
         results = _read_records(folder, files, journal, keys)

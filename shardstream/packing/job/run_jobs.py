@@ -241,7 +241,8 @@ class _Run:
             try:
                 with closing(streamed.open(find_kept)) as opened:
                     for part in opened:
-                        parts = part.number + 1
+                        # Records are read ahead: a later part may have been found, and kept, already.
+                        parts = max(parts, part.number + 1)
                         while len(ending) >= _ENDING or (ending and ending[0][0].done()):
                             self._count(ending)
                         ending.append(self._begin(part, claim, streamed.limits, pool))
