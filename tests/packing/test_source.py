@@ -620,6 +620,8 @@ def test_reading_begins_at_any_sample_of_an_indexed_tar(tmp_path: Path) -> None:
         assert [r.key for r in opened(folder).iter_from(first)] == [
             f"s{i}" for i in range(first, 7)
         ]
+    (tmp_path / "000000.tar.idx").unlink()
+    assert [r.key for r in opened(folder).iter_from(1)] == [f"s{i}" for i in range(1, 7)]
     (tmp_path / "000000.tar").write_bytes(bytes(os.path.getsize(tmp_path / "000000.tar")))
     tar = tmp_path / "000001.tar"
     tar.write_bytes(b"damaged!" * 128 + tar.read_bytes()[1024:])  # the first member of s3
