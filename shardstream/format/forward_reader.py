@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -36,7 +36,7 @@ class ForwardReader:
     """Read a stream at growing offsets: the ``read(offset, size)`` of `iter_members` and `iter_samples`.
 
     Memory is bounded by one chunk plus the last bytes requested. Bytes between two requests are skipped chunk by chunk, or
-    by one ``seek`` if the stream is seekable and there is no ``on_chunk``.
+    by one ``seek`` if the stream is seekable.
 
     >>> import io
     >>> read = ForwardReader(io.BytesIO(b"0123456789"), chunk_bytes=4)
@@ -46,20 +46,12 @@ class ForwardReader:
     Args:
         stream: Read from its current position, which is offset 0. Only an empty read means the end.
         chunk_bytes: Bytes to read from the stream at a time.
-        on_chunk: Called once with every chunk, in order and without gaps, for example for a checksum. May raise to stop.
     """
 
-    def __init__(
-        self,
-        stream: Readable,
-        *,
-        chunk_bytes: int = DEFAULT_READ_BYTES,
-        on_chunk: Callable[[bytes], object] | None = None,
-    ) -> None:
+    def __init__(self, stream: Readable, *, chunk_bytes: int = DEFAULT_READ_BYTES) -> None:
         self._stream = stream
         self._chunk_bytes = chunk_bytes
-        self._on_chunk = on_chunk
-        self._can_seek = on_chunk is None and stream.seekable()
+        self._can_seek = stream.seekable()
         self._buffer = b""
         self._start = 0
         self._last_offset = 0
@@ -113,10 +105,7 @@ class ForwardReader:
 
     def _take(self, size: int) -> bytes:
         # A size from a header may be wrong: never request more than a chunk at once.
-        chunk = self._stream.read(min(size, self._chunk_bytes))
-        if chunk and self._on_chunk is not None:
-            self._on_chunk(chunk)
-        return chunk
+        return self._stream.read(min(size, self._chunk_bytes))
 
 
 @contextmanager

@@ -95,6 +95,13 @@ def test_index_of_another_tar_is_reported_with_the_sample(dataset: Path) -> None
     assert "run 'shardstream index' again" in what
 
 
+def test_index_that_lacks_the_last_sample_is_an_error(dataset: Path) -> None:
+    path = dataset / "train-000001.tar.idx"
+    path.write_bytes(path.read_bytes()[:-8])
+    what = only(verify(str(dataset)))
+    assert "it says 3 samples where a scan finds 4 (sample 3 of the shard)" in what
+
+
 @pytest.mark.parametrize("data", [b"123", b"\x01" * 16])
 def test_damaged_index_is_an_error(dataset: Path, data: bytes) -> None:
     (dataset / "train-000001.tar.idx").write_bytes(data)
