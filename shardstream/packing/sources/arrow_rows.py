@@ -34,18 +34,16 @@ def rows_of(table: Any, url: str) -> list[dict[str, Any]]:
 
 def number_dtypes(schema: Any) -> dict[str, np.dtype[Any]]:
     """Return column -> dtype of the columns of an Arrow schema that hold numbers, or lists of them."""
-    found = {column.name: number_dtype(column.type) for column in schema}
-    return {name: dtype for name, dtype in found.items() if dtype is not None}
+    from pyarrow import types  # noqa: PLC0415  (an extra; whoever has a schema has it)
 
-
-def number_dtype(kind: Any) -> np.dtype[Any] | None:
-    """Return the dtype of the numbers of an Arrow type, also in nested lists; None if it holds none."""
-    from pyarrow import types  # noqa: PLC0415  (an extra; whoever has a type has it)
-
-    while hasattr(kind, "value_type"):
-        kind = kind.value_type
-    is_number = types.is_integer(kind) or types.is_floating(kind)
-    return np.dtype(kind.to_pandas_dtype()) if is_number else None
+    found: dict[str, np.dtype[Any]] = {}
+    for column in schema:
+        kind = column.type
+        while hasattr(kind, "value_type"):
+            kind = kind.value_type
+        if types.is_integer(kind) or types.is_floating(kind):
+            found[column.name] = np.dtype(kind.to_pandas_dtype())
+    return found
 
 
 def _cells(field: Any, column: Any, url: str) -> Iterable[Any]:
