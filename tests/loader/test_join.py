@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import pickle
 import random
+import string
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,44 @@ def test_keys_of_shards_without_columns_are_read_from_the_shards(
         joined = ss.join(first, parts["bare shuffled"], by="key")
     assert "'shardstream index --columns __key__'" in caplog.text
     assert rows(joined) == expected(range(5, 50), 2)
+
+
+def mixed(values: Any) -> Any:
+    """Return the finaliser of SplitMix64, by which `join` hashes keys."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def keys_of_one_hash() -> list[str]:
+    """Return keys of 16 characters that have one hash: the second half undoes the difference of the first."""
+    letters = np.frombuffer(string.ascii_letters.encode() + b"0123456789_-", dtype=np.uint8)
+    random = np.random.default_rng(0)
+    halves = letters[random.integers(0, len(letters), (1 << 20, 8))].view("<u8")[:, 0]
+    begun = mixed(mixed(np.array([16], dtype=np.uint64)) ^ halves)
+    others = np.ascontiguousarray(begun ^ begun[:1] ^ halves[:1])
+    found = np.flatnonzero(np.isin(others.view(np.uint8).reshape(-1, 8), letters).all(axis=1))
+    return [bytes(halves[n : n + 1]).decode() + bytes(others[n : n + 1]).decode() for n in found]
+
+
+def test_different_keys_of_one_hash_are_not_confused(tmp_path: Path) -> None:
+    keys = keys_of_one_hash()
+    assert len(keys) > 3
+    for name, field, mine in (("a", "cls", keys), ("b", "txt", keys[::-1]), ("c", "md", keys[:1])):
+        with ss.ShardWriter(tmp_path / name, columns="__key__") as writer:
+            for key in mine:
+                writer.write({"__key__": key, field: str(keys.index(key)).encode()})
+    joined = rows(ss.join(tmp_path / "a", tmp_path / "b"))
+    assert joined == [(key, str(n), str(n)) for n, key in enumerate(keys)]
+    kept = rows(ss.join(tmp_path / "a", tmp_path / "c", missing="keep"))
+    assert kept == [(keys[0], "0", "0"), *((key, str(n)) for n, key in enumerate(keys) if n)]
+    path = str(tmp_path / "twice.parquet")
+    pq.write_table(pa.table({"key": [keys[1], keys[2], keys[2]], "text": ["a", "b", "c"]}), path)
+    one = ss.ShardDataset(str(tmp_path / "a"), keys=[keys[1]])
+    assert [sample["txt"] for sample in ss.join(one, {path: {"txt": "text"}}, by="key")] == [b"a"]
+    with pytest.raises(OptionError, match=f"the key '{keys[2]}', in .*row 2 and .*row 3"):
+        ss.join(tmp_path / "a", {path: {"txt": "text"}}, missing="keep")
 
 
 def test_fields_get_other_names(parts: dict[str, str]) -> None:
@@ -483,12 +522,11 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(images, ss.join(images, parts["captions"]))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="url: "):
         ss.join(images, {parts["captions"]: "txt"})
-    twice = write(tmp_path / "twice", "txt", [0])
-    with ss.ShardWriter(tmp_path / "t" / "{shard}.tar", max_samples=1, columns="cls") as writer:
-        for _ in range(2):
-            writer.write({"__key__": "k000", "id": 1, "cls": 1})
-    with pytest.raises(OptionError, match="several samples have the key 'k000'"):
-        ss.join(twice, tmp_path / "t")
+    both = [write(tmp_path / name, "id", [0]) for name in ("one", "two")]
+    with pytest.raises(
+        OptionError, match=r"several samples have the key 'k000', in .*one.* and .*two"
+    ):
+        ss.join(images, ss.ShardDataset(both), missing="keep")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
