@@ -52,7 +52,7 @@ LIMITS = {
     "next batch": (16, 56),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
-    "ShardWriter, 40 samples": (20, 99),
+    "ShardWriter, 40 samples": (20, 93),
     "pack of four photos": (55, 434),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4

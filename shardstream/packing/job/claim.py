@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from shardstream.errors import NotFoundError, OptionError, StorageError
 from shardstream.format import MANIFEST_NAME
@@ -82,16 +82,15 @@ class PartJob:
 
 
 class Claim:
-    """A destination that belongs to a job.
+    """A destination that belongs to a job or a `ShardWriter`.
 
     Args:
-        job: The job.
         destination: Its folder, as it was before.
-        journal: The journal of the job, which is written.
+        journal: The journal, which is written.
     """
 
-    def __init__(self, job: PartJob, destination: Destination, journal: Journal) -> None:
-        self.job, self.destination, self.journal = job, destination, journal
+    def __init__(self, destination: Destination, journal: Journal) -> None:
+        self.destination, self.journal = destination, journal
         self._lock = threading.Lock()
         self._is_changed = False
 
@@ -100,8 +99,20 @@ class Claim:
         """Whether the dataset is published already, and only the files of the job are left to delete."""
         return self.destination.action == "tidy"
 
+    @classmethod
+    def take(cls, destination: Destination, journal: Journal) -> Self:
+        """Claim a locked folder; no shard or manifest in it is changed yet.
+
+        Raises:
+            StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
+        """
+        journal.write()
+        if destination.files:
+            destination.remove_parts()
+        return cls(destination, journal)
+
     def check_owner(self) -> None:
-        """Check that the folder is still that of the job; before the first change, unpublish the dataset it replaces.
+        """Check that the folder is still that of the claim; before the first change, unpublish the dataset it replaces.
 
         Raises:
             StorageError: If another run has taken the folder over.
@@ -194,7 +205,9 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
         return claims
     for claim in claims:
         if claim.is_published:  # the others were published with it
-            remove_job_files(claim.destination.folder, claim.destination.files, claim.job.names)
+            remove_job_files(
+                claim.destination.folder, claim.destination.files, claim.destination.names
+            )
         claim.release()
     raise refusals[0]
 
@@ -210,7 +223,7 @@ def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
         if job.parts and not found.parts:  # of a run that did not know it
             found.parts = job.parts
             found.write()
-        return Claim(job, destination, found)
+        return Claim(destination, found)
     journal = Journal(
         folder=folder,
         task=job.task,
@@ -219,10 +232,7 @@ def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
         run=job.run,
         head=destination.journal_head,
     )
-    journal.write()
-    if destination.files:
-        destination.remove_parts()
-    return Claim(job, destination, journal)
+    return Claim.take(destination, journal)
 
 
 def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
@@ -241,7 +251,7 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
             folder.read(MANIFEST_NAME, 0, 1)  # of the dataset to replace
         except NotFoundError:
             destination = Destination(folder=folder, names=job.names, action="join", files={})
-            return Claim(job, destination, journal)
+            return Claim(destination, journal)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from string import Formatter
@@ -16,6 +16,7 @@ from shardstream.format import (
     COLUMNS_SUFFIX,
     INDEX_SUFFIX,
     MANIFEST_NAME,
+    ShardInfo,
     is_pages_name,
 )
 from shardstream.packing.job.journal import (
@@ -383,6 +384,31 @@ def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None
     folder.remove(name + INDEX_SUFFIX)
     if name + COLUMNS_SUFFIX in files:
         folder.remove(name + COLUMNS_SUFFIX)
+
+
+def remove_replaced(
+    folder: OutputFolder,
+    stale: Iterable[str],
+    written: Sequence[ShardInfo],
+    files: Container[str],
+    *,
+    has_columns: bool,
+) -> None:
+    """Delete the shards of an earlier dataset that were not written again, and columns of those that were written without.
+
+    Args:
+        folder: The folder.
+        stale: Names of the shards of the earlier dataset.
+        written: The shards of the new one.
+        files: Names of the files that were there before.
+        has_columns: Whether the new dataset has columns.
+    """
+    names = {shard.url for shard in written}
+    for name in sorted(filter(is_deletable, set(stale) - names)):
+        remove_shard(folder, name, files)
+    for shard in () if has_columns else written:
+        if shard.columns_url in files:
+            folder.remove(shard.columns_url)
 
 
 def is_deletable(name: str) -> bool:

@@ -31,9 +31,8 @@ from shardstream.format import (
 from shardstream.packing.job.claim import locked, remove_job_files
 from shardstream.packing.job.destination import (
     ShardNames,
-    is_deletable,
     published_sha256,
-    remove_shard,
+    remove_replaced,
 )
 from shardstream.packing.job.journal import Journal, Published, read_journal
 from shardstream.packing.job.key_hashes import (
@@ -161,13 +160,13 @@ class _Publication:
         self.journal.check_owner()
         for name, text in options["extras"].items():
             folder.write(name, str(text).encode("utf-8", "surrogateescape"))
-        stale = self.journal.stale - {shard.url for shard in self.manifest.shards}
-        for name in sorted(filter(is_deletable, stale)):
-            remove_shard(folder, name, files)
-        if options.get("columns") is None:
-            for shard in self.manifest.shards:
-                if shard.columns_url in files:  # those of an earlier dataset
-                    folder.remove(shard.columns_url)
+        remove_replaced(
+            folder,
+            self.journal.stale,
+            self.manifest.shards,
+            files,
+            has_columns=options.get("columns") is not None,
+        )
 
     def write_manifest(self) -> None:
         """Write the manifest, unless another process of the job has done so.

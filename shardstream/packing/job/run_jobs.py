@@ -154,7 +154,7 @@ def run_jobs(
 
 def _ready(claims: Sequence[Claim], done: Sequence[_SplitRun]) -> list[Ready]:
     return [
-        Ready(claim.destination.folder, claim.job.run, one.parts)
+        Ready(claim.destination.folder, claim.journal.run, one.parts)
         for claim, one in zip(claims, done, strict=True)
     ]
 
@@ -186,7 +186,7 @@ class _Run:
             self._check_published(claim)
             return _SplitRun(self.counts.split, 0)
         if one.streamed is not None:
-            parts = self._stream(one.streamed, claim)
+            parts = self._stream(one.job, one.streamed, claim)
         else:
             claim.check_owner()  # tasks that any process may run change the folder at once
             parts = self._run_tasks(one)
@@ -197,7 +197,7 @@ class _Run:
         published = claim.journal.published
         if published is not None and published.skipped and not self.counts.skips:
             first = Skip(*published.skipped[0])
-            raise skipped_before_error(len(published.skipped), first, claim.job.names.folder)
+            raise skipped_before_error(len(published.skipped), first, claim.destination.folder.url)
 
     def _record(self, job: PartJob, number: int) -> PartRecord:
         return PartRecord(
@@ -222,9 +222,9 @@ class _Run:
         (self.executor or LocalExecutor()).run(tasks(), self.counts.add_task)
         return parts
 
-    def _stream(self, streamed: StreamedParts, claim: Claim) -> int:
+    def _stream(self, job: PartJob, streamed: StreamedParts, claim: Claim) -> int:
         """Write the parts one after the other; publish each, and record it, while the next ones are written."""
-        job, parts = claim.job, 0
+        parts = 0
         has_records = any(map(is_part_record, claim.destination.files))
 
         def find_kept(number: int) -> PartResult | None:
@@ -245,7 +245,8 @@ class _Run:
                         parts = max(parts, part.number + 1)
                         while len(ending) >= _ENDING or (ending and ending[0][0].done()):
                             self._count(ending)
-                        ending.append(self._begin(part, claim, streamed.limits, pool))
+                        record = self._record(job, part.number)
+                        ending.append(self._begin(part, record, claim, streamed.limits, pool))
                 while ending:
                     self._count(ending)
             except BaseException:
@@ -259,15 +260,19 @@ class _Run:
         self.counts.add(ending.popleft()[0].result(), has_counted_samples=True)
 
     def _begin(
-        self, part: StreamedPart, claim: Claim, limits: WriterOptions, pool: ThreadPoolExecutor
+        self,
+        part: StreamedPart,
+        record: PartRecord,
+        claim: Claim,
+        limits: WriterOptions,
+        pool: ThreadPoolExecutor,
     ) -> tuple[Future[PartResult], PartWriter]:
         """Write the samples of a part, and hand it over to a thread that publishes the last of them."""
-        record = self._record(claim.job, part.number)
         folder = record.open_folder()
         writer = PartWriter(
             folder,
             limits,
-            name=partial(claim.job.names.name, part.number),
+            name=partial(claim.destination.names.name, part.number),
             check_owner=claim.check_owner,
             replaces=claim.destination.replaces,
         )

@@ -179,7 +179,7 @@ class PartWriter:
                 )
 
     def close(self) -> None:
-        """Drop the shards that are not being published yet, and end the threads; a second call does nothing."""
+        """Drop the unfinished shard, wait until the finished ones are published, and end the threads; a second call does nothing."""
         self._is_open = False
         if self._pending is not None:
             self._pending.discard()
@@ -217,10 +217,9 @@ class PartWriter:
         if shard.nsamples:
             info = shard.finish()
             others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
-            columns = shard.column_file(info)
-            if columns is not None:
-                others[info.columns_url] = columns
-                self.columns.append(shard.column_summary)
+            if shard.columns is not None:
+                others[info.columns_url] = shard.columns.encode(shard.keys, info)
+                self.columns.append(shard.columns.summary)
             self.fields.update(shard.fields)
             self._wait(_IN_FLIGHT - 1)
             before = self._in_flight[-1] if self._in_flight else None
@@ -255,8 +254,6 @@ class PartWriter:
                 file.end()
             if before is not None:
                 before.result()  # if it has failed, it must not be missing before this one
-                if not self._is_open:
-                    raise StorageError("the writer was closed before", shard=info.url)
             self._check_owner()
             if self._replaces:
                 # An old index is never next to the new shard, nor the new one next to the old shard.

@@ -9,20 +9,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError, get_logger
-from shardstream.format import COLUMNS_SUFFIX, MANIFEST_NAME, Manifest, encode_manifest_files
+from shardstream.format import MANIFEST_NAME, Manifest, encode_manifest_files
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.job.destination import (
-    Destination,
-    ShardNames,
-    claim_destination,
-    remove_shard,
-)
+from shardstream.packing.job.claim import Claim
+from shardstream.packing.job.destination import ShardNames, claim_destination, remove_replaced
 from shardstream.packing.job.journal import WRITER_TASK, Journal
 from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
-from shardstream.packing.shards.manifest_files import remove_old_pages, write_manifest_files
+from shardstream.packing.shards.manifest_files import remove_old_pages
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
-from shardstream.storage import OutputFolder, open_output_folder, parse_bytes
+from shardstream.storage import open_output_folder, parse_bytes
 
 _log = get_logger(__name__)
 
@@ -80,11 +76,19 @@ class ShardWriter:
         names = ShardNames.parse(url)
         self._folder = open_output_folder(names.folder, storage_options, filesystem)
         self._is_open = True
-        self._is_changed = False
         self._manifest: Manifest | None = None
         self._folder.lock()
         try:
-            self._destination, self._journal = _claim(self._folder, names, overwrite=overwrite)
+            destination = claim_destination(
+                self._folder, names, task=WRITER_TASK, overwrite=overwrite
+            )
+            journal = Journal(
+                folder=self._folder,
+                task=WRITER_TASK,
+                stale=destination.stale,
+                head=destination.journal_head,
+            )
+            self._claim = Claim.take(destination, journal)
         except BaseException:
             self._folder.unlock()
             raise
@@ -92,8 +96,8 @@ class ShardWriter:
             self._folder,
             self._limits,
             name=names.name,
-            check_owner=self._prepare_first_change,
-            replaces=self._destination.replaces,
+            check_owner=self._claim.check_owner,
+            replaces=destination.replaces,
             keeps_keys=True,
         )
 
@@ -175,11 +179,10 @@ class ShardWriter:
                     self._limits.columns, self._part.columns, self._part.nsamples
                 ):
                     _log.warning("%s: %s", self.folder, warning)
-            self._prepare_first_change()
+            self._claim.check_owner()
             self._part.check_in_place()
             if self._part.keys is not None:
                 refuse_repeated_keys(self._part.keys, self._part.shards, self._folder)
-            self._remove_stale()
             self._publish()
             self._remove_journal()
         finally:
@@ -189,9 +192,8 @@ class ShardWriter:
         """Drop the unfinished shard and publish no manifest; finished shards stay. After `close` it does nothing."""
         is_first, self._is_open = self._is_open, False
         self._part.close()
-        if is_first and not self._is_changed:
-            with suppress(StorageError):  # the earlier error is the one to report
-                self._release_destination()
+        if is_first:
+            self._claim.release()
         self._folder.unlock()
 
     def __enter__(self) -> Self:
@@ -208,44 +210,34 @@ class ShardWriter:
         else:
             self.abort()
 
-    def _prepare_first_change(self) -> None:
-        """Check that the folder is still ours; before the first shard appears, unpublish the dataset it replaces."""
-        self._journal.check_owner()
-        if self._is_changed:
-            return
-        self._is_changed = True
-        if self._destination.has_manifest:
-            self._destination.unpublish()
-            # A run that took the folder in between may rely on the manifest that is gone now.
-            self._journal.check_owner()
-
-    def _remove_stale(self) -> None:
-        """Delete shards of the earlier dataset that were not written again, and columns of those that were written without."""
-        files, written = self._destination.files, {info.url for info in self._part.shards}
-        for name in sorted(self._destination.stale - written):
-            remove_shard(self._folder, name, files)
-        if self._limits.columns is None:
-            for name in sorted(written):
-                if name + COLUMNS_SUFFIX in files:
-                    self._folder.remove(name + COLUMNS_SUFFIX)
-
     def _publish(self) -> None:
-        """Write ``index.json``; if that fails, it is not there."""
+        """Delete replaced shards and write ``index.json``; if that fails, it is not there."""
         manifest = Manifest(
             shards=tuple(self._part.shards), name=self._limits.name, fields=dict(self._part.fields)
         )
-        self._journal.check_owner()
+        before = self._claim.destination
+        if before.files:
+            remove_replaced(
+                self._folder,
+                before.stale,
+                manifest.shards,
+                before.files,
+                has_columns=self._limits.columns is not None,
+            )
+        self._claim.check_owner()
         files = encode_manifest_files(manifest)
         try:
-            write_manifest_files(self._folder, files)
+            for file, data in files.items():  # index.json is the last one
+                self._folder.write(file, data)
             # A run that took the folder in between has not seen the manifest, so it must not stay.
-            self._journal.check_owner()
+            self._claim.check_owner()
         except BaseException:  # the write may have succeeded anyway
             with suppress(StorageError):
                 self._remove_manifest(files[MANIFEST_NAME])
             raise
         self._manifest = manifest
-        remove_old_pages(self._folder, self._destination.files, files)
+        if before.files:
+            remove_old_pages(self._folder, before.files, files)
 
     def _remove_manifest(self, manifest: bytes) -> None:
         """Delete ``index.json`` if it is ours."""
@@ -256,27 +248,6 @@ class ShardWriter:
     def _remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""
         try:
-            self._journal.remove()
+            self._claim.journal.remove()
         except StorageError as error:
             _log.warning("%s: published, but its journal is still there: %s", self.folder, error)
-
-    def _release_destination(self) -> None:
-        """Delete the journal where the folder is as before: free, or with the manifest of its dataset."""
-        if self._destination.has_manifest:
-            self._folder.read(MANIFEST_NAME)  # raises if another run removed it
-        if self._destination.has_manifest or self._destination.is_free:
-            self._journal.remove()
-
-
-def _claim(
-    folder: OutputFolder, names: ShardNames, *, overwrite: bool
-) -> tuple[Destination, Journal]:
-    """Take a locked folder for a `ShardWriter`; no file of the dataset there is changed yet."""
-    destination = claim_destination(folder, names, task=WRITER_TASK, overwrite=overwrite)
-    journal = Journal(
-        folder=folder, task=WRITER_TASK, stale=destination.stale, head=destination.journal_head
-    )
-    journal.write()
-    if destination.files:
-        destination.remove_parts()
-    return destination, journal

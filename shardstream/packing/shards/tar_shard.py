@@ -20,7 +20,7 @@ from shardstream.format import (
     encode_members,
     member_name,
 )
-from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
+from shardstream.packing.shards.column_builder import ColumnBuilder
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4
@@ -90,7 +90,8 @@ class TarShard:
         self._buffered_bytes = 0
         self._starts: list[int] = []
         self._keys: dict[str, None] = {}  # in order
-        self._columns = None if columns is None else ColumnBuilder(columns, url)
+        self.columns = None if columns is None else ColumnBuilder(columns, url)
+        """The values of its columns so far; None without columns."""
         self.fields: dict[str, int] = {}
         """Number of samples that have each field."""
         self.nsamples = 0
@@ -115,8 +116,8 @@ class TarShard:
                 shard=self._url,
                 key=key,
             )
-        if self._columns is not None:
-            self._columns.add(key, fields)
+        if self.columns is not None:
+            self.columns.add(key, fields)
         self._keys[key] = None
         self._starts.append(self.size_bytes)
         self.nsamples += 1
@@ -147,15 +148,6 @@ class TarShard:
     def keys(self) -> list[str]:
         """The keys, in order."""
         return [*self._keys]
-
-    @property
-    def column_summary(self) -> ColumnSummary:
-        """Number and type of the values, by the name of the column."""
-        return {} if self._columns is None else self._columns.summary
-
-    def column_file(self, info: ShardInfo) -> bytes | None:
-        """Return the file of columns of the finished shard; None without columns."""
-        return None if self._columns is None else self._columns.encode(self.keys, info)
 
     def _flush(self) -> None:
         # Joined: the hashing thread then takes the GIL once per buffer, which saves more than the copy costs.
