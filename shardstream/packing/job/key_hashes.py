@@ -303,5 +303,8 @@ def batches(keys: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _sort(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:
-    order = np.lexsort((places, hashes))
+    order = np.argsort(hashes)  # 0.01 us a key, by places as well 0.07
+    found = hashes[order]
+    if (found[1:] == found[:-1]).any():
+        order = np.lexsort((places, hashes))
     return hashes[order], places[order]
