@@ -18,6 +18,7 @@ from shardstream.errors import OptionError, how_to_install
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_readers import (
+    AzureReader,
     FilesystemReader,
     HttpReader,
     HubReader,
@@ -173,6 +174,9 @@ class Clients:
         s3fs = sys.modules.get("s3fs")
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
             return S3fsReader(filesystem), path
+        adlfs = sys.modules.get("adlfs")
+        if adlfs is not None and isinstance(filesystem, adlfs.AzureBlobFileSystem):
+            return AzureReader(filesystem), path
         if _is_http(filesystem):
             return HttpReader(filesystem), path
         hub = sys.modules.get("huggingface_hub.hf_file_system")

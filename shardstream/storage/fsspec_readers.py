@@ -1,4 +1,4 @@
-"""Read ranges through fsspec file systems: any of them, fsspec's own for HTTP, s3fs, and that of the Hugging Face Hub.
+"""Read ranges through fsspec file systems: any of them, fsspec's own for HTTP, s3fs, adlfs, and that of the Hugging Face Hub.
 
 `FilesystemReader` uses only what every file system has. The others read through the session of the file system instead of its
 ``cat_file``, to keep the bytes before a cut, to bound the bytes and the time of a response, and to learn lengths and ETags.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import http
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Unpack
 
 from shardstream.errors import StorageError
@@ -16,6 +17,7 @@ from shardstream.storage.response import (
     RangeResponse,
     RequestOptions,
     max_response_bytes,
+    plain_etag,
 )
 from shardstream.storage.response_head import check_head, range_header
 from shardstream.storage.transfer import (
@@ -27,6 +29,7 @@ from shardstream.storage.transfer import (
 )
 
 _BODY_READ_BYTES = 1 << 20
+_AZURE_BODY_BYTES = 32 << 20  # largest first response that the client asks for
 
 
 class FilesystemReader:
@@ -159,6 +162,51 @@ class S3fsReader(FilesystemReader):
                 head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
             size = head["ContentLength"]
         return RangeResponse(data=data, size=size, version=version, error=error)
+
+
+class AzureReader(FilesystemReader):
+    """Reads blobs through the client of an `adlfs.AzureBlobFileSystem`.
+
+    Its ``cat_file`` drops length and ETag of the response, so that each range would need a look-up.
+    """
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        transfer: Transfer,
+        **options: Unpack[RequestOptions],
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once, or the first of many with several requests."""
+        limit = max_response_bytes(start, end, options.get("max_bytes"))
+        span: dict[str, int] = {}
+        if (start, end) != (0, None):  # else the file may be empty, and has no range
+            span = {"offset": start} | ({"length": int(limit)} if math.isfinite(limit) else {})
+        work = self._read(path, span, transfer, limit)
+        return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
+
+    async def _read(
+        self, path: str, span: Mapping[str, int], transfer: Transfer, max_bytes: float
+    ) -> RangeResponse:
+        container, blob, version_id = self._filesystem.split_path(path)
+        # The client returns after the first body.
+        limit_s = transfer.left_s + min(max_bytes, _AZURE_BODY_BYTES) / SLOWEST_BYTES_PER_S
+        client = self._filesystem.service_client.get_blob_client(container=container, blob=blob)
+        async with client:
+            async with asyncio.timeout(limit_s):
+                stream = await client.download_blob(
+                    version_id=version_id, **span, **self._filesystem._timeout_kwargs
+                )
+            transfer.begin_body()
+            data, error = await collect(stream.chunks(), transfer, max_bytes)
+        _, _, size = (stream.properties.content_range or "").partition("/")
+        return RangeResponse(
+            data=data,
+            size=int(size) if size.isdigit() else None,
+            version=plain_etag(stream.properties.etag),
+            error=error,
+        )
 
 
 async def _chunks(body: Any) -> AsyncIterator[bytes]:

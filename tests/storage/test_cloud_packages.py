@@ -114,9 +114,18 @@ def test_missing_account_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not hasattr(raised.value, "__notes__")
 
 
-def test_missing_container_is_not_found(azure: str) -> None:
-    with pytest.raises(NotFoundError, match="not found; check the URL"):
+def test_missing_container_is_named(azure: str) -> None:
+    with pytest.raises(NotFoundError, match="the bucket 'nowhere' does not exist"):
         Storage({"connection_string": azure}).read("az://nowhere/a", 0, 5)
+
+
+def test_file_is_read_up_to_a_limit(place: tuple[str, dict[str, Any]]) -> None:
+    url, options = place
+    storage = Storage(options)
+    for data in (b"", b"0123456789"):
+        publish_bytes(storage, f"{url}/{len(data)}", data)
+        assert storage.read(f"{url}/{len(data)}", max_bytes=4) == data[:4]
+        assert storage.read_bounded(f"{url}/{len(data)}", 10) == data
 
 
 def test_replaced_file_is_an_error(place: tuple[str, dict[str, Any]]) -> None:
