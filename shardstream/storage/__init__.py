@@ -51,6 +51,7 @@ from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.find_tars import cached_look_up, find_tars
 from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.http_status import ErrorMeaning
 from shardstream.storage.journal_marker import (
     check_finished,
     is_journal,
@@ -118,6 +119,7 @@ __all__ = [
     "CacheSpace",
     "Cancellation",
     "Clients",
+    "ErrorMeaning",
     "FieldFile",
     "FieldPlace",
     "FieldPlaces",

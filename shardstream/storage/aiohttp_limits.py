@@ -17,6 +17,10 @@ _PAGE_BYTES, _ERROR_BYTES = 32 << 20, 64 << 10
 _CONNECT_S = 10.0
 
 
+class TooLongError(OSError):
+    """A response that is no file, and has more bytes than one of its kind."""
+
+
 def session_options(read_timeout_s: float) -> dict[str, Any]:
     """Return the options of an `aiohttp.ClientSession` whose responses have limits."""
 
@@ -42,7 +46,7 @@ async def read_whole(response: aiohttp.ClientResponse, read_timeout_s: float) ->
     """Receive the whole body of a response that is no file; of an error as much as arrives in time.
 
     Raises:
-        OSError: If it is too long, or arrives too slowly.
+        OSError: If it is too long (TooLongError), or arrives too slowly.
     """
     is_error = response.status >= http.HTTPStatus.BAD_REQUEST
     limit, transfer = _ERROR_BYTES if is_error else _PAGE_BYTES, Transfer(read_timeout_s)
@@ -55,4 +59,4 @@ async def read_whole(response: aiohttp.ClientResponse, read_timeout_s: float) ->
     response.close()
     if is_error:
         return data
-    raise error or OSError(f"the response has over {limit:,} bytes, the limit of its kind")
+    raise error or TooLongError(f"the response has over {limit:,} bytes, the limit of its kind")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -52,7 +53,6 @@ _SIGNED = re.compile(
     r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
 )
 _LONGEST_CHAIN = 10
-_BOTOCORE_CODE = re.compile(r"An error occurred \(([A-Za-z]\w+)\) when calling")
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
@@ -75,34 +75,34 @@ _TIMED_OUT = _temporary(
     "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options",
     is_silent=True,
 )
-# Codes of servers and errors of clients that say more than the status of the response.
+# Codes of servers, and types of errors, that say more than the status of a response. The first that is found decides.
 _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
     (("TooManyRedirects",), _final("the server redirects in a circle; check the URL")),
-    (("the limit of its kind",), _final("the response is too long for a listing or a look-up; check the URL and the server")),
-    (("not needed any more",), _final("the request was cancelled")),
+    (("TooLongError",), _final("the response is too long for a listing or a look-up; check the URL and the server")),
+    (("CancelledReadError",), _final("the request was cancelled")),
     (("SocketTimeoutError",), _TIMED_OUT),  # of aiohttp; it is a ConnectionError, too
-    (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "ConnectionReset",
-      "ServerDisconnected", "RemoteProtocolError", "SSLEOFError"),
+    (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "IncompleteReadError", "ConnectionResetError",
+      "ServerDisconnectedError", "RemoteProtocolError", "SSLEOFError"),
      _temporary("the connection broke off; check the server and the network")),
-    (("CERTIFICATE_VERIFY_FAILED", "CertificateError"),
+    (("SSLCertVerificationError", "ClientConnectorCertificateError"),
      _final("the server's certificate is not trusted; set AWS_CA_BUNDLE to the certificate that signed it, "
             "and use a server name that is in the certificate")),
-    (("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "gaierror"),
+    (("ConnectionError", "ClientConnectionError", "ConnectTimeout", "ConnectTimeoutError", "ConnectError", "gaierror"),
      _temporary("the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_silent=True)),
-    (("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
-      "ServiceUnavailable"), THROTTLED),
-    (("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"), PAST_END),
-    (("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
+    (("SlowDown", "TooManyRequests", "TooManyRequestsException", "Throttling", "ThrottlingException", "ThrottledException",
+      "RequestThrottled", "RequestThrottledException", "RequestLimitExceeded", "ServiceUnavailable", "ServerBusy"), THROTTLED),
+    (("InvalidRange",), PAST_END),
+    (("NoCredentialsError", "CredentialRetrievalError", "PartialCredentialsError", "ProfileNotFound"),
      _final("no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
             AccessDeniedError)),
-    (("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
+    (("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"),
      _final("access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError)),
     (("RequestTimeTooSkewed",),
      _final("access refused because the clock of this machine is wrong; set the clock", AccessDeniedError)),
     (("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), REFUSED),
     (("RequestTimeout",), _TIMED_OUT._replace(is_silent=False)),
-    (("BadDigest", "ContentSHA256Mismatch", "IncompleteBody"),
+    (("BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"),
      _temporary("the bytes were damaged on the way; check the network")),
     (("OperationAborted", "ConditionalRequestConflict"), _temporary("another request changes the file; try again later")),
     (("NoSuchBucket", "ContainerNotFound"),
@@ -112,24 +112,22 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("RepositoryNotFoundError", "RevisionNotFoundError"),
      _final("the repository or its revision is not found; check the URL, and set HF_TOKEN if the repository is private",
             NotFoundError)),
-    (("NoSuchKey", "EntryNotFoundError"), NOT_FOUND),
-    (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+    (("NoSuchKey", "BlobNotFound", "EntryNotFoundError"), NOT_FOUND),
+    (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
      _final("the bucket is in another region; set AWS_REGION")),
     (("PreconditionFailed",), CHANGED),
-    (("(NotImplemented)",), _final("NotImplemented: the server does not support this request")),
+    (("NotImplemented",), _final("NotImplemented: the server does not support this request")),
 )  # fmt: skip
-# Types of errors without a status.
+# Types and numbers of errors without a status.
 _TYPES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
-    (("PermissionError", "PermissionDenied", "Forbidden"), REFUSED),
-    (("Timeout", "TimedOut"), _TIMED_OUT),
+    (("PermissionError",), REFUSED),
+    (("TimeoutError", "TimeoutException", "ReadTimeout", "ReadTimeoutError", "ServiceResponseTimeoutError"), _TIMED_OUT),
     (("FileNotFoundError",), NOT_FOUND),
     (("IsADirectoryError",), _final("a folder is there, not a file; name a file")),
-    (("NotADirectoryError", "File name too long", "embedded null byte"),
-     _final("no file can have this name; correct it")),
-    (("Read-only file system",), _final("the disk is read-only; write elsewhere")),
-    (("Too many levels of symbolic links",), _final("the link leads back to itself; correct it")),
-    (("No space left", "Disk quota exceeded", "File too large"),
-     _final("the disk is full; free some space, or write elsewhere")),
+    (("NotADirectoryError", "ENAMETOOLONG", "NUL"), _final("no file can have this name; correct it")),
+    (("EROFS",), _final("the disk is read-only; write elsewhere")),
+    (("ELOOP",), _final("the link leads back to itself; correct it")),
+    (("ENOSPC", "EDQUOT", "EFBIG"), _final("the disk is full; free some space, or write elsewhere")),
 )  # fmt: skip
 _REFUSED = REFUSED.advice
 _HTTP_REMEDIES = {
@@ -149,12 +147,12 @@ _RETRYABLE_TYPES = (
     OSError,
     RuntimeError,
 )  # unknown errors of these types may be temporary
-_NOT_RETRYABLE = (
+_NOT_RETRYABLE = {
     "IsADirectoryError",
     "NotADirectoryError",
     "NotImplementedError",
     "InvalidBucketName",
-)
+}
 
 
 def broken_link(url: str) -> str | None:
@@ -172,7 +170,7 @@ def broken_link(url: str) -> str | None:
 def classify_error(
     error: Exception, url: str, secrets: tuple[str, ...] = ()
 ) -> ErrorClassification:
-    """Classify an error by the first known code in its chain of causes, else by its HTTP status, else by its type.
+    """Classify an error by the known codes and types in its chain of causes, else by its HTTP status, else by type and number.
 
     Raises:
         Exception: The error itself if it is not one of a client: a bug keeps its type.
@@ -192,14 +190,14 @@ def classify_error(
         error, OSError | ValueError | RuntimeError | TimeoutError
     ):
         raise error
-    text = _text_to_match(error, url)
+    facts = _facts(error, url)
     status = http_status(error)
     detail = remove_secrets(f"{type(error).__name__}: {_first_line(error)}", secrets)
     if status is not None and str(status) not in detail:  # fsspec's http hides it in the cause
         detail = f"HTTP status {status}, {detail}"
-    meaning = _find(text, _CODES)
+    meaning = _find(facts, _CODES)
     if meaning is None:
-        meaning = _find(text, _TYPES) if status is None else meaning_of_status(status)
+        meaning = _find(facts, _TYPES) if status is None else meaning_of_status(status)
     if isinstance(error, FileNotFoundError | FileExistsError) and (link := broken_link(url)):
         meaning = _final(link, NotFoundError)
     if meaning is not None:
@@ -209,29 +207,40 @@ def classify_error(
         else:
             error_shown = meaning.kind(f"{what} ({detail})", shard=url)
         return ErrorClassification(error_shown, meaning)
-    is_retryable = (is_client_error or isinstance(error, _RETRYABLE_TYPES)) and not any(
-        name in text for name in _NOT_RETRYABLE
-    )
+    may_be_temporary = is_client_error or isinstance(error, _RETRYABLE_TYPES)
+    is_retryable = may_be_temporary and _NOT_RETRYABLE.isdisjoint(facts)
     return ErrorClassification(
         StorageError(detail, shard=url), ErrorMeaning(detail, is_retryable=is_retryable)
     )
 
 
-def _text_to_match(error: Exception, url: str) -> str:
-    """Return the text of an error and its causes without the name of the file, which may be "Timeout.tar"."""
-    text = _chain_text(_causes(error))
-    for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
-        if len(name) > 6:
-            text = text.replace(name, "")
-    return text
+def _facts(error: Exception, url: str) -> set[str]:
+    """Return what an error and its causes say in fields: types, codes of servers, numbers of the system; not their messages."""
+    facts = {"NUL"} if "\0" in url else set()
+    for one in _causes(error):
+        facts.update(kind.__name__ for kind in type(one).__mro__)
+        if code := error_code(one):
+            facts.add(code)
+        if isinstance(one, OSError) and one.errno is not None:
+            facts.add(errno.errorcode.get(one.errno, ""))
+    return facts
+
+
+def error_code(error: BaseException) -> str | None:
+    """Return the code of the server in an error of a client, such as "NoSuchKey"; None if it has none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # botocore
+        found = response.get("Error", {}).get("Code")
+    else:  # of ours; of azure, as an enumeration
+        found = getattr(error, "s3_code", None) or getattr(error, "error_code", None)
+    code = getattr(found, "value", found)
+    return code if isinstance(code, str) else None
 
 
 def _find(
-    text: str, patterns: tuple[tuple[tuple[str, ...], ErrorMeaning], ...]
+    facts: set[str], table: tuple[tuple[tuple[str, ...], ErrorMeaning], ...]
 ) -> ErrorMeaning | None:
-    return next(
-        (meaning for names, meaning in patterns if any(name in text for name in names)), None
-    )
+    return next((meaning for names, meaning in table if not facts.isdisjoint(names)), None)
 
 
 def _problem_and_remedy(advice: str, url: str) -> tuple[str, str]:
@@ -316,10 +325,10 @@ def _first_line(error: Exception) -> str:
         return ", ".join(part for part in code.groups() if part)
     line = text.strip().partition("\n")[0]
     # s3fs turns errors of the server into errors of Python; the cause has the code, which the message often lacks.
-    code = _BOTOCORE_CODE.search(_chain_text(_causes(error)))
-    if code is None or code[1] in line:
+    sent = next(filter(None, map(error_code, _causes(error))), None)
+    if sent is None or sent in line:
         return line
-    return code[1] if line in ("", "None") else f"{code[1]}, {line}"
+    return sent if line in ("", "None") else f"{sent}, {line}"
 
 
 def http_status(error: BaseException) -> int | None:

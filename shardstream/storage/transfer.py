@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 SLOWEST_BYTES_PER_S = 10_000
 """A server that sends fewer, averaged over a response, is treated like one that sends none."""
-_NOT_NEEDED = "the response is not needed any more"
+
+
+class CancelledReadError(ConnectionAbortedError):
+    """A response that is not needed any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the response is not needed any more")
 
 
 class Cancellation(threading.Event):
@@ -40,11 +46,11 @@ class Cancellation(threading.Event):
         """Call a function, once, if the event is set within the block or was before.
 
         Raises:
-            ConnectionAbortedError: If it was before.
+            CancelledReadError: If it was before.
         """
         with self._lock:
             if self.is_set():
-                raise ConnectionAbortedError(_NOT_NEEDED)
+                raise CancelledReadError
             self._ends.add(end)
         try:
             yield
@@ -100,14 +106,14 @@ class Transfer:
         """Record that bytes have arrived.
 
         Raises:
-            ConnectionAbortedError: If they are not needed any more.
+            CancelledReadError: If they are not needed any more.
             TimeoutError: If they arrive too slowly.
         """
         self.nbytes += nbytes
         if self._on_receive is not None:
             self._on_receive()
         if self.cancelled.is_set():
-            raise ConnectionAbortedError(_NOT_NEEDED)
+            raise CancelledReadError
         if time.monotonic() > self.due_at:
             raise self.late()
 
@@ -180,13 +186,13 @@ def run_on_loop(
     """Run a coroutine on a loop of another thread, and wait for its result; it ends when it is not needed any more.
 
     Raises:
-        ConnectionAbortedError: If it was cancelled.
+        CancelledReadError: If it was cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
         with cancelled.ending(future.cancel):
             return future.result()
     except CancelledError:
-        raise ConnectionAbortedError(_NOT_NEEDED) from None
+        raise CancelledReadError from None
     finally:
         future.cancel()  # after an interrupt of this thread

@@ -490,9 +490,17 @@ def test_server_that_never_responded_has_a_shorter_retry_timeout(wire: Wire) -> 
     )  # the pauses are random; none begins that would end after 10 s
 
 
+class ThrottledError(OSError):
+    """The error of a client that reports a status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("slow down")
+        self.status = status
+
+
 def test_throttling_is_reported_to_the_caller(url: str, wire: Wire) -> None:
     throttled_at: list[int] = []
-    wire.faults += [OSError("503 SlowDown"), OSError("reset"), OSError("429 Too Many Requests")]
+    wire.faults += [ThrottledError(503), OSError("reset"), ThrottledError(429)]
     read(*first_range(url), on_throttle=lambda: throttled_at.append(len(wire.reads)))
     assert throttled_at == [1, 3]
 
