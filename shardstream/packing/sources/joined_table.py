@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -105,8 +106,10 @@ def _read_parquet(
 ) -> pa.Table:
     """Return the columns of a file, and its keys as the column ``__key__``."""
     pa, parquet = import_parquet()
-    size = storage.info(url).size_or_none or 0
-    with storage.open(url) as stream:
+    size, whole = storage.info(url).size_or_none, b""
+    if size is None:  # a web server that sends no length
+        whole = storage.read_bounded(url)
+    with storage.open(url) if size is not None else io.BytesIO(whole) as stream:
         try:
             file = parquet.ParquetFile(stream)
             names: list[str] = file.schema_arrow.names
@@ -117,7 +120,7 @@ def _read_parquet(
                     f"no column {missing!r}; there are: {', '.join(map(repr, names))}", shard=url
                 )
             wanted = list(dict.fromkeys([*columns.values(), key]))
-            left, groups = limit_of_rows(size), []
+            left, groups = limit_of_rows(size or len(whole)), []
             for group in range(file.metadata.num_row_groups):  # Arrow reads no structs of several
                 groups.append(
                     read_parquet(
