@@ -304,17 +304,12 @@ def _causes(error: BaseException, *, with_context: bool = False) -> list[BaseExc
     """
     chain: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and len(chain) < _LONGEST_CHAIN:
+    while isinstance(cause, BaseException) and len(chain) < _LONGEST_CHAIN:
         chain.append(cause)
-        cause = cause.__cause__ or _wrapped(cause) or (cause.__context__ if with_context else None)
+        kept = getattr(cause, "kwargs", None)  # botocore keeps the error that it wraps
+        wrapped = kept.get("error") if isinstance(kept, dict) else None
+        cause = cause.__cause__ or wrapped or (cause.__context__ if with_context else None)
     return chain
-
-
-def _wrapped(error: BaseException) -> BaseException | None:
-    """Return the error that one of botocore keeps as its argument."""
-    found = getattr(error, "kwargs", None)
-    inner = found.get("error") if isinstance(found, dict) else None
-    return inner if isinstance(inner, BaseException) else None
 
 
 def _first_line(error: Exception) -> str:
