@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
@@ -53,7 +52,7 @@ from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
 from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage
-from shardstream.storage import OutputFolder, Storage, Urls, locate_shards, parent_url, parse_bytes
+from shardstream.storage import Storage, Urls, locate_shards, parent_url, parse_bytes
 from shardstream.tasks import Executor
 
 AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | None]"
@@ -315,8 +314,8 @@ def _plan_job(
         names=names,
         source=" ".join([catalog.fingerprint, *map(_content_of, leaves)]),
         options=options,
+        limits=limits,
         parts=len(firsts) - 1,
-        name=limits.name,
         extras={} if classes is None else {CLASSES_NAME: encode_classes(classes).decode()},
         storage_options=plan.storage_options,
     )
@@ -330,8 +329,6 @@ def _plan_job(
         ),
         seed=records.seed,
         fields=kept,
-        limits=limits,
-        template=names.template,
         warnings=_warn_of_unused(catalog),
     )
     return SplitJob("", job, work.parts(firsts))
@@ -516,19 +513,13 @@ class ReshardWork:
         samples: The samples, and the steps that they pass.
         seed: Seed of steps with random numbers.
         fields: Fields to keep; None keeps all.
-        limits: Maximum samples and bytes of a shard.
-        template: Name of a shard.
         warnings: Findings about the whole source, which the first part reports.
-        number: Number of the new shard.
     """
 
     samples: SampleRange
     seed: int
     fields: frozenset[str] | None
-    limits: WriterOptions
-    template: str
     warnings: tuple[str, ...]
-    number: int = 0
 
     def parts(self, firsts: Numbers) -> Iterator[ReshardWork]:
         """Yield the work of each part; ``firsts`` as `plan_shards` returns it."""
@@ -536,27 +527,19 @@ class ReshardWork:
         for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
             samples = replace(self.samples, order=whole._replace(first=first, last=last))
             warnings = () if number else self.warnings
-            yield replace(self, samples=samples, number=number, warnings=warnings)
+            yield replace(self, samples=samples, warnings=warnings)
 
-    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
+    def write(self, writer: PartWriter) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
-        names = ShardNames(folder=folder.url, template=self.template)
         keys: list[str] = []
-        name = partial(names.name, self.number)
-        with closing(PartWriter(folder, self.limits, name=name, check_owner=check_owner)) as writer:
-            with closing(encoded_samples(self.samples, self.seed, self.fields)) as samples:
-                for key, fields in samples:
-                    writer.write(key, fields)
-                    keys.append(key)
-            self.samples.catalog.check_manifests()
-            writer.finish()
-        written = sum(shard.nsamples or 0 for shard in writer.shards)
+        with closing(encoded_samples(self.samples, self.seed, self.fields)) as samples:
+            for key, fields in samples:
+                writer.write(key, fields)
+                keys.append(key)
+        self.samples.catalog.check_manifests()
         order = self.samples.order
         return PartResult(
-            shards=tuple(writer.shards),
-            fields=writer.fields,
-            columns=tuple(writer.columns),
-            left_out=order.last - order.first - written,
+            left_out=order.last - order.first - writer.nsamples,
             warnings=self.warnings,
             key_hashes=encode_hashes(hash_keys(keys)),
         )

@@ -95,14 +95,14 @@ def write(  # noqa: PLR0913  (public door)
         names=names,
         source=uuid.uuid4().hex,  # rows have no identity, so that a stopped job cannot be resumed
         options={"max_samples": limits.max_samples, "max_bytes": limits.max_bytes},
-        name=name,
+        limits=limits,
         storage_options=storage_options,
     )
     # Refuses before the dataset runs; nothing is changed.
     claim_destination(job.open_folder(), names, task=job.task, overwrite=overwrite)
     most = concurrency or max(1, int(ray.cluster_resources().get("CPU", 1)))
     with in_row_order(ds):
-        works = _row_works(encoded_blocks(ds, most), limits, names)
+        works = _row_works(encoded_blocks(ds, most), limits)
         first = next(works, None)  # the folder stays as it is until then
         if first is None:
             raise OptionError("the dataset has no rows, so there is nothing to publish")
@@ -115,9 +115,7 @@ def write(  # noqa: PLR0913  (public door)
         )
 
 
-def _row_works(
-    blocks: Iterable[RowsBlock], limits: WriterOptions, names: ShardNames
-) -> Iterator[RowsWork]:
+def _row_works(blocks: Iterable[RowsBlock], limits: WriterOptions) -> Iterator[RowsWork]:
     """Cut rows into shards as they come, and yield the work of each."""
     held: deque[RowsBlock] = deque()  # blocks with rows that no shard has yet
 
@@ -128,15 +126,12 @@ def _row_works(
 
     room = limits.max_bytes - len(END_OF_ARCHIVE)
     cuts = iter_cuts(sizes(), limits.max_samples, room)
-    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
+    for first, last in itertools.pairwise(cuts):
         if first == last:  # there are no rows
             return
         yield RowsWork(
-            number=number,
             first_row=first,
             ranges=tuple(_ranges(held, first, last)),
-            template=names.template,
-            limits=limits,
         )
         while held and held[0].first_row + len(held[0].sizes) <= last:
             held.popleft()

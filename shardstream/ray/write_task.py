@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -16,13 +14,10 @@ from shardstream.errors import SampleError
 from shardstream.packing import (
     PartResult,
     PartWriter,
-    ShardNames,
-    WriterOptions,
     encode_hashes,
     hash_keys,
 )
 from shardstream.ray.field_columns import iter_fields
-from shardstream.storage import OutputFolder
 
 
 class BlockRange(NamedTuple):
@@ -43,40 +38,29 @@ class RowsWork:
     """The work of one part of `write`: a shard of consecutive rows.
 
     Args:
-        number: Number of the shard.
         first_row: Number of its first row; rows without a column of keys are named by their number.
         ranges: Its rows, encoded.
-        template: Name of a shard.
-        limits: Maximum samples and bytes of a shard.
     """
 
-    number: int
     first_row: int
     ranges: tuple[BlockRange, ...]
-    template: str
-    limits: WriterOptions
 
-    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
+    def write(self, writer: PartWriter) -> PartResult:
         """Write the rows (see `PartWork.write`); one block is in memory at a time.
 
         Raises:
             SampleError: If a row would not read back equal, or its key is in the shard already.
         """
-        names = ShardNames(folder=folder.url, template=self.template)
         row, keys = self.first_row, list[str]()
-        name = partial(names.name, self.number)
-        with closing(PartWriter(folder, self.limits, name=name, check_owner=check_owner)) as writer:
-            for key, fields in _loaded_rows(self.ranges):
-                try:
-                    writer.write(f"{row:08d}" if key is None else key, fields)
-                except SampleError as error:
-                    raise name_row(error, row, key) from error
-                row += 1
-                if key is not None:  # numbers of rows all differ
-                    keys.append(key)
-            writer.finish()
-        hashes = encode_hashes(hash_keys(keys))
-        return PartResult(shards=tuple(writer.shards), fields=writer.fields, key_hashes=hashes)
+        for key, fields in _loaded_rows(self.ranges):
+            try:
+                writer.write(f"{row:08d}" if key is None else key, fields)
+            except SampleError as error:
+                raise name_row(error, row, key) from error
+            row += 1
+            if key is not None:  # numbers of rows all differ
+                keys.append(key)
+        return PartResult(key_hashes=encode_hashes(hash_keys(keys)))
 
 
 def name_row(error: SampleError, row: int, key: str | None) -> SampleError:

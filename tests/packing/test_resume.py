@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 import shardstream as ss
-from shardstream.errors import OptionError, SourceError
+from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.packing import (
     Destination,
     Encoded,
@@ -706,6 +706,97 @@ def test_journal_round_trips(tmp_path: Path) -> None:
     journal.remove()
     assert os.listdir(tmp_path) == []
     assert read_journal(folder, []) is None
+
+
+def test_journal_of_another_version_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".shardstream-pack-000000.json").write_text(json.dumps(HEAD | {"version": 3}))
+    with pytest.raises(OptionError, match=r"another version of shardstream.* 3, not 4\); finish it with that version, or .*overwrite"):  # fmt: skip
+        pack([{"txt": "a"}], tmp_path)
+    assert pack([{"txt": "a"}], tmp_path, overwrite=True).samples == 1
+
+
+# --- skipped records, and a publication that was stopped
+
+
+@pytest.fixture
+def bad_rows(tmp_path: Path) -> Path:
+    """A table of 40 rows, of which the second ten and another one cannot be packed."""
+    table = tmp_path / "t.csv"
+    bad = {*range(10, 20), 33}
+    table.write_text("n\n" + "".join(f"{'x' if i in bad else i}\n" for i in range(40)))
+    return table
+
+
+SKIP: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10, "on_error": "skip"}
+
+
+def test_part_whose_records_are_all_skipped_has_no_shard(bad_rows: Path, tmp_path: Path) -> None:
+    report = pack(bad_rows, tmp_path / "out", **SKIP)
+    assert (report.samples, report.shards, len(report.skipped)) == (29, 3, 11)
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.tar")) == [
+        "000000.tar", "000002.tar", "000003.tar",
+    ]  # fmt: skip
+    assert not ss.verify(str(tmp_path / "out")).problems
+
+
+def test_overwrite_packs_records_again_that_a_stopped_run_has_skipped(
+    bad_rows: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack_stopped(stop_after, 3, bad_rows, tmp_path / "out", **SKIP)
+    options = SKIP | {"on_error": "raise"}
+    with pytest.raises(OptionError, match="skipped 10 records"):
+        pack(bad_rows, tmp_path / "out", **options)
+    with pytest.raises(SourceError, match="row 11"):
+        pack(bad_rows, tmp_path / "out", overwrite=True, **options)
+
+
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+def test_publication_that_was_stopped_is_completed_with_its_whole_report(
+    executor: ss.LocalExecutor | None,
+    bad_rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clean = pack(bad_rows, tmp_path / "clean", **SKIP)
+    removed: list[str] = []
+
+    def stop(_: LocalFolder, name: str) -> None:
+        removed.append(name)
+        if len(removed) == 3:  # records are deleted before the journal
+            raise StoppedError
+        (tmp_path / "out" / name).unlink()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "remove", stop)
+        with pytest.raises(StoppedError):
+            pack(bad_rows, tmp_path / "out", executor=executor, **SKIP)
+    with pytest.raises(OptionError, match="skipped 11 records"):
+        pack(bad_rows, tmp_path / "out", executor=executor, **SKIP | {"on_error": "raise"})
+    report = pack(bad_rows, tmp_path / "out", executor=executor, **SKIP)
+    assert (report.skipped, report.fields, report.kept) == (clean.skipped, clean.fields, 3)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_no_record_is_left_of_a_shard_that_was_not_published(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = LocalFolder.commit
+    commits: list[None] = []
+
+    def fail(self: LocalFolder, *pending: Any) -> None:
+        commits.append(None)
+        if len(commits) > 3:
+            raise StorageError("out of reach")
+        original(self, *pending)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "commit", fail)
+        with pytest.raises(StorageError, match="out of reach"):
+            pack(files, tmp_path / "out", max_samples=20)
+    names = contents(tmp_path / "out")
+    assert sum("-part-" in name for name in names) == 3
+    assert sorted(name for name in names if name.endswith(".tar")) == [f"{n:06d}.tar" for n in range(3)]  # fmt: skip
+    assert pack(files, tmp_path / "out", max_samples=20).kept == 3
 
 
 # --- on S3, and with ShardWriter

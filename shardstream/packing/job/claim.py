@@ -22,6 +22,7 @@ from shardstream.packing.job.destination import (
     shard_of,
 )
 from shardstream.packing.job.journal import Journal, Task, read_journal
+from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     OutputFolder,
     final_name,
@@ -44,8 +45,8 @@ class PartJob:
         names: Folder and names of the shards.
         source: Text that changes with the source; None if that is unknown: then a stopped job begins again.
         options: All options that decide the bytes, as JSON values.
+        limits: Maximum samples and bytes of a shard, its columns, and the name of the dataset.
         parts: Number of parts, which source and options decide; 0 if it is not known before they are run.
-        name: Name of the dataset.
         extras: Small text files that are published with the manifest, by name.
         storage_options: ``storage_options`` of the destination; not part of the identity.
         call: Identity of this call, of a job whose source has none.
@@ -56,8 +57,8 @@ class PartJob:
     names: ShardNames
     source: str | None
     options: Mapping[str, Any]
+    limits: WriterOptions
     parts: int = 0
-    name: str = ""
     extras: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = None
     call: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -67,7 +68,9 @@ class PartJob:
         """Source and options, for the journal; `merge` needs no more."""
         options = {"job": self.kind, **self.options, "template": self.names.template}
         extras = dict(sorted(self.extras.items()))
-        return Task(source=self.source, options=options | {"name": self.name, "extras": extras})
+        return Task(
+            source=self.source, options=options | {"name": self.limits.name, "extras": extras}
+        )
 
     @property
     def run(self) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -26,14 +25,13 @@ from shardstream.packing.job.report import PackReport, ProgressFunction, Skip
 from shardstream.packing.job.run_jobs import (
     CountSample,
     FindKept,
+    NumberedWork,
     SplitJob,
-    StreamedPart,
     run_jobs,
 )
-from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.packing.sources.split import Numbers, SplitNumbers
-from shardstream.storage import OutputFolder
 from shardstream.tasks import Executor
 
 _COUNTED = 1 << 20
@@ -95,7 +93,7 @@ def _part_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) -
         names=replace(opened.names, folder=folder_of_split(opened.names, split)),
         source=opened.task.source,
         options=options | {"split_name": split, "split_names": [*plan.splits]},
-        name=request.limits.name,
+        limits=request.limits,
         extras=extras,
         storage_options=request.writing,
     )
@@ -152,7 +150,8 @@ class _Cut:
         """Yield records with the number of their part; the first begins part ``first``."""
         if self.part_records is not None:
             return number_parts(records, lambda _: 0, self.part_records, 0, first=first)
-        return number_parts(records, _record_bytes, self.max_records, self.max_bytes, first=first)
+        encoded = map(_encode_values, records)
+        return number_parts(encoded, _record_bytes, self.max_records, self.max_bytes, first=first)
 
     def number_encoded(
         self, samples: Iterable[Encoded], first: int
@@ -183,15 +182,25 @@ def _empty_error(plan: PackPlan) -> SourceError:
     return SourceError("there is nothing to pack: the source is empty", shard=plan.source.name)
 
 
-def _record_bytes(record: Record) -> int:
-    """Return how many bytes a record takes in a tar, from the sizes of its files and its other values; 0 if it has an error."""
+def _encode_values(record: Record) -> Record:
+    """Return a record with all values but files as bytes, or with its error."""
     try:
-        sizes = [
-            (field, value.size if isinstance(value, FileRef) else len(encode_field(field, value)))
-            for field, value in record.fields.items()
-        ]
-    except SampleError:
-        return 0
+        return record._replace(
+            fields={
+                field: value if isinstance(value, FileRef) else encode_field(field, value)
+                for field, value in record.fields.items()
+            }
+        )
+    except SampleError as error:
+        return Record(record.key, {}, record.where, named(error, record.where))
+
+
+def _record_bytes(record: Record) -> int:
+    """Return how many bytes a record of files and bytes takes in a tar."""
+    sizes = (
+        (field, value.size if isinstance(value, FileRef) else len(value))
+        for field, value in record.fields.items()
+    )
     return fields_bytes(record.key, sizes)
 
 
@@ -226,38 +235,46 @@ def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
     return len(assigned)
 
 
-def _write_samples(
-    samples: Iterable[Encoded],
-    writer: PartWriter,
-    request: PackRequest,
-    plan: PackPlan,
-    count_sample: CountSample = lambda _: None,
-) -> PartResult:
-    """Write encoded samples; return what the writer does not count: skipped records, and the keys if they may repeat.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EncodedPart:
+    """The work of a part whose samples are encoded one after the other.
 
-    Raises:
-        SourceError: If a record cannot be packed, unless such records are skipped.
+    Args:
+        samples: The samples, or the errors of their records.
+        skips: Whether records that cannot be packed are skipped.
+        may_repeat_keys: Whether keys are compared when the dataset is published.
+        count_sample: Called with the bytes of each sample.
     """
-    skipped: list[Skip] = []
-    keys: list[str] | None = [] if plan.source.may_repeat_keys else None
-    for sample in samples:
-        error, before = sample.error, writer.size_bytes
-        if error is None:
-            try:
-                writer.write(sample.key, sample.fields)
-            except SampleError as unfit:
-                error = named(unfit, sample.where)
-        if error is not None:
-            if not request.skips:
-                raise error
-            skipped.append(Skip(sample.where, str(error)))
-            continue
-        count_sample(writer.size_bytes - before)
-        if keys is not None:
-            keys.append(sample.key)
-    return PartResult(
-        shards=(), skipped=tuple(skipped), key_hashes=encode_hashes(hash_keys(keys or []))
-    )
+
+    samples: Iterable[Encoded]
+    skips: bool
+    may_repeat_keys: bool
+    count_sample: CountSample = lambda _: None
+
+    def write(self, writer: PartWriter) -> PartResult:
+        """Write the samples (see `PartWork.write`).
+
+        Raises:
+            SourceError: If a record cannot be packed, unless such records are skipped.
+        """
+        skipped: list[Skip] = []
+        keys: list[str] = []
+        for sample in self.samples:
+            error, before = sample.error, writer.size_bytes
+            if error is None:
+                try:
+                    writer.write(sample.key, sample.fields)
+                except SampleError as unfit:
+                    error = named(unfit, sample.where)
+            if error is not None:
+                if not self.skips:
+                    raise error
+                skipped.append(Skip(sample.where, str(error)))
+                continue
+            self.count_sample(writer.size_bytes - before)
+            if self.may_repeat_keys:
+                keys.append(sample.key)
+        return PartResult(skipped=tuple(skipped), key_hashes=encode_hashes(hash_keys(keys)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +295,9 @@ class PackStream:
     split: int
     processes: int
 
-    @property
-    def limits(self) -> WriterOptions:
-        """Maximum samples and bytes of a shard, and its columns."""
-        return self.request.limits
-
-    def open(self, find_kept: FindKept) -> Generator[StreamedPart]:
+    def open(
+        self, find_kept: FindKept, count_sample: CountSample
+    ) -> Generator[NumberedWork, None, None]:
         """Yield the parts that are not kept (see `StreamedParts`)."""
         plan, part, first = self.opened.plan, 0, 0
         # The records of the first kept parts are not read again: each was written or skipped.
@@ -295,15 +309,17 @@ class PackStream:
         with closing(cut(records, part, find_kept)) as numbered:
             for number, samples in itertools.groupby(numbered, key=itemgetter(0)):
                 part = number + 1
-                mine = (sample for _, sample in samples)
-                yield StreamedPart(number, partial(self._write, mine))
+                yield (
+                    number,
+                    _EncodedPart(
+                        samples=map(itemgetter(1), samples),
+                        skips=self.request.skips,
+                        may_repeat_keys=plan.source.may_repeat_keys,
+                        count_sample=count_sample,
+                    ),
+                )
         if not part:
             raise _empty_error(plan)
-
-    def _write(
-        self, samples: Iterable[Encoded], writer: PartWriter, count_sample: CountSample
-    ) -> PartResult:
-        return _write_samples(samples, writer, self.request, self.opened.plan, count_sample)
 
     def _cut_records(
         self, records: Iterable[Record], first: int, find_kept: FindKept
@@ -361,7 +377,7 @@ class PackWork:
         for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
             yield replace(self, number=number, first=first, last=last)
 
-    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
+    def write(self, writer: PartWriter) -> PartResult:
         """Read, encode and write the records (see `PartWork.write`).
 
         Raises:
@@ -369,19 +385,12 @@ class PackWork:
             ChangedError: If the source has changed since the job was planned.
         """
         opened = self._open()
-        names = replace(opened.names, folder=folder.url)
-        name = partial(names.name, self.number)
-        with closing(
-            PartWriter(folder, self.request.limits, name=name, check_owner=check_owner)
-        ) as writer:
-            written = _write_samples(self._encoded(opened), writer, self.request, opened.plan)
-            writer.finish()
-        return replace(
-            written,
-            shards=tuple(writer.shards),
-            fields=dict(writer.fields),
-            columns=tuple(writer.columns),
-        )
+        may_repeat_keys = opened.plan.source.may_repeat_keys
+        return _EncodedPart(
+            samples=self._encoded(opened),
+            skips=self.request.skips,
+            may_repeat_keys=may_repeat_keys,
+        ).write(writer)
 
     def _open(self) -> OpenedPack:
         """Open the source, or take the one that this process has open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ from shardstream.packing.job.destination import ShardNames
 from shardstream.packing.job.journal import Journal, Task
 from shardstream.packing.job.report import Skip
 from shardstream.packing.shards.column_builder import ColumnSummary
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -26,15 +28,10 @@ from shardstream.tasks import JSON
 
 
 class PartWork(Protocol):
-    """The work of one part; picklable, and the same whenever it is run."""
+    """The work of one part; picklable if other processes run it, and the same whenever it is run."""
 
-    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
-        """Write the shards of the part.
-
-        Args:
-            folder: Folder of the dataset.
-            check_owner: Raises if another job has taken the folder over; to be called before each shard is published.
-        """
+    def write(self, writer: PartWriter) -> PartResult:
+        """Write the samples of the part; return what the writer does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ class PartResult:
         columns: Number and type of the values of columns, for each shard; none without columns.
     """
 
-    shards: tuple[ShardInfo, ...]
+    shards: tuple[ShardInfo, ...] = ()
     fields: Mapping[str, int] = field(default_factory=dict)
     left_out: int = 0
     warnings: tuple[str, ...] = ()
@@ -174,11 +171,15 @@ class PartTask:
     Args:
         record: Its record.
         work: Its work.
+        template: Name of a shard (see `ShardNames`).
+        limits: Maximum samples and bytes of a shard, and its columns.
         keeps_skips: Whether the shards of an earlier run that skipped records are kept.
     """
 
     record: PartRecord
     work: PartWork
+    template: str
+    limits: WriterOptions
     keeps_skips: bool = True
 
     @property
@@ -194,10 +195,35 @@ class PartTask:
             folder = self.record.open_folder()
             check_owner = partial(self.record.check_owner, folder)
             check_owner()
-            result = self.work.write(folder, check_owner)
-            self.record.write(folder, result)
+            with closing(self.open_writer(folder, check_owner)) as writer:
+                result = self.end(folder, writer, self.work.write(writer))
         # The hashes are in the record: `publish` compares them.
         return {**replace(result, key_hashes="").encode(), "kept": is_kept}
+
+    def open_writer(
+        self, folder: OutputFolder, check_owner: Callable[[], None], *, replaces: bool = False
+    ) -> PartWriter:
+        """Return the writer of the shards (see `PartWriter`)."""
+        names = ShardNames(folder=folder.url, template=self.template)
+        return PartWriter(
+            folder,
+            self.limits,
+            name=partial(names.name, self.record.number),
+            check_owner=check_owner,
+            replaces=replaces,
+        )
+
+    def end(self, folder: OutputFolder, writer: PartWriter, written: PartResult) -> PartResult:
+        """Wait until all shards are published, then record them; return the whole result."""
+        writer.finish()
+        result = replace(
+            written,
+            shards=tuple(writer.shards),
+            fields=dict(writer.fields),
+            columns=tuple(writer.columns),
+        )
+        self.record.write(folder, result)
+        return result
 
 
 def read_record(folder: OutputFolder, number: int, run: str) -> tuple[int, PartResult] | None:

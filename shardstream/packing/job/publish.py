@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from shardstream.format import (
     CLASSES_NAME,
     MANIFEST_NAME,
     Manifest,
+    ShardInfo,
     decode_classes,
     encode_manifest_files,
     parse_columns,
@@ -43,14 +44,21 @@ from shardstream.packing.job.key_hashes import (
 )
 from shardstream.packing.job.part_record import PartResult, files_and_sizes, read_record
 from shardstream.packing.job.report import PackReport, Skip, SplitReport
-from shardstream.packing.shards.column_builder import check_summaries
+from shardstream.packing.shards.column_builder import ColumnSummary, check_summaries
 from shardstream.packing.shards.manifest_files import (
     read_old_manifest,
     remove_old_pages,
     write_manifest_files,
 )
 from shardstream.packing.sources.class_numbering import warn_of_siblings
-from shardstream.storage import FileInfo, OutputFolder, Storage, join_url, part_record_name
+from shardstream.storage import (
+    FileInfo,
+    OutputFolder,
+    Storage,
+    is_part_record,
+    join_url,
+    part_record_name,
+)
 
 _THREADS = 16  # that read records
 _RECORDS = 256  # that are in memory with the hashes of their keys: 107 kB for 10,000 keys
@@ -226,70 +234,21 @@ def _checked(ready: Ready) -> _Publication:
         raise no_job_error(url, files, journal)
     if ready.run is not None and ready.run != journal.run:
         Journal(folder=folder, task=journal.task, run=ready.run).check_owner()
-    published = journal.published
-    if published is not None and published.sha256 == published_sha256(folder, files):
-        manifest = read_old_manifest(folder)
-        report = replace(
-            _report_of(url, manifest, begin_s),
-            skipped=tuple(Skip(*one) for one in published.skipped),
-            warnings=published.warnings,
-        )
-        return _Publication(
-            folder=folder, files=files, journal=journal, manifest=manifest, report=report, is_published=True
-        )  # fmt: skip
-    if ready.parts and journal.parts and ready.parts != journal.parts:
-        raise StorageError(
-            f"this run wrote {plural(ready.parts, 'part')}, but the job was begun with {journal.parts}; nothing is published, "
-            "start again with overwrite=True (--overwrite)",
-            shard=url,
-        )
-    journal.parts = ready.parts or journal.parts
-    with KeyHashes() as keys:
-        results = _read_records(folder, files, journal, keys)
-        shards = tuple(shard for result in results for shard in result.shards)
-        for result in results:
+    published, options = journal.published, journal.task.options
+    is_published = published is not None and published.sha256 == published_sha256(folder, files)
+    if published is not None and is_published:
+        manifest, warnings = read_old_manifest(folder), published.warnings
+        skipped = tuple(Skip(*one) for one in published.skipped)
+    else:
+        journal.parts = _num_parts(ready, journal, files)
+        with KeyHashes() as keys:
+            result = _read_records(folder, files, journal, keys)
             _check_in_place(folder, files, result)
-        refuse_repeated_keys(keys, shards, folder)
-    manifest = Manifest(
-        shards=shards,
-        name=str(journal.task.options["name"]),
-        fields=dict(sum((Counter(one.fields) for one in results), Counter[str]())),
-    )
-    _check_samples(journal, manifest, results)
-    found = [warning for result in results for warning in result.warnings]
-    warnings = (*found, *_check_columns(journal.task.options, results))
-    report = replace(
-        _report_of(url, manifest, begin_s),
-        skipped=tuple(skip for result in results for skip in result.skipped),
-        warnings=warnings,
-    )
-    return _Publication(
-        folder=folder, files=files, journal=journal, manifest=manifest, report=report
-    )
-
-
-def _check_samples(journal: Journal, manifest: Manifest, results: Sequence[PartResult]) -> None:
-    """Check that there are samples, with the fields that were to be kept."""
-    url, options = journal.folder.url, journal.task.options
-    skipped = [skip for result in results for skip in result.skipped]
-    if not manifest.shards and skipped:
-        raise SourceError(
-            f"no sample is left for {url}: {len(skipped)} were skipped, the first: {skipped[0].reason}"
-        )
-    if not manifest.shards:
-        raise OptionError(
-            "no sample is left: all were filtered out, so there is no dataset to publish",
-            shard=url,
-        )
-    missing = sorted(set(options.get("fields") or ()) - manifest.fields.keys())
-    if missing and options["job"] == "reshard":
-        raise OptionError(
-            f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
-            shard=url,
-        )
-
-
-def _report_of(url: str, manifest: Manifest, begin_s: float) -> PackReport:
+            refuse_repeated_keys(keys, result.shards, folder)
+        _check_samples(journal, result)
+        manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
+        warnings = (*result.warnings, *_check_columns(options, result))
+        skipped = result.skipped
     split = SplitReport(
         name="",
         url=url,
@@ -297,33 +256,83 @@ def _report_of(url: str, manifest: Manifest, begin_s: float) -> PackReport:
         shards=len(manifest.shards),
         total_bytes=manifest.total_bytes,
     )
-    return PackReport(
+    report = PackReport(
         source="finished parts",
         splits=(split,),
         seconds=time.monotonic() - begin_s,
+        skipped=skipped,
         fields=dict(manifest.fields),
+        warnings=warnings,
     )
+    return _Publication(
+        folder=folder,
+        files=files,
+        journal=journal,
+        manifest=manifest,
+        report=report,
+        is_published=is_published,
+    )
+
+
+def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:
+    """Return the number of parts of a job, as its run, its journal and its records say.
+
+    Raises:
+        StorageError: If they differ: samples would be left out.
+        UnfinishedError: If it is not known yet.
+    """
+    parts, records = ready.parts or journal.parts, sum(map(is_part_record, files))
+    if not parts:
+        raise UnfinishedError(
+            "the job was stopped before the number of its parts was known; run the same command again",
+            shard=journal.folder.url,
+        )
+    if journal.parts not in (0, parts) or records > parts:
+        raise StorageError(
+            f"this run has {plural(parts, 'part')}, but the job was begun with {journal.parts or records}; nothing is published, "
+            "start again with overwrite=True (--overwrite)",
+            shard=journal.folder.url,
+        )
+    return parts
+
+
+def _check_samples(journal: Journal, result: PartResult) -> None:
+    """Check that there are samples, with the fields that were to be kept."""
+    url, options = journal.folder.url, journal.task.options
+    if not result.shards and result.skipped:
+        raise SourceError(
+            f"no sample is left for {url}: {len(result.skipped)} were skipped, the first: {result.skipped[0].reason}"
+        )
+    if not result.shards:
+        raise OptionError(
+            "no sample is left: all were filtered out, so there is no dataset to publish",
+            shard=url,
+        )
+    missing = sorted(set(options.get("fields") or ()) - result.fields.keys())
+    if missing and options["job"] == "reshard":
+        raise OptionError(
+            f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
+            shard=url,
+        )
 
 
 def _read_records(
     folder: OutputFolder, files: Mapping[str, FileInfo], journal: Journal, keys: KeyHashes
-) -> list[PartResult]:
-    """Return the results of all parts, in order, without the hashes of their keys, which go to ``keys``."""
+) -> PartResult:
+    """Return the results of all parts as one, in their order, without the hashes of their keys, which go to ``keys``."""
     parts = journal.parts
-    if not parts:
-        raise UnfinishedError(
-            "the job was stopped before the number of its parts was known; run the same command again",
-            shard=folder.url,
-        )
 
     def read(number: int) -> tuple[int, PartResult] | None:
         has_record = part_record_name(number) in files
         return read_record(folder, number, journal.run) if has_record else None
 
-    results: list[PartResult] = []
+    shards: list[ShardInfo] = []
+    fields = Counter[str]()
+    skipped: list[Skip] = []
+    columns: list[ColumnSummary] = []
+    warnings: list[str] = []
     missing: list[int] = []
     of = set[int]()
-    num_shards = 0
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
         for first in range(0, parts, _RECORDS):
             numbers = range(first, min(first + _RECORDS, parts))
@@ -333,12 +342,21 @@ def _read_records(
                     continue
                 count, result = record
                 of.add(count)
-                _add_keys(keys, result, num_shards)
-                num_shards += len(result.shards)
-                results.append(replace(result, key_hashes=""))
+                _add_keys(keys, result, len(shards))
+                shards += result.shards
+                fields.update(result.fields)
+                skipped += result.skipped
+                columns += result.columns
+                warnings += result.warnings
     if missing:
         raise UnfinishedError(_missing_text(missing, parts, of), shard=folder.url)
-    return results
+    return PartResult(
+        shards=tuple(shards),
+        fields=fields,
+        skipped=tuple(skipped),
+        columns=tuple(columns),
+        warnings=tuple(warnings),
+    )
 
 
 def _add_keys(keys: KeyHashes, result: PartResult, first: int) -> None:
@@ -374,15 +392,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _check_columns(options: Mapping[str, Any], results: Sequence[PartResult]) -> list[str]:
+def _check_columns(options: Mapping[str, Any], result: PartResult) -> list[str]:
     """Return warnings of columns that some samples lack (see `check_summaries`)."""
     if options.get("columns") is None:
         return []
-    summaries = [summary for result in results for summary in result.columns]
-    nsamples = sum(result.nsamples for result in results)
-    return check_summaries(
-        parse_columns(options["columns"]) if options["columns"] else (), summaries, nsamples
-    )
+    wanted = parse_columns(options["columns"]) if options["columns"] else ()
+    return check_summaries(wanted, result.columns, result.nsamples)
 
 
 def _check_in_place(

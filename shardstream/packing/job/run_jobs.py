@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from shardstream.errors import OptionError
 from shardstream.packing.job.claim import Claim, PartJob, claimed, join
-from shardstream.packing.job.part_counts import PartCounts
 from shardstream.packing.job.part_record import (
     PartRecord,
     PartResult,
@@ -29,6 +27,7 @@ from shardstream.packing.job.part_record import (
 from shardstream.packing.job.publish import Ready, publish, publish_locked
 from shardstream.packing.job.report import (
     PackReport,
+    PartCounts,
     ProgressFunction,
     Skip,
     SplitReport,
@@ -36,9 +35,9 @@ from shardstream.packing.job.report import (
     logged,
     skipped_before_error,
 )
-from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.storage import absolute_url, is_part_record
-from shardstream.tasks import Executor, LocalExecutor, Parts, RetryCount
+from shardstream.tasks import JSON, Executor, Parts, RetryCount, Task
 
 # Parts that are flushed and published while the next one is written; their records are written in order.
 _ENDING = 2
@@ -48,28 +47,20 @@ CountSample = Callable[[int], None]
 """Counts a sample that is written, by its bytes."""
 FindKept = Callable[[int], PartResult | None]
 """Returns the result of a part by its number, if an earlier run has written it and it is kept."""
-
-
-class StreamedPart(NamedTuple):
-    """A part that is written in this process, from a stream that all parts share."""
-
-    number: int
-    write: Callable[[PartWriter, CountSample], PartResult]
-    """Writes its samples; returns what the writer does not count: skipped records and keys."""
+NumberedWork = tuple[int, PartWork]
 
 
 class StreamedParts(Protocol):
     """The parts of a job, whose records come from one pass over the source."""
 
-    @property
-    def limits(self) -> WriterOptions:
-        """Maximum samples and bytes of a shard, and its columns."""
-
-    def open(self, find_kept: FindKept) -> Generator[StreamedPart]:
-        """Yield the parts that are not kept, in order; each is written before the next one is taken.
+    def open(
+        self, find_kept: FindKept, count_sample: CountSample
+    ) -> Generator[NumberedWork, None, None]:
+        """Yield the number and the work of each part that is not kept, in order; each is run before the next one is taken.
 
         Args:
             find_kept: To be called once for each part of the job.
+            count_sample: To be called by the work, for the progress.
         """
 
 
@@ -185,11 +176,8 @@ class _Run:
         if claim.is_published:
             self._check_published(claim)
             return _SplitRun(self.counts.split, 0)
-        if one.streamed is not None:
-            parts = self._stream(one.job, one.streamed, claim)
-        else:
-            claim.check_owner()  # tasks that any process may run change the folder at once
-            parts = self._run_tasks(one)
+        executor = self.executor
+        parts = self._run_here(one, claim) if executor is None else self._run_tasks(one, executor)
         return _SplitRun(self.counts.split, parts)
 
     def _check_published(self, claim: Claim) -> None:
@@ -208,7 +196,16 @@ class _Run:
             of=self.executor.of if isinstance(self.executor, Parts) else 0,
         )
 
-    def _run_tasks(self, one: SplitJob) -> int:
+    def _task(self, job: PartJob, number: int, work: PartWork) -> PartTask:
+        return PartTask(
+            record=self._record(job, number),
+            work=work,
+            template=job.names.template,
+            limits=job.limits,
+            keeps_skips=self.keeps_skips,
+        )
+
+    def _run_tasks(self, one: SplitJob, executor: Executor) -> int:
         """Run each part as a task; return their number."""
         parts = 0
 
@@ -216,39 +213,45 @@ class _Run:
             nonlocal parts
             for number, work in enumerate(one.works):
                 parts = number + 1
-                record = self._record(one.job, number)
-                yield PartTask(record=record, work=work, keeps_skips=self.keeps_skips)
+                yield self._task(one.job, number, work)
 
-        (self.executor or LocalExecutor()).run(tasks(), self.counts.add_task)
+        def count(_task: Task, document: Mapping[str, JSON]) -> None:
+            self.counts.add(PartResult.decode(document), is_kept=bool(document["kept"]))
+
+        executor.run(tasks(), count)
         return parts
 
-    def _stream(self, job: PartJob, streamed: StreamedParts, claim: Claim) -> int:
-        """Write the parts one after the other; publish each, and record it, while the next ones are written."""
+    def _run_here(self, one: SplitJob, claim: Claim) -> int:
+        """Write the parts one after the other; publish each, and record it, while the next one is written; return their number."""
         parts = 0
         has_records = any(map(is_part_record, claim.destination.files))
 
         def find_kept(number: int) -> PartResult | None:
             nonlocal parts
-            result = self._record(job, number).find() if has_records else None
+            result = self._record(one.job, number).find() if has_records else None
             if result is None or (result.skipped and not self.keeps_skips):
                 return None
             parts = number + 1
             self.counts.add(result, is_kept=True)
             return result
 
+        if one.streamed is None:
+            works = (
+                (number, work) for number, work in enumerate(one.works) if find_kept(number) is None
+            )
+        else:
+            works = one.streamed.open(find_kept, self.counts.add_sample)
         ending: deque[tuple[Future[PartResult], PartWriter]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="shardstream-end") as pool:
+        with ThreadPoolExecutor(1, thread_name_prefix="shardstream-end") as pool, closing(works):
             try:
-                with closing(streamed.open(find_kept)) as opened:
-                    for part in opened:
-                        # Records are read ahead: a later part may have been found, and kept, already.
-                        parts = max(parts, part.number + 1)
-                        while len(ending) >= _ENDING or (ending and ending[0][0].done()):
-                            self._count(ending)
-                        record = self._record(job, part.number)
-                        ending.append(self._begin(part, record, claim, streamed.limits, pool))
+                for number, work in works:
+                    # Records are read ahead: a later part may have been found, and kept, already.
+                    parts = max(parts, number + 1)
+                    while len(ending) >= _ENDING or (ending and ending[0][0].done()):
+                        self._count(ending, one)
+                    ending.append(self._begin(self._task(one.job, number, work), claim, pool))
                 while ending:
-                    self._count(ending)
+                    self._count(ending, one)
             except BaseException:
                 for future, writer in ending:
                     if future.cancel():  # its record is not written then
@@ -256,28 +259,18 @@ class _Run:
                 raise
         return parts
 
-    def _count(self, ending: deque[tuple[Future[PartResult], PartWriter]]) -> None:
-        self.counts.add(ending.popleft()[0].result(), has_counted_samples=True)
+    def _count(self, ending: deque[tuple[Future[PartResult], PartWriter]], one: SplitJob) -> None:
+        result = ending.popleft()[0].result()
+        self.counts.add(result, has_counted_samples=one.streamed is not None)
 
     def _begin(
-        self,
-        part: StreamedPart,
-        record: PartRecord,
-        claim: Claim,
-        limits: WriterOptions,
-        pool: ThreadPoolExecutor,
+        self, task: PartTask, claim: Claim, pool: ThreadPoolExecutor
     ) -> tuple[Future[PartResult], PartWriter]:
         """Write the samples of a part, and hand it over to a thread that publishes the last of them."""
-        folder = record.open_folder()
-        writer = PartWriter(
-            folder,
-            limits,
-            name=partial(claim.destination.names.name, part.number),
-            check_owner=claim.check_owner,
-            replaces=claim.destination.replaces,
-        )
+        folder = task.record.open_folder()
+        writer = task.open_writer(folder, claim.check_owner, replaces=claim.destination.replaces)
         try:
-            written = part.write(writer, self.counts.add_sample)
+            written = task.work.write(writer)
             writer.end()
         except BaseException:
             writer.close()
@@ -285,14 +278,6 @@ class _Run:
 
         def end() -> PartResult:
             with closing(writer):
-                writer.finish()
-            result = replace(
-                written,
-                shards=tuple(writer.shards),
-                fields=dict(writer.fields),
-                columns=tuple(writer.columns),
-            )
-            record.write(folder, result)  # after its shards
-            return replace(result, key_hashes="")
+                return replace(task.end(folder, writer, written), key_hashes="")
 
         return pool.submit(end), writer
