@@ -316,13 +316,16 @@ def test_repeated_key_in_the_added_source_is_an_error(
 ) -> None:
     keys = [*KEYS, "0042"]
     if kind == "shards":
-        add: dict[str, Any] = {write_captions(tmp_path / "twice", keys): ["txt"]}
+        add: dict[str, Any] = {write_captions(tmp_path / "twice", KEYS): ["txt"]}
+        write_captions(tmp_path / "extra", ["0042"])
+        (tmp_path / "extra" / "000000.tar").rename(tmp_path / "twice" / "000099.tar")
+        (tmp_path / "twice" / "index.json").unlink()
     elif kind == "parquet":
         add = {write_parquet(tmp_path / "twice.parquet", keys): {"txt": "score"}}
     else:
         (tmp_path / "twice.csv").write_text("key,tag\n" + "".join(f"{k},t\n" for k in keys))
         add = {str(tmp_path / "twice.csv"): {"txt": "tag"}}
-    where = "000001.tar and .*000007.tar" if kind == "shards" else "row 43 and .*row 241"
+    where = "000001.tar and .*000099.tar" if kind == "shards" else "row 43 and .*row 241"
     with pytest.raises(ss.OptionError, match=f"several samples have the key '0042', in .*{where}"):
         ss.reshard(places["train"], tmp_path / "new", add=add)
     assert not (tmp_path / "new" / "index.json").exists()
