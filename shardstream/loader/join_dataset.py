@@ -18,7 +18,6 @@ from shardstream.catalog import (
 from shardstream.errors import OptionError
 from shardstream.loader.dataset import ShardDataset, StreamDataset
 from shardstream.loader.epoch_counter import EpochCounter
-from shardstream.packing import is_table, open_joined_table
 from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
 from shardstream.storage import Storage
 
@@ -133,6 +132,8 @@ def _open(other: OtherDataset, storage_options: dict[str, Any] | None) -> JoinPa
         return open_part(_source_of(other).catalog, fields)
     _check_url(other)
     url = os.fspath(other)
+    from shardstream.packing import is_table, open_joined_table  # noqa: PLC0415  (0.1 s, for a join only)
+
     if is_table(url):
         columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
         table = open_joined_table([url], columns, Storage(storage_options))
