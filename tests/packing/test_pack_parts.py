@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -237,6 +238,60 @@ def test_source_that_changes_between_parts_is_refused(photos: str, tmp_path: Pat
     (source / "ant" / "999.jpg").write_bytes(jpeg(3))
     with pytest.raises(ss.OptionError, match="the source has changed"):
         ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.Parts(2, 2))
+
+
+@pytest.fixture
+def equal_tables(tmp_path: Path) -> tuple[Path, Path]:
+    """Two tables with the same bytes and time, whose rows name files next to them: "old" and "new"."""
+    tables = (tmp_path / "old" / "t.csv", tmp_path / "new" / "t.csv")
+    for table in tables:
+        table.parent.mkdir()
+        table.write_text("path\n" + "".join(f"{number}.bin\n" for number in range(6)))
+        os.utime(table, ns=(1, 1))
+        for number in range(6):
+            (table.parent / f"{number}.bin").write_text(table.parent.name)
+    return tables
+
+
+BINS: dict[str, Any] = {"fields": {"bin": "path"}, "max_samples": 2}
+
+
+def test_equal_tables_of_two_folders_are_two_sources(
+    equal_tables: tuple[Path, Path], tmp_path: Path, two_processes: ProcessPoolExecutor
+) -> None:
+    """A process of a pool has the source of an earlier job open; a stopped job is not continued with other files."""
+    for table in equal_tables:
+        out = tmp_path / f"{table.parent.name}.out"
+        ss.pack(table, out, executor=ss.FuturesExecutor(two_processes), **BINS)
+        texts = {sample["bin"] for sample in ss.ShardDataset(str(out))}
+        assert texts == {table.parent.name.encode()}
+    ss.pack(equal_tables[0], tmp_path / "mixed", executor=ss.Parts(1, 2), **BINS)
+    with pytest.raises(ss.OptionError, match="the source has changed"):
+        ss.pack(equal_tables[1], tmp_path / "mixed", **BINS)
+
+
+def test_a_pack_with_relative_paths_is_continued_here(
+    equal_tables: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(equal_tables[0].parent)
+    ss.pack("t.csv", "out", root="../new", executor=ss.Parts(1, 2), **BINS)
+    assert ss.pack("t.csv", "out", root="../new", **BINS).kept == 2
+
+
+def test_half_written_files_of_a_killed_publication_are_deleted(table: str, tmp_path: Path) -> None:
+    ss.pack(table, tmp_path, fields={"txt": "caption"}, executor=ss.Parts(1, 1))
+    files = (
+        ".shardstream-pack-000000.json",
+        ".shardstream-pack-part-000000.json",
+        "000000.tar.idx",
+        "index.json",
+    )
+    for name in files:
+        (tmp_path / f"{name}.part-0123456789ab").write_bytes(b"{")
+    (tmp_path / "notes.txt.part-0123456789ab").write_bytes(b"{")
+    ss.merge(tmp_path)
+    left = {"000000.tar", "000000.tar.idx", "index.json", "notes.txt.part-0123456789ab"}
+    assert set(files_of(tmp_path)) == left
 
 
 def test_key_that_two_parts_have_is_refused_by_merge(tmp_path: Path) -> None:

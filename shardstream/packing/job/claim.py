@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -19,13 +19,12 @@ from shardstream.packing.job.destination import (
     ShardNames,
     claim_destination,
     is_deletable,
-    shard_of,
+    is_half_written,
 )
 from shardstream.packing.job.journal import Journal, Task, read_journal
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     OutputFolder,
-    final_name,
     is_part_record,
     journal_name,
     open_output_folder,
@@ -208,9 +207,8 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
         return claims
     for claim in claims:
         if claim.is_published:  # the others were published with it
-            remove_job_files(
-                claim.destination.folder, claim.destination.files, claim.destination.names
-            )
+            found = claim.destination
+            remove_job_files(found.folder, found.files, found.names, found.extras)
         claim.release()
     raise refusals[0]
 
@@ -258,18 +256,19 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
     return None
 
 
-def remove_job_files(folder: OutputFolder, files: Collection[str], names: ShardNames) -> None:
+def remove_job_files(
+    folder: OutputFolder, files: Collection[str], names: ShardNames, extras: Container[str]
+) -> None:
     """Delete the records and the journal of a job that is published; the journal goes last: until then it says so.
 
     Args:
         folder: Folder of the dataset.
         files: Names of its files.
         names: Names of its shards: files of killed processes are half-written, and no part is left that could write one.
+        extras: Names of the small files next to the manifest.
     """
     for name in files:
-        final = final_name(name) or ""
-        is_record = is_part_record(name) or is_part_record(final)
-        if is_record or names.is_ours(shard_of(final)):
+        if is_part_record(name) or is_half_written(name, names, extras):
             folder.remove(name)
     folder.remove(journal_name(0))
 

@@ -272,17 +272,10 @@ class Destination:
     def remove_parts(self) -> None:
         """Delete half-written files of killed writers, and the records and further journals of another job."""
         for name in self.files:
-            final = final_name(name)
             is_record = is_part_record(name)
             is_further = is_journal(name) and name != journal_name(0)
-            if is_record or is_further or (final is not None and self._is_written(final)):
+            if is_record or is_further or is_half_written(name, self.names, self.extras):
                 self.folder.remove(name)
-
-    def _is_written(self, name: str) -> bool:
-        """Return whether a writer of this dataset makes a file of that name."""
-        is_shard = self.names.is_ours(shard_of(name))
-        is_manifest = name == MANIFEST_NAME or is_pages_name(name)
-        return is_shard or is_journal(name) or is_manifest or name in self.extras
 
 
 def claim_destination(
@@ -376,6 +369,20 @@ def shard_of(name: str) -> str:
     ['a.tar', 'a.tar', 'a.tar']
     """
     return name.removesuffix(COLUMNS_SUFFIX).removesuffix(INDEX_SUFFIX)
+
+
+def is_half_written(name: str, names: ShardNames, extras: Container[str]) -> bool:
+    """Return whether a file is what a killed writer of a dataset has left of one.
+
+    >>> names = ShardNames(folder="x", template="{shard:06d}.tar")
+    >>> [is_half_written(f"{name}.part-0123456789ab", names, ()) for name in ("000000.tar", "index.json", "notes.txt")]
+    [True, True, False]
+    """
+    final = final_name(name)
+    if final is None:
+        return False
+    is_manifest = final == MANIFEST_NAME or is_pages_name(final)
+    return names.is_ours(shard_of(final)) or is_journal(final) or is_manifest or final in extras
 
 
 def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None:

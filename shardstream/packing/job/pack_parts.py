@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ def run_pack(
         request = request.with_absolute_paths()
     opened = request.open()
     plan, cut = opened.plan, _Cut.of(opened, request, processes)
-    jobs = []
+    jobs, call = [], uuid.uuid4().hex
     for split, name in enumerate(plan.splits):
         job = _part_job(opened, request, cut, name)
         if executor is None:
@@ -64,7 +65,7 @@ def run_pack(
             jobs.append(SplitJob(name, job, streamed=stream))
             continue
         firsts = cut.firsts(plan, split)
-        work = PackWork(request=request, identity=_identity(opened), split=split)
+        work = PackWork(request=request, identity=_identity(opened), call=call, split=split)
         jobs.append(SplitJob(name, replace(job, parts=len(firsts) - 1), work.parts(firsts)))
     try:
         report = run_jobs(
@@ -348,7 +349,8 @@ class PackStream:
         return encode_in_order(records, self.opened.encoder, processes=self.processes)
 
 
-# Of this process: the source that was opened last.
+# Of this process: the source that was opened last, by its call. Two sources may have one identity: tables that are equal, but name files of
+# other folders.
 _opened_here: dict[str, OpenedPack] = {}
 
 
@@ -359,6 +361,7 @@ class PackWork:
     Args:
         request: The arguments of the pack.
         identity: Source and options when the job was planned.
+        call: Identity of the call of `pack`.
         split: Number of the split.
         number: Number of the part.
         first: Position of its first record among those of the split.
@@ -367,6 +370,7 @@ class PackWork:
 
     request: PackRequest
     identity: str
+    call: str
     split: int
     number: int = 0
     first: int = 0
@@ -394,7 +398,7 @@ class PackWork:
 
     def _open(self) -> OpenedPack:
         """Open the source, or take the one that this process has open."""
-        opened = _opened_here.get(self.identity)
+        opened = _opened_here.get(self.call)
         if opened is None:
             opened = self.request.open()
             if _identity(opened) != self.identity:
@@ -404,7 +408,7 @@ class PackWork:
                     shard=opened.plan.source.name,
                 )
             _opened_here.clear()
-            _opened_here[self.identity] = opened
+            _opened_here[self.call] = opened
         return opened
 
     def _encoded(self, opened: OpenedPack) -> Iterator[Encoded]:

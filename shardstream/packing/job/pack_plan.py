@@ -90,11 +90,12 @@ class PackRequest:
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
         asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
         asked |= {"kind": options.kind, "key": options.key, "fields": dict(options.fields) or None}
-        asked |= {"root": options.root, "seed": self.seed, "shuffle": self.shuffle}
+        root = None if options.root is None else absolute_url(options.root)
+        asked |= {"root": root, "seed": self.seed, "shuffle": self.shuffle}
         asked |= {"split": list(self.split.items()), "template": names.template}
         asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
         if options.allow:
-            asked |= {"allow": list(options.allow)}
+            asked |= {"allow": [*map(absolute_url, options.allow)]}
         if options.header:
             asked |= {"header": list(options.header)}
         if self.limits.columns is not None:

@@ -222,7 +222,8 @@ class _Publication:
                 shard=self.folder.url,
             )
         names = ShardNames(folder="", template=str(self.journal.task.options["template"]))
-        remove_job_files(self.folder, self.files, names)
+        extras = self.journal.task.options["extras"]
+        remove_job_files(self.folder, self.files, names, extras)
 
 
 def _checked(ready: Ready) -> _Publication:

@@ -34,7 +34,7 @@ from shardstream.packing.sources.source import (
 )
 from shardstream.packing.sources.split import Numbers
 from shardstream.packing.sources.tables import MEDIA, Row, count_rows, is_value, iter_rows
-from shardstream.storage import Storage, is_under, join_url, parent_url
+from shardstream.storage import Storage, absolute_url, is_under, join_url, parent_url
 
 _log = get_logger(__name__)
 
@@ -93,9 +93,13 @@ class TableSource(SequentialSource):
     @property
     def has_sizes(self) -> bool:
         """Whether rows hold no files; those of Parquet are not read only to know their sizes, since it stores their number."""
+        return self.length is None and not self._may_name_files
+
+    @property
+    def _may_name_files(self) -> bool:
         plain = TEXT_FIELDS | INT_FIELDS | JSON_FIELDS
         has_files = any(field.rpartition(".")[2] not in plain for field in self._fields)
-        return self.length is None and self._file_column is None and not has_files
+        return has_files or self._file_column is not None
 
     @cached_property
     def _group_rows(self) -> Sequence[Sequence[int] | None]:
@@ -149,11 +153,13 @@ class TableSource(SequentialSource):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of sizes and versions of the tables; the files that they name are not checked."""
+        """Hash of sizes and versions of the tables, and of the folder of the files that they name, which are not checked themselves."""
         files = [self._storage.info(url) for url in self._urls]
-        return fingerprint_of(
-            "table", *(part for file in files for part in (file.size_or_none, file.version))
-        )
+        parts = [part for file in files for part in (file.size_or_none, file.version)]
+        if self._may_name_files:  # equal tables may name files of other folders
+            roots = [self._options.root or parent_url(url) for url in self._urls]
+            parts += map(absolute_url, roots)
+        return fingerprint_of("table", *parts)
 
     def _begin(self, first: int) -> int:
         """Return the number of the first row of the row group that holds a row, or of the first table without row groups."""
