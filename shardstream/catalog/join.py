@@ -75,7 +75,7 @@ def join_catalogs(
     _check_defaults(missing, parts)
     catalogs = [first, *(part.catalog for part in parts)]
     keys = _keys_of(catalogs, by)
-    is_strict = missing == "error"
+    is_strict = missing in ("error", "drop")  # of a key that is there, whose sample lacks a field
     if keys is None:
         _check_lengths(catalogs)
         parts = [replace(part, is_strict=is_strict and part.fields is not None) for part in parts]
@@ -84,7 +84,7 @@ def join_catalogs(
         match_keys(keys[0], theirs, catalog)
         for theirs, catalog in zip(keys[1:], catalogs[1:], strict=True)
     ]
-    if is_strict:
+    if missing == "error":
         _refuse_missing(keys[0], found, catalogs)
     unused = [
         len(catalog) - _count_used(numbers, len(catalog))

@@ -306,6 +306,8 @@ def test_missing_field_of_one_sample_is_an_error(places: dict[str, str], tmp_pat
     add = {str(tmp_path / "tags.parquet"): {"tag.txt": "tag"}}
     with pytest.raises(ss.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
         ss.reshard(places["train"], new, add=add, overwrite=True)
+    with pytest.raises(ss.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
+        ss.reshard(places["train"], new, add=add, missing="drop", overwrite=True)
     ss.reshard(places["train"], new, add=str(tmp_path / "some"), overwrite=True)
     assert [s["__key__"] for s in samples_of(new) if "md" not in s] == ["0005"]
 
