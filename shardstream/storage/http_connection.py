@@ -84,7 +84,11 @@ def connect(
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Return whether a connection that is at the end of a response can be used again: the server has not closed it."""
+    """Return whether a connection that is at the end of a response can be used again: the server has neither closed it nor sent more."""
+    if (
+        isinstance(connection, ssl.SSLSocket) and connection.pending()
+    ):  # decrypted with the response
+        return False
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return not poll.poll(0)

@@ -120,6 +120,21 @@ def test_read_ends(
     assert re.match(f"StorageError: .*({message})", outcome)
 
 
+def test_bytes_after_a_response_over_tls_do_not_answer_the_next_request(
+    certificate: tuple[Path, Path],
+) -> None:
+    head = b"HTTP/1.1 206 Some\r\nContent-Range: bytes 2-5/9\r\nContent-Length: 4\r\n\r\n"
+
+    def answer(_: Request) -> Iterator[bytes]:
+        yield head
+        yield b"good" + head + b"evil"  # one record
+        server.ended.wait(0.2)  # open
+
+    with raw_server(answer, certificate) as server:
+        storage, url = open_file("https", server)
+        assert [storage.read(url, 2, 6) for _ in range(3)] == [b"good"] * 3
+
+
 def test_cancelled_read_over_tls_writes_no_encrypted_bytes(certificate: tuple[Path, Path]) -> None:
     data = b"x" * (16 << 20)
     with raw_server(lambda request: file_response(request, data), certificate) as server:
