@@ -397,6 +397,12 @@ def test_tables_that_do_not_fit_are_errors(
     scores = table(tmp_path / "scores.parquet", [*range(COUNT)])
     with pytest.raises(ss.ShardStreamError, match=message):
         rows(ss.join(parts["images"], {scores: fields}))
+    names = pa.table({"__key__": ["x"], "id": ["k000"], "text": ["a"]})
+    pq.write_table(names, tmp_path / "names.parquet")
+    with pytest.raises(OptionError, match="'__key__' cannot be a field where the keys are in 'id'"):
+        ss.join(
+            parts["images"], {str(tmp_path / "names.parquet"): {"md": "__key__", "__key__": "id"}}
+        )
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(OptionError, match="not a Parquet file"):
         ss.join(parts["images"], {str(tmp_path / "bad.parquet"): ["txt"]})

@@ -119,6 +119,13 @@ def _read_parquet(
                 raise SourceError(
                     f"no column {missing!r}; there are: {', '.join(map(repr, names))}", shard=url
                 )
+            if (
+                key != KEY_COLUMN and KEY_COLUMN in columns.values()
+            ):  # the column of keys gets its name
+                raise OptionError(
+                    f"the column {KEY_COLUMN!r} cannot be a field where the keys are in {key!r}; rename it in the table",
+                    shard=url,
+                )
             wanted = list(dict.fromkeys([*columns.values(), key]))
             left, groups = limit_of_rows(size or len(whole)), []
             for group in range(file.metadata.num_row_groups):  # Arrow reads no structs of several
