@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import inspect
 import itertools
@@ -10,7 +11,17 @@ import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any, cast
 
 from shardstream.errors import (
@@ -40,6 +51,15 @@ SampleFunction = Callable[..., Any]
 """Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
 
 _PROTOCOL = 4  # of pickle, to take values apart
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+_IN_C = (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+_NAMED = (type, FunctionType, MethodType, *_IN_C)
 # Python 3.11 parses a class in two threads at once to a SystemError now and then (cpython issue 106905).
 _source_lock = threading.Lock()
 
@@ -252,7 +272,7 @@ def _translated(run: Run) -> Iterator[Any]:
 
 
 def identity_of(function: object) -> str | None:
-    """Return name and source hash of a function, class or step, and a hash of the values that it holds; None for None.
+    """Return name and hash of a function, class or step, of its code and the values that it holds; None for None.
 
     Values that cannot be pickled make the identity a random one: such a job is neither resumed nor joined by other parts.
     """
@@ -265,24 +285,58 @@ def identity_of(function: object) -> str | None:
 
 
 def _described(function: object) -> str:
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, type | ModuleType):  # a bound method
-        held: object = owner
-    elif isinstance(function, type):
-        held = None
-    elif hasattr(function, "__qualname__"):
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        held = (
-            cells,
-            getattr(function, "__defaults__", None) or (),
-            getattr(function, "__kwdefaults__", None) or {},
-        )
-        held = held if any(held) else None
-    else:
-        held = [*function.__reduce_ex__(_PROTOCOL)]  # an instance, or a `functools.partial`
+    held = _held_by(function)
     if held is None:
         return _named(function)
     return f"{_named(function)} {hashlib.sha256(_content(held).encode()).hexdigest()[:16]}"
+
+
+def _held_by(function: object) -> object:
+    """Return what tells functions, classes or instances of one name and one source text apart; None for nothing."""
+    if isinstance(function, type):
+        return _held_by_class(function)
+    if inspect.isfunction(
+        function
+    ):  # its code: lambdas of one line share their text, and a notebook may have none
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        held = {
+            name: cell.cell_contents
+            for name, cell in zip(names, cells, strict=True)
+            if name != "__class__"  # of super()
+        }
+        return function.__code__, held, function.__defaults__, function.__kwdefaults__
+    if isinstance(function, MethodType):
+        return function.__func__, function.__self__
+    if isinstance(function, _IN_C):
+        owner = getattr(function, "__self__", None)
+        return None if isinstance(owner, type | ModuleType) else owner
+    return _reduced(function)  # an instance, or a `functools.partial`
+
+
+def _held_by_class(kind: type) -> object:
+    """Return the methods and plain values of a class whose source text is missing, or is shared by classes of several calls."""
+    if "<locals>" not in kind.__qualname__ and _source_hash(kind) is not None:
+        return None
+    found: dict[str, object] = {"bases": kind.__bases__}
+    for name, value in sorted(vars(kind).items()):
+        inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        if isinstance(inner, property):
+            inner = (inner.fget, inner.fset)
+        is_plain = isinstance(inner, _PLAIN) and not name.startswith("__")
+        if is_plain or isinstance(inner, FunctionType):
+            found[name] = inner
+    return found
+
+
+def _reduced(value: object) -> object:
+    """Take an instance apart as pickle does."""
+    reduce = copyreg.dispatch_table.get(type(value))  # compiled patterns of `re`, for example
+    reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
+    if isinstance(
+        reduced, str
+    ):  # a name in its module; that of `functools.cache` is the name of the function
+        return value.__module__, reduced, getattr(value, "__wrapped__", None)
+    return [[*one] if isinstance(one, Iterator) else one for one in reduced]
 
 
 def _content(value: object) -> str:
@@ -297,21 +351,27 @@ def _content(value: object) -> str:
         return _content([*value.items()])
     if type(value) in (set, frozenset):
         return f"{{{','.join(sorted(map(_content, cast('set[object]', value))))}}}"
-    if isinstance(value, type) or inspect.isroutine(value):
-        return _described(value)
-    reduced = value.__reduce_ex__(_PROTOCOL)
-    if isinstance(reduced, str):
-        return reduced
-    return _content([[*one] if isinstance(one, Iterator) else one for one in reduced])
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, CodeType):
+        parts = [value.co_code, value.co_consts, value.co_names, value.co_varnames]
+        return _content([*parts, value.co_exceptiontable])
+    return _described(value) if isinstance(value, _NAMED) else _content(_reduced(value))
 
 
 def _named(function: object) -> str:
     """Return name and source hash of a function, or of the class of an instance."""
-    named = function if hasattr(function, "__qualname__") else type(function)
+    named: Any = function if isinstance(function, _NAMED) else type(function)
     text = f"{named.__module__}.{named.__qualname__}"
+    found = _source_hash(named)
+    return text if found is None else f"{text} {found}"
+
+
+def _source_hash(named: object) -> str | None:
+    """Return a hash of the source text; None in an interactive session, or if it is written in C."""
     try:
         with _source_lock:
             source = inspect.getsource(cast("Any", named))
-    except (OSError, TypeError):  # defined in an interactive session, or in C
-        return text
-    return f"{text} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(source.encode()).hexdigest()[:16]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -432,6 +434,53 @@ def closed_over(n: int) -> Any:
     return lambda sample: add_number(sample, n)
 
 
+class Wrapped:
+    """Instances have the name of the function that they call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, sample: dict[str, Any]) -> Any:
+        return self.function(sample)
+
+
+def add_match(sample: dict[str, Any], pattern: re.Pattern[str]) -> Any:
+    return add_number(sample, int(pattern.pattern))
+
+
+def with_cache(n: int) -> Any:
+    number = functools.cache(lambda: n)
+    return lambda sample: add_number(sample, number())
+
+
+def local_class(n: int) -> Any:
+    class Local:
+        def __call__(self, sample: dict[str, Any]) -> Any:
+            return add_number(sample, n)
+
+    return Local
+
+
+class WithMethod:
+    """Subclasses share the method."""
+
+    n = 0
+
+    @classmethod
+    def add(cls, sample: dict[str, Any]) -> Any:
+        return add_number(sample, cls.n)
+
+
+def without_source(n: int) -> Any:
+    found: dict[str, Any] = {"add_number": add_number}
+    exec(f"def add(sample): return add_number(sample, {n})", found)  # noqa: S102  (as a notebook)
+    return found["add"]
+
+
+IN_ONE_LINE = (lambda sample: add_number(sample, 1)), (lambda sample: add_number(sample, 2))
+
+
 MAKERS: dict[str, Callable[[int], Any]] = {
     "partial": lambda n: partial(add_number, n=n, words=frozenset("abcdefgh")),
     "partial of a partial": lambda n: partial(partial(add_number, n=n)),
@@ -439,6 +488,13 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "bound method": lambda n: Numbers(n).add,
     "closure": closed_over,
     "default": lambda n: lambda sample, n=n: add_number(sample, n),
+    "pattern": lambda n: partial(add_match, pattern=re.compile(str(n))),
+    "wrapped": lambda n: Wrapped(closed_over(n)),
+    "cached": with_cache,
+    "local class": local_class,
+    "class method": lambda n: type("WithNumber", (WithMethod,), {"n": n}).add,  # type: ignore[attr-defined]
+    "lambda of a shared line": lambda n: IN_ONE_LINE[n - 1],
+    "without source": without_source,
 }
 
 
