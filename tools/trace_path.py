@@ -53,7 +53,7 @@ LIMITS = {
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
     "ShardWriter, 40 samples": (20, 93),
-    "pack of four photos": (54, 427),
+    "pack of four photos": (54, 426),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

@@ -36,6 +36,7 @@ from shardstream.packing.sources.split import Numbers, SplitNumbers
 from shardstream.tasks import Executor
 
 _COUNTED = 1 << 20
+_SIZED = (FileRef, bytes, int)  # their length in a tar is known as they are
 
 
 def run_pack(
@@ -184,7 +185,9 @@ def _empty_error(plan: PackPlan) -> SourceError:
 
 
 def _encode_values(record: Record) -> Record:
-    """Return a record with all values but files as bytes, or with its error."""
+    """Return a record with all values but files and whole numbers as bytes, or with its error."""
+    if all(type(value) in _SIZED for value in record.fields.values()):
+        return record
     try:
         return record._replace(
             fields={
@@ -197,12 +200,15 @@ def _encode_values(record: Record) -> Record:
 
 
 def _record_bytes(record: Record) -> int:
-    """Return how many bytes a record of files and bytes takes in a tar."""
-    sizes = (
-        (field, value.size if isinstance(value, FileRef) else len(value))
-        for field, value in record.fields.items()
-    )
+    """Return how many bytes a record of files, bytes and whole numbers takes in a tar."""
+    sizes = [(field, _value_bytes(value)) for field, value in record.fields.items()]
     return fields_bytes(record.key, sizes)
+
+
+def _value_bytes(value: FileRef | bytes | int) -> int:
+    if isinstance(value, FileRef):
+        return value.size
+    return len(value) if isinstance(value, bytes) else len(b"%d" % value)
 
 
 def _encoded_bytes(sample: Encoded) -> int:
