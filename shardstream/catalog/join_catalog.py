@@ -42,6 +42,12 @@ class JoinPart:
         """Fields that it adds; None if they are unknown."""
         return self.catalog.fields if self.fields is None else tuple(self.fields)
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether the field ``cls`` of the joined samples is that of this catalog, whose class names count then."""
+        is_own = self.fields is None or self.fields.get("cls") == "cls"
+        return is_own and "cls" in (self.known_fields or ())
+
     def numbers_of(self, numbers: Numbers) -> Numbers:
         """Return the number of each sample in this catalog; -1 for none."""
         return numbers if self.numbers is None else self.numbers[numbers].astype(np.int64)

@@ -240,7 +240,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
             raise OptionError(
                 "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.Parts(part, of)"
             )
-        return records_of(self.pipeline, self._checked_classes())
+        return records_of(self.pipeline, self._checked_classes(), self.chosen_epoch)
 
     def _checked_classes(self) -> tuple[str, ...] | None:
         """Return the names of the classes; refuse samples that number them differently."""

@@ -71,28 +71,39 @@ def join(
         _check_url(first)
         first = ShardDataset(first, storage_options=storage_options)
     source = _source_of(first)
-    parts = [_open(other, storage_options) for other in others]
+    opened = [_open(other, storage_options) for other in others]
+    parts = [part for part, _ in opened]
     catalog = join_catalogs(source.catalog, parts, by, missing)
     joined = Pipeline(source=replace(source, catalog=catalog), on_error=first.pipeline.on_error)
-    return JoinDataset(joined, first)
+    numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
+    return JoinDataset(joined, first, numbering)
 
 
 class JoinDataset(StreamDataset):
-    """The dataset that `join` returns."""
+    """The dataset that `join` returns.
 
-    def __init__(self, pipeline: Pipeline, first: ShardDataset) -> None:
+    Args:
+        pipeline: The joined samples.
+        first: The first dataset.
+        numbering: The joined dataset whose field ``cls`` is taken, if any.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, first: ShardDataset, numbering: Sequence[ShardDataset]
+    ) -> None:
         super().__init__(pipeline, first.given_placement)
-        self._first = first
+        self._numbering = (*numbering, first)
         self._epochs = EpochCounter(first.chosen_epoch)
         self.follow_epoch(first)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes of the first dataset, as `ShardDataset.classes`."""
-        return self._first.classes
+        """Names of the classes of the dataset whose ``cls`` is taken; if it has none, of the first, as `ShardDataset.classes`."""
+        return next((one.classes for one in self._numbering if one.classes), None)
 
     def _checked_classes(self) -> tuple[str, ...] | None:
-        return self._first._checked_classes()
+        found = (one._checked_classes() for one in self._numbering)
+        return next((names for names in found if names), None)
 
 
 def _source_of(dataset: ShardDataset) -> CatalogSource:
@@ -120,7 +131,10 @@ def _check_url(value: object) -> None:
         )
 
 
-def _open(other: OtherDataset, storage_options: dict[str, Any] | None) -> JoinPart:
+def _open(
+    other: OtherDataset, storage_options: dict[str, Any] | None
+) -> tuple[JoinPart, ShardDataset | None]:
+    """Return the samples of another dataset, and the dataset; None for a table."""
     fields: Sequence[str] | Mapping[str, str] | None = None
     if isinstance(other, Mapping):
         if len(other) != 1 or any(isinstance(one, str) for one in other.values()):
@@ -129,7 +143,7 @@ def _open(other: OtherDataset, storage_options: dict[str, Any] | None) -> JoinPa
             )
         [(other, fields)] = other.items()
     if isinstance(other, ShardDataset):
-        return open_part(_source_of(other).catalog, fields)
+        return open_part(_source_of(other).catalog, fields), other
     _check_url(other)
     url = os.fspath(other)
     from shardstream.packing import is_table, open_joined_table  # noqa: PLC0415  (0.1 s, for a join only)
@@ -137,5 +151,6 @@ def _open(other: OtherDataset, storage_options: dict[str, Any] | None) -> JoinPa
     if is_table(url):
         columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
         table = open_joined_table([url], columns, Storage(storage_options))
-        return open_part(table, table.fields)
-    return open_part(_source_of(ShardDataset(url, storage_options=storage_options)).catalog, fields)
+        return open_part(table, table.fields), None
+    dataset = ShardDataset(url, storage_options=storage_options)
+    return open_part(_source_of(dataset).catalog, fields), dataset

@@ -190,7 +190,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         Raises:
             OptionError: If the samples are loose files, or a step returns no dict.
         """
-        found = records_of(self._pipeline, self._checked_classes())
+        found = records_of(self._pipeline, self._checked_classes(), self.epoch)
         if isinstance(self._numbers, range) and len(self) == len(self._catalog):
             return found
         return replace(found, catalog=SubsetCatalog(self._catalog, np.asarray(self._numbers)))

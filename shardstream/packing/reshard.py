@@ -100,7 +100,7 @@ def reshard(  # noqa: PLR0913  (public door)
     """Write the samples of a dataset to new shards; equal input gives equal bytes, whatever the executor.
 
     Each new shard is one task, which reads its samples by range requests: memory stays at about 100 MiB for each process, whatever
-    the order. A stopped or killed job is resumed by the same call: finished shards are kept. ``classes.json`` is copied.
+    the order. A stopped or killed job is resumed by the same call: finished shards are kept. ``classes.json`` is that of the dataset whose ``cls`` is written.
 
     Fields that no step changes are copied as they are. Values that a step makes are encoded as `ShardWriter.write` does: pixels that
     ``decode`` has made of a ``jpg`` become a new JPEG of quality 90, so leave fields undecoded that you do not change.
@@ -109,7 +109,7 @@ def reshard(  # noqa: PLR0913  (public door)
         ss.reshard(ss.ShardDataset("images/", where="width >= 512").map(add_caption), "large/", seed=1)
 
     Args:
-        source: A `ShardDataset`, `ShardMapDataset`, `CatalogDataset` or `join` with its steps, without shuffle, weights and steps that need
+        source: A `ShardDataset`, `ShardMapDataset`, `CatalogDataset` or `join` with its steps and the epoch of `set_epoch`, without shuffle, weights and steps that need
             several samples; or shards as for `ShardDataset`: a folder, pattern, tar or list. Remote shards need an index.
         dest: Folder, or pattern with ``{shard}``.
         max_samples: Maximum samples of a shard.
@@ -125,7 +125,7 @@ def reshard(  # noqa: PLR0913  (public door)
         map: Short for ``.map(function)``, after ``select``: ``map(sample)`` returns a sample as `ShardWriter.write` takes it; without ``__key__``
             the key stays. A class is instantiated once in each process, for example to hold a model, and its instances are called.
         batch_size: Call ``map`` with lists of up to so many samples; it returns as many.
-        version: Version of the functions. A stopped job is resumed only with the same version, names and source text of
+        version: Version of the functions. A stopped job is resumed only with the same version, names and code of
             the functions.
         name: Name of the dataset, kept in the manifest.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
@@ -160,7 +160,8 @@ def reshard(  # noqa: PLR0913  (public door)
     records = _open_records(source, reading)
     added = _open_added(records, add, missing, kept, reading)
     if added is not None:
-        records = replace(records, catalog=added.catalog)
+        classes = added.classes or records.classes
+        records = replace(records, catalog=added.catalog, classes=classes)
         kept = None if kept is None else kept | added.fields
     choices = {} if added is None else added.choices
     choices |= {
@@ -215,6 +216,8 @@ class _Added(NamedTuple):
     catalog: JoinCatalog
     fields: frozenset[str]
     choices: dict[str, Any]
+    classes: tuple[str, ...] | None
+    """Class names of the source whose ``cls`` is added."""
 
 
 def _open_added(
@@ -242,37 +245,41 @@ def _open_added(
     named: Mapping[Any, Collection[str] | None] = add if isinstance(add, Mapping) else {add: None}
     if not named:
         raise OptionError("add names no source; leave it out, or give {URL: fields}")
-    parts = [_open_part(os.fspath(url), fields, options) for url, fields in named.items()]
+    opened = [_open_part(os.fspath(url), fields, options) for url, fields in named.items()]
+    parts = [part for part, _ in opened]
+    classes = next((names for part, names in opened if part.has_classes), None)
     fields = frozenset(field for part in parts for field in part.known_fields or ())
     left_out = frozenset[str]() if kept is None else fields - kept
     catalog = join_catalogs(records.catalog, parts, "key", missing, left_out)
     how = dict(missing) if isinstance(missing, Mapping) else missing
     chosen = [None if part.fields is None else dict(part.fields) for part in parts]
-    return _Added(catalog, fields, {"add": chosen, "missing": repr(how)})
+    return _Added(catalog, fields, {"add": chosen, "missing": repr(how)}, classes)
 
 
 def _open_part(
     url: str, fields: Collection[str] | None, options: Mapping[str, Any] | None
-) -> JoinPart:
+) -> tuple[JoinPart, tuple[str, ...] | None]:
+    """Return the samples of a source of ``add``, and the names of its classes."""
     storage = Storage(options)
     fields = [fields] if isinstance(fields, str) else fields
     kind = guess_kind(url, storage)
     if kind == "table":
         columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
         table = open_joined_table(find_tables(url, storage), columns, storage)
-        return open_part(table, table.fields)
+        return open_part(table, table.fields), None
     if kind != "tars":
         raise OptionError(
             "fields are added from shards or from tables; pack these files into shards first",
             shard=url,
         )
-    part = open_part(_open_records(url, options).catalog, fields or None)
+    records = _open_records(url, options)
+    part = open_part(records.catalog, fields or None)
     if part.known_fields is None:
         raise OptionError(
             "the manifest does not list the fields; name those to add: add={URL: ['txt']} (--add URL:txt)",
             shard=url,
         )
-    return part
+    return part, records.classes
 
 
 class _Plan(NamedTuple):
@@ -305,7 +312,7 @@ def _plan_job(
     if records.stages:
         named = zip(records.steps, records.stages, strict=True)
         options |= {"steps": [f"{step} {identity_of(stage)}" for step, stage in named]}
-        options |= {"seed of the steps": records.seed}
+        options |= {"seed of the steps": records.seed, "epoch of the steps": records.epoch}
     options |= {**plan.choices, **sizes.options}
     classes = records.classes
     job = PartJob(
@@ -328,6 +335,7 @@ def _plan_job(
             job=call,
         ),
         seed=records.seed,
+        epoch=records.epoch,
         fields=kept,
         warnings=_warn_of_unused(catalog),
     )
@@ -512,12 +520,14 @@ class ReshardWork:
     Args:
         samples: The samples, and the steps that they pass.
         seed: Seed of steps with random numbers.
+        epoch: Epoch of these numbers.
         fields: Fields to keep; None keeps all.
         warnings: Findings about the whole source, which the first part reports.
     """
 
     samples: SampleRange
     seed: int
+    epoch: int
     fields: frozenset[str] | None
     warnings: tuple[str, ...]
 
@@ -532,7 +542,8 @@ class ReshardWork:
     def write(self, writer: PartWriter) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
         keys: list[str] = []
-        with closing(encoded_samples(self.samples, self.seed, self.fields)) as samples:
+        context = Context(seed=self.seed, epoch=self.epoch)
+        with closing(encoded_samples(self.samples, context, self.fields)) as samples:
             for key, fields in samples:
                 writer.write(key, fields)
                 keys.append(key)

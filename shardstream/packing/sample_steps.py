@@ -198,20 +198,20 @@ class _RangeRun:
 
 
 def encoded_samples(
-    samples: SampleRange, seed: int, fields: frozenset[str] | None
+    samples: SampleRange, context: Context, fields: frozenset[str] | None
 ) -> Generator[tuple[str, dict[str, bytes]]]:
     """Yield key and encoded fields of the samples that are left after all steps.
 
     Args:
         samples: The samples.
-        seed: Seed of steps with random numbers.
+        context: Seed and epoch of steps with random numbers.
         fields: Fields to keep; None keeps all.
 
     Raises:
         SourceError: If a function raises an error of its own, or the last step returns no sample.
         SampleError: If a value does not fit its field.
     """
-    with closing(_stepped(samples, seed)) as stepped:
+    with closing(_stepped(samples, context)) as stepped:
         for sample, key, url in stepped:
             name = sample.get("__key__", key)
             if not isinstance(name, str):
@@ -227,7 +227,9 @@ def encoded_samples(
                 raise SampleError(str(error), shard=url, key=name) from error
 
 
-def _stepped(samples: SampleRange, seed: int) -> Generator[tuple[Mapping[str, Any], str, str]]:
+def _stepped(
+    samples: SampleRange, context: Context
+) -> Generator[tuple[Mapping[str, Any], str, str]]:
     """Yield the samples after all steps, with the keys and URLs that they had before."""
     stages, rows = samples.stages.value, samples.rows()
     if not stages:
@@ -236,7 +238,6 @@ def _stepped(samples: SampleRange, seed: int) -> Generator[tuple[Mapping[str, An
         return
     first = _RangeRun(rows, iter(samples.order.numbers().tolist()))
     run: Run = first
-    context = Context(seed=seed)
     for stage in stages:
         run = stage.open(run, context)
     with closing(run):

@@ -7,7 +7,7 @@ import io
 import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -270,6 +270,10 @@ class Decode(ItemStage):
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    def __getstate__(self) -> list[Any]:
+        """Return the fields without `_chosen`: jobs compare the pickles of their steps, used or not."""
+        return [{} if one.name == "_chosen" else getattr(self, one.name) for one in fields(self)]
 
     def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002  (decoding depends on nothing but bytes)
         """Return the function that decodes a sample."""

@@ -24,6 +24,7 @@ class Records:
         stages: Steps that depend on one sample only; `Select` leaves samples out.
         steps: Their signatures.
         seed: Seed of steps with random numbers.
+        epoch: Epoch of these numbers.
         classes: Names of the classes; None if there are none.
     """
 
@@ -31,15 +32,17 @@ class Records:
     stages: tuple[Stage, ...] = ()
     steps: tuple[str, ...] = ()
     seed: int = 0
+    epoch: int = 0
     classes: tuple[str, ...] | None = None
 
 
-def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None) -> Records:
+def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) -> Records:
     """Return the samples and steps of a pipeline.
 
     Args:
         pipeline: The pipeline of a dataset.
         classes: Names of its classes.
+        epoch: Epoch of steps with random numbers.
 
     Raises:
         OptionError: If its samples have no fixed order, or a step needs more than one of them.
@@ -81,6 +84,7 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None) -> Records:
         stages=pipeline.stages,
         steps=pipeline.steps,
         seed=source.seed,
+        epoch=epoch,
         classes=classes,
     )
 

@@ -73,6 +73,12 @@ def joined(images: str, scores: str) -> Any:
     return ss.join(first, {scores: {"s.cls": "score.cls"}}).map(partial(add_text, text="joined"))
 
 
+def noise_of_epoch(images: str, _: str) -> Any:
+    dataset = ss.ShardDataset(images).map(add_noise, rng=True)
+    dataset.set_epoch(3)
+    return dataset
+
+
 DATASETS: dict[str, Callable[[str, str], Any]] = {
     "fields": lambda images, _: ss.ShardDataset(images, fields=("jpg", "cls")).rename(image="jpg"),
     "where": lambda images, _: ss.ShardDataset(images, where="cls = 1"),
@@ -84,6 +90,7 @@ DATASETS: dict[str, Callable[[str, str], Any]] = {
     ),
     "by number": lambda images, _: ss.ShardMapDataset(images)[50:3:-2],
     "join": joined,
+    "epoch": noise_of_epoch,
     "decode": lambda images, _: ss.ShardDataset(images).decode(only=("json", "cls")),
 }
 
@@ -107,10 +114,33 @@ def test_samples_are_those_of_the_dataset_with_any_executor(
     ss.reshard(make(), tmp_path / "shuffled", seed=3, **limits)
     ss.reshard(make(), tmp_path / "shuffled 2", seed=3, executor=executor, **limits)
     assert files_of(tmp_path / "shuffled") == files_of(tmp_path / "shuffled 2")
+    dataset = make()
     for part in (2, 1):
-        ss.reshard(make(), tmp_path / "parts", executor=ss.Parts(part, 2), **limits)
+        ss.reshard(dataset, tmp_path / "parts", executor=ss.Parts(part, 2), **limits)
+        next(iter(dataset))  # a used dataset is the same source
+        dataset.set_epoch(3 * (name == "epoch"))
     ss.merge(tmp_path / "parts")
     assert files_of(tmp_path / "parts") == files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+def test_class_names_are_those_of_the_dataset_whose_numbers_are_written(
+    images: str, tmp_path: Path
+) -> None:
+    folders = [str(tmp_path / name) for name in ("texts", "labels")]
+    for folder, field in zip(folders, ("md", "cls"), strict=True):
+        with ss.ShardWriter(folder, columns="__key__") as writer:
+            for number in range(COUNT):
+                writer.write({"__key__": f"{number:03d}", field: b"1"})
+    (tmp_path / "labels" / "classes.json").write_text('["x", "y"]')
+    joined = ss.join(*folders)
+    assert joined.classes == ("x", "y")
+    assert ss.join(folders[0], {images: ["txt"]}).classes is None
+    ss.reshard(joined, tmp_path / "joined")
+    ss.reshard(images, tmp_path / "added", fields=["jpg"], add={folders[1]: ["cls"]})
+    other = {folders[1]: {"x.cls": "cls"}}
+    ss.reshard(images, tmp_path / "both", add=other)
+    names = [ss.ShardDataset(str(tmp_path / one)).classes for one in ("joined", "added", "both")]
+    assert names == [("x", "y"), ("x", "y"), ("a", "b", "c")]
 
 
 def test_condition_in_the_command_chooses_samples(images: str, scores: str, tmp_path: Path) -> None:
