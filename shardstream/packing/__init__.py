@@ -2,23 +2,18 @@
 
 A record passes through these folders and files:
 
-    pack                              the options of a packing job; `ShardWriter` begins at shards/shard_writer
+    pack                              the options of a packing job
     sources/                          detection finds the kind of source, which yields records; keys, class numbers, order, splits
-    job/cut, pack_parts               where the parts of a job begin
-    job/run_jobs, claim, part_record  claim the destination, run the parts here or by an executor; resume a stopped job
+    job/pack_plan, cut, pack_parts    order the records, and cut them into parts
+    job/destination, claim, journal   decide whether the folder may be written to, and claim it
+    job/run_jobs, part_record         run the parts, here or by an executor; record each that is finished, to resume a stopped job
     job/parallel_encode, encode, images    records -> encoded samples
-    shards/                           encoded samples -> shards
-    job/publish, merge                records of all parts -> index.json
+    shards/part_writer, tar_shard     encoded samples -> published shards
+    job/publish, merge                check the records of all parts, and write index.json
 
-``reshard`` writes the samples of a dataset to new shards, in parts that run anywhere: ``sample_range`` reads the samples of a part,
-``sample_steps`` runs their steps and the user's functions. Fields of other datasets come from a join of the room ``catalog``;
-``sources/joined_table`` reads tables for it. Packed data pass through ``shard_scan``
-for ``index`` and ``verify`` (with ``shard_checks``); ``inspect`` shows shards and single samples.
-``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
-parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``opened_shards`` opens the shards.
-``join_fields`` adds fields of other shards and tables (``added_source``, ``added_table``) by key, which it finds in a ``key_index``
-(``key_hashes`` sorts it). Packed data pass through ``shard_scan``
-for ``index`` and ``verify`` (with ``shard_checks``).
+``reshard`` is such a job whose parts read a dataset (``sample_range``) and its steps (``sample_steps``). `ShardWriter` is a claim, one part and
+its publication. ``index`` and ``verify`` scan shards that are there (``shards/shard_scan``, ``shards/shard_checks``). ``job/key_hashes`` is the
+check of repeated keys for all of them.
 """
 
 from shardstream.packing.encode import (
