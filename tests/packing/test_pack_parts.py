@@ -294,6 +294,56 @@ def test_half_written_files_of_a_killed_publication_are_deleted(table: str, tmp_
     assert set(files_of(tmp_path)) == left
 
 
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+def test_a_new_shard_is_never_next_to_the_old_index(
+    table: str,
+    tmp_path: Path,
+    executor: ss.LocalExecutor | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job: dict[str, Any] = {"fields": {"txt": "caption"}, "overwrite": True}
+    ss.pack(table, tmp_path, **job)
+    commit, indexes = LocalFolder.commit, list[list[Path]]()
+
+    def look_and_commit(self: LocalFolder, *files: Any) -> None:
+        indexes.append([*tmp_path.glob("*.idx")])
+        commit(self, *files)
+
+    monkeypatch.setattr(LocalFolder, "commit", look_and_commit)
+    ss.pack(table, tmp_path, executor=executor, **job, seed=1)
+    assert not any(indexes)
+
+
+def test_records_of_a_replaced_job_are_not_parts_of_the_next(table: str, tmp_path: Path) -> None:
+    """A kill while the folder is taken over leaves some of them."""
+    job: dict[str, Any] = {"fields": {"txt": "caption"}}
+    ss.pack(table, tmp_path / "old", executor=ss.Parts(1, 1), max_samples=10, **job)
+    ss.pack(table, tmp_path / "new", executor=ss.Parts(1, 2), max_samples=30, **job)
+    for number in range(1, 5):
+        name = f".shardstream-pack-part-{number:06d}.json"
+        shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
+    assert ss.pack(table, tmp_path / "new", max_samples=30, **job).samples == 50
+    assert set(files_of(tmp_path / "new")) == {"000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "index.json"}  # fmt: skip
+
+
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+def test_parts_without_their_columns_are_run_again(
+    table: str, tmp_path: Path, executor: ss.LocalExecutor | None
+) -> None:
+    """And further shards that a killed run has left, and the next one did not need, are deleted."""
+    job: dict[str, Any] = {"max_samples": 25, "fields": {"cls": "score"}, "columns": "cls"}
+    ss.pack(table, tmp_path, executor=ss.Parts(1, 1), **job)
+    shutil.copy(tmp_path / "000000.tar", tmp_path / "000000_01.tar")
+    (tmp_path / "000001.tar.cols.parquet").unlink()
+    with pytest.raises(
+        ss.StorageError, match=r"file is missing .* \[in .*/000001.tar.cols.parquet"
+    ):
+        ss.merge(tmp_path)
+    assert ss.pack(table, tmp_path, executor=executor, **job).kept == 1
+    assert {path.name.partition(".")[0] for path in tmp_path.glob("0*")} == {"000000", "000001"}
+    assert len(list(tmp_path.glob("*.cols.parquet"))) == 2
+
+
 def test_key_that_two_parts_have_is_refused_by_merge(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path / "tars", max_samples=10) as writer:
         for number in range(20):

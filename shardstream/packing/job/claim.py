@@ -93,6 +93,8 @@ class Claim:
 
     def __init__(self, destination: Destination, journal: Journal) -> None:
         self.destination, self.journal = destination, journal
+        self.replaces = bool(journal.stale) or destination.replaces
+        """Whether shards of the names that are written may exist."""
         self._lock = threading.Lock()
         self._is_changed = False
 

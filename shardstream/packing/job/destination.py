@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from string import Formatter
@@ -395,9 +395,10 @@ def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None
 
 def remove_replaced(
     folder: OutputFolder,
+    names: ShardNames,
     stale: Iterable[str],
     written: Sequence[ShardInfo],
-    files: Container[str],
+    files: Collection[str],
     *,
     has_columns: bool,
 ) -> None:
@@ -405,13 +406,20 @@ def remove_replaced(
 
     Args:
         folder: The folder.
+        names: Names of the shards of the new dataset.
         stale: Names of the shards of the earlier dataset.
         written: The shards of the new one.
         files: Names of the files that were there before.
         has_columns: Whether the new dataset has columns.
     """
-    names = {shard.url for shard in written}
-    for name in sorted(filter(is_deletable, set(stale) - names)):
+    urls = {shard.url for shard in written}
+    left = set(stale) - urls
+    for name in (
+        files
+    ):  # a killed run of a part may have left a further shard that its next run did not need
+        if name.endswith(".tar") and name not in urls and names.is_ours(name):
+            left.add(name)
+    for name in sorted(filter(is_deletable, left)):
         remove_shard(folder, name, files)
     for shard in () if has_columns else written:
         if shard.columns_url in files:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +47,7 @@ class PartResult:
         skipped: Records that were skipped, in order.
         key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
         columns: Number and type of the values of columns, for each shard; none without columns.
+        column_bytes: Sizes of the files of columns, for each shard; none without columns.
     """
 
     shards: tuple[ShardInfo, ...] = ()
@@ -55,6 +57,7 @@ class PartResult:
     skipped: tuple[Skip, ...] = ()
     key_hashes: str = ""
     columns: tuple[ColumnSummary, ...] = ()
+    column_bytes: tuple[int, ...] = ()
 
     @property
     def nsamples(self) -> int:
@@ -65,6 +68,14 @@ class PartResult:
     def total_bytes(self) -> int:
         """Bytes of the shards."""
         return sum(shard.filesize or 0 for shard in self.shards)
+
+    def files(self) -> Iterator[tuple[str, int]]:
+        """Yield names and sizes of the shards and the files next to them."""
+        for shard, column_bytes in itertools.zip_longest(self.shards, self.column_bytes):
+            yield shard.url, shard.filesize or 0
+            yield shard.url + INDEX_SUFFIX, OFFSET_BYTES * ((shard.nsamples or 0) + 1)
+            if column_bytes is not None:
+                yield shard.columns_url, column_bytes
 
     def encode(self) -> dict[str, JSON]:
         """Return the result as JSON values."""
@@ -77,7 +88,7 @@ class PartResult:
         columns: list[JSON] = [
             {name: [*one] for name, one in some.items()} for some in self.columns
         ]
-        return document | {"columns": columns}
+        return document | {"columns": columns, "column_bytes": [*self.column_bytes]}
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
@@ -98,6 +109,7 @@ class PartResult:
                 {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
                 for some in document["columns"]
             ),
+            column_bytes=tuple(map(int, document["column_bytes"])),
         )
 
 
@@ -130,20 +142,19 @@ class PartRecord:
     def find(self) -> PartResult | None:
         """Return the result of an earlier run of this part, if its shards are in place."""
         try:
-            found = read_record(self.open_folder(), self.number, self.run_id)
+            found = read_record(self.open_folder(), part_record_name(self.number), self.run_id)
         except ShardError:  # damaged: the part is run again
             return None
         if found is None:
             return None
         result = found[1]
         storage, names = Storage(self.storage_options), ShardNames(folder=self.folder, template="")
-        for shard in result.shards:
-            for name, size in files_and_sizes(shard):
-                try:
-                    if storage.info(names.url(name)).size != size:
-                        return None
-                except NotFoundError:
+        for name, size in result.files():
+            try:
+                if storage.info(names.url(name)).size != size:
                     return None
+            except NotFoundError:
+                return None
         return result
 
     def write(self, folder: OutputFolder, result: PartResult) -> None:
@@ -174,6 +185,7 @@ class PartTask:
         template: Name of a shard (see `ShardNames`).
         limits: Maximum samples and bytes of a shard, and its columns.
         keeps_skips: Whether the shards of an earlier run that skipped records are kept.
+        replaces: Whether shards of these names may exist already (see `PartWriter`).
     """
 
     record: PartRecord
@@ -181,6 +193,7 @@ class PartTask:
     template: str
     limits: WriterOptions
     keeps_skips: bool = True
+    replaces: bool = False
 
     @property
     def name(self) -> str:
@@ -200,9 +213,7 @@ class PartTask:
         # The hashes are in the record: `publish` compares them.
         return {**replace(result, key_hashes="").encode(), "kept": is_kept}
 
-    def open_writer(
-        self, folder: OutputFolder, check_owner: Callable[[], None], *, replaces: bool = False
-    ) -> PartWriter:
+    def open_writer(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartWriter:
         """Return the writer of the shards (see `PartWriter`)."""
         names = ShardNames(folder=folder.url, template=self.template)
         return PartWriter(
@@ -210,7 +221,7 @@ class PartTask:
             self.limits,
             name=partial(names.name, self.record.number),
             check_owner=check_owner,
-            replaces=replaces,
+            replaces=self.replaces,
         )
 
     def end(self, folder: OutputFolder, writer: PartWriter, written: PartResult) -> PartResult:
@@ -221,13 +232,14 @@ class PartTask:
             shards=tuple(writer.shards),
             fields=dict(writer.fields),
             columns=tuple(writer.columns),
+            column_bytes=tuple(writer.column_bytes),
         )
         self.record.write(folder, result)
         return result
 
 
-def read_record(folder: OutputFolder, number: int, run: str) -> tuple[int, PartResult] | None:
-    """Read the record of a part; return the number of parts that it names (see `PartRecord`), and the result.
+def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartResult] | None:
+    """Read a record of a part by its name; return the number of parts that it names (see `PartRecord`), and the result.
 
     Returns:
         None if there is no record of the job.
@@ -235,7 +247,6 @@ def read_record(folder: OutputFolder, number: int, run: str) -> tuple[int, PartR
     Raises:
         ShardError: If it is damaged.
     """
-    name = part_record_name(number)
     try:
         document = json.loads(folder.read(name))
         if document["run"] != run:
@@ -254,9 +265,3 @@ def read_record(folder: OutputFolder, number: int, run: str) -> tuple[int, PartR
 def missing_parts(files: Mapping[str, FileInfo], parts: int) -> list[int]:
     """Return the numbers of the parts that have no record among some files."""
     return [number for number in range(parts) if part_record_name(number) not in files]
-
-
-def files_and_sizes(shard: ShardInfo) -> tuple[tuple[str, int], ...]:
-    """Return names and sizes of a shard and its index."""
-    index_bytes = OFFSET_BYTES * ((shard.nsamples or 0) + 1)
-    return (shard.url, shard.filesize or 0), (shard.url + INDEX_SUFFIX, index_bytes)

@@ -42,7 +42,7 @@ from shardstream.packing.job.key_hashes import (
     place_of,
     refuse_repeated_keys,
 )
-from shardstream.packing.job.part_record import PartResult, files_and_sizes, read_record
+from shardstream.packing.job.part_record import PartResult, read_record
 from shardstream.packing.job.report import PackReport, Skip, SplitReport
 from shardstream.packing.shards.column_builder import ColumnSummary, check_summaries
 from shardstream.packing.shards.manifest_files import (
@@ -170,6 +170,7 @@ class _Publication:
             folder.write(name, str(text).encode("utf-8", "surrogateescape"))
         remove_replaced(
             folder,
+            ShardNames(folder="", template=str(options["template"])),
             self.journal.stale,
             self.manifest.shards,
             files,
@@ -221,8 +222,8 @@ class _Publication:
                 "another process of this job has failed and removed index.json meanwhile; run this again",
                 shard=self.folder.url,
             )
-        names = ShardNames(folder="", template=str(self.journal.task.options["template"]))
         extras = self.journal.task.options["extras"]
+        names = ShardNames(folder="", template=str(self.journal.task.options["template"]))
         remove_job_files(self.folder, self.files, names, extras)
 
 
@@ -282,15 +283,19 @@ def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:
         StorageError: If they differ: samples would be left out.
         UnfinishedError: If it is not known yet.
     """
-    parts, records = ready.parts or journal.parts, sum(map(is_part_record, files))
+    parts = ready.parts or journal.parts
     if not parts:
         raise UnfinishedError(
             "the job was stopped before the number of its parts was known; run the same command again",
             shard=journal.folder.url,
         )
-    if journal.parts not in (0, parts) or records > parts:
+    # A run that was killed while it took the folder over has left records of the other job.
+    further = set(filter(is_part_record, files)) - set(map(part_record_name, range(parts)))
+    if journal.parts not in (0, parts) or (
+        further and any(read_record(journal.folder, name, journal.run) for name in further)
+    ):
         raise StorageError(
-            f"this run has {plural(parts, 'part')}, but the job was begun with {journal.parts or records}; nothing is published, "
+            f"this run has {plural(parts, 'part')}, but the job was begun with {journal.parts or 'more'}; nothing is published, "
             "start again with overwrite=True (--overwrite)",
             shard=journal.folder.url,
         )
@@ -324,13 +329,14 @@ def _read_records(
     parts = journal.parts
 
     def read(number: int) -> tuple[int, PartResult] | None:
-        has_record = part_record_name(number) in files
-        return read_record(folder, number, journal.run) if has_record else None
+        name = part_record_name(number)
+        return read_record(folder, name, journal.run) if name in files else None
 
     shards: list[ShardInfo] = []
     fields = Counter[str]()
     skipped: list[Skip] = []
     columns: list[ColumnSummary] = []
+    column_bytes: list[int] = []
     warnings: list[str] = []
     missing: list[int] = []
     of = set[int]()
@@ -348,6 +354,7 @@ def _read_records(
                 fields.update(result.fields)
                 skipped += result.skipped
                 columns += result.columns
+                column_bytes += result.column_bytes
                 warnings += result.warnings
     if missing:
         raise UnfinishedError(_missing_text(missing, parts, of), shard=folder.url)
@@ -356,6 +363,7 @@ def _read_records(
         fields=fields,
         skipped=tuple(skipped),
         columns=tuple(columns),
+        column_bytes=tuple(column_bytes),
         warnings=tuple(warnings),
     )
 
@@ -404,15 +412,14 @@ def _check_columns(options: Mapping[str, Any], result: PartResult) -> list[str]:
 def _check_in_place(
     folder: OutputFolder, files: Mapping[str, FileInfo], result: PartResult
 ) -> None:
-    for shard in result.shards:
-        for name, size in files_and_sizes(shard):
-            found = files.get(name)
-            if found is None or found.size_or_none != size:
-                raise StorageError(
-                    f"the file is {'missing' if found is None else 'another one'} although its part is done; "
-                    "run the parts again, then merge",
-                    shard=join_url(folder.url, name),
-                )
+    for name, size in result.files():
+        found = files.get(name)
+        if found is None or found.size_or_none != size:
+            raise StorageError(
+                f"the file is {'missing' if found is None else 'another one'} although its part is done; "
+                "run the parts again, then merge",
+                shard=join_url(folder.url, name),
+            )
 
 
 def no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | None) -> OptionError:

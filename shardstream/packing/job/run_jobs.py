@@ -177,7 +177,11 @@ class _Run:
             self._check_published(claim)
             return _SplitRun(self.counts.split, 0)
         executor = self.executor
-        parts = self._run_here(one, claim) if executor is None else self._run_tasks(one, executor)
+        parts = (
+            self._run_here(one, claim)
+            if executor is None
+            else self._run_tasks(one, claim, executor)
+        )
         return _SplitRun(self.counts.split, parts)
 
     def _check_published(self, claim: Claim) -> None:
@@ -196,16 +200,17 @@ class _Run:
             of=self.executor.of if isinstance(self.executor, Parts) else 0,
         )
 
-    def _task(self, job: PartJob, number: int, work: PartWork) -> PartTask:
+    def _task(self, job: PartJob, claim: Claim, number: int, work: PartWork) -> PartTask:
         return PartTask(
             record=self._record(job, number),
             work=work,
             template=job.names.template,
             limits=job.limits,
             keeps_skips=self.keeps_skips,
+            replaces=claim.replaces,
         )
 
-    def _run_tasks(self, one: SplitJob, executor: Executor) -> int:
+    def _run_tasks(self, one: SplitJob, claim: Claim, executor: Executor) -> int:
         """Run each part as a task; return their number."""
         parts = 0
 
@@ -213,7 +218,7 @@ class _Run:
             nonlocal parts
             for number, work in enumerate(one.works):
                 parts = number + 1
-                yield self._task(one.job, number, work)
+                yield self._task(one.job, claim, number, work)
 
         def count(_task: Task, document: Mapping[str, JSON]) -> None:
             self.counts.add(PartResult.decode(document), is_kept=bool(document["kept"]))
@@ -249,7 +254,9 @@ class _Run:
                     parts = max(parts, number + 1)
                     while len(ending) >= _ENDING or (ending and ending[0][0].done()):
                         self._count(ending, one)
-                    ending.append(self._begin(self._task(one.job, number, work), claim, pool))
+                    ending.append(
+                        self._begin(self._task(one.job, claim, number, work), claim, pool)
+                    )
                 while ending:
                     self._count(ending, one)
             except BaseException:
@@ -268,7 +275,7 @@ class _Run:
     ) -> tuple[Future[PartResult], PartWriter]:
         """Write the samples of a part, and hand it over to a thread that publishes the last of them."""
         folder = task.record.open_folder()
-        writer = task.open_writer(folder, claim.check_owner, replaces=claim.destination.replaces)
+        writer = task.open_writer(folder, claim.check_owner)
         try:
             written = task.work.write(writer)
             writer.end()

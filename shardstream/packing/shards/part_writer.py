@@ -77,6 +77,8 @@ class PartWriter:
         """Number of samples that have each field, in the finished shards."""
         self.columns: list[ColumnSummary] = []
         """Number and type of the values of columns, for each finished shard."""
+        self.column_bytes: list[int] = []
+        """Sizes of the files of columns, for each finished shard."""
         self._folder, self._limits, self._name = folder, limits, name
         self.keys: KeyHashes | None = None
         """Keys of the shards, if they are kept and there are several shards; within one, keys differ."""
@@ -218,8 +220,10 @@ class PartWriter:
             info = shard.finish()
             others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
             if shard.columns is not None:
-                others[info.columns_url] = shard.columns.encode(shard.keys, info)
+                data = shard.columns.encode(shard.keys, info)
+                others[info.columns_url] = data
                 self.columns.append(shard.columns.summary)
+                self.column_bytes.append(len(data))
             self.fields.update(shard.fields)
             self._wait(_IN_FLIGHT - 1)
             before = self._in_flight[-1] if self._in_flight else None

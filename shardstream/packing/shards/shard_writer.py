@@ -219,6 +219,7 @@ class ShardWriter:
         if before.files:
             remove_replaced(
                 self._folder,
+                before.names,
                 before.stale,
                 manifest.shards,
                 before.files,
