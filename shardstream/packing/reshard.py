@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -27,9 +27,10 @@ from shardstream.catalog import (
     lacks_index,
     open_part,
 )
-from shardstream.errors import OptionError, plural, redact
+from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.fetch import open_batch_fetcher
 from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, Sample, encode_classes, member_bytes
+from shardstream.packing.images import is_lossy
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import cut_by_size
 from shardstream.packing.job.destination import ShardNames
@@ -51,7 +52,7 @@ from shardstream.packing.shards.tar_shard import sample_pieces
 from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
-from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage
+from shardstream.pipeline import Context, Decode, KeepFields, Records, Rename, Stage
 from shardstream.storage import Storage, Urls, locate_shards, parent_url, parse_bytes
 from shardstream.tasks import Executor
 
@@ -103,7 +104,7 @@ def reshard(  # noqa: PLR0913  (public door)
     the order. A stopped or killed job is resumed by the same call: finished shards are kept. ``classes.json`` is that of the dataset whose ``cls`` is written.
 
     Fields that no step changes are copied as they are. Values that a step makes are encoded as `ShardWriter.write` does: pixels that
-    ``decode`` has made of a ``jpg`` become a new JPEG of quality 90, so leave fields undecoded that you do not change.
+    ``decode`` has made of a ``jpg`` become a new JPEG of quality 90, with a warning, so leave fields undecoded that you do not change.
 
         ss.reshard(ss.join("images/", "captions/"), "both/")
         ss.reshard(ss.ShardDataset("images/", where="width >= 512").map(add_caption), "large/", seed=1)
@@ -337,7 +338,7 @@ def _plan_job(
         seed=records.seed,
         epoch=records.epoch,
         fields=kept,
-        warnings=_warn_of_unused(catalog),
+        warnings=(*_warn_of_unused(catalog), *_warn_of_loss(records, kept)),
     )
     return SplitJob("", job, work.parts(firsts))
 
@@ -382,6 +383,30 @@ def _warn_of_unused(catalog: Catalog) -> tuple[str, ...]:
                 f"{place}: {plural(part.num_unused, 'key')} of {len(part.catalog):,} without a sample in the source"
             )
     return tuple(warnings)
+
+
+def _warn_of_loss(records: Records, kept: frozenset[str] | None) -> tuple[str, ...]:
+    """Return a warning of pictures that the dataset decodes, and that are encoded again with loss."""
+    pixels = object()
+    sample: Sample = dict.fromkeys(records.catalog.fields or (), b"")
+    for stage in records.stages:
+        if isinstance(stage, Decode):
+            decoded = {
+                name for name, value in sample.items() if value == b"" and stage.decodes(name)
+            }
+            sample |= dict.fromkeys(decoded, pixels)
+        with suppress(SampleError):  # a field that a function makes
+            sample = _stepped(sample, [stage])
+    found = [
+        name
+        for name, value in sample.items()
+        if value is pixels and is_lossy(name) and (kept is None or name in kept)
+    ]
+    if not found:
+        return ()
+    return (
+        f"{', '.join(found)}: pictures were decoded and are encoded again, with loss; leave fields that no step changes out of decode (only=)",
+    )
 
 
 def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Catalog]) -> ShardNames:

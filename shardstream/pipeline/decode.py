@@ -279,6 +279,12 @@ class Decode(ItemStage):
         """Return the function that decodes a sample."""
         return self._decode
 
+    def decodes(self, field: str) -> bool:
+        """Return whether the bytes of a field become another value."""
+        if self.only is not None and field not in self.only:
+            return False
+        return bool(self.handlers) or self._choose({field: b""})[field] is not None
+
     def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Decode text, numbers, JSON and arrays field by field; None if there are other decoders, or a sample is bad."""
         names = tuple(columns.columns)

@@ -154,8 +154,12 @@ def test_condition_in_the_command_chooses_samples(images: str, scores: str, tmp_
 
 
 def test_decoded_pixels_are_encoded_as_a_writer_does(images: str, tmp_path: Path) -> None:
-    ss.reshard(ss.ShardDataset(images).decode("rgb8"), tmp_path / "again")
-    ss.reshard(ss.ShardDataset(images), tmp_path / "copied")
+    decoded = ss.ShardDataset(images).decode("rgb8")
+    report = ss.reshard(decoded, tmp_path / "again")
+    assert any("jpg: pictures were decoded and are encoded again" in one for one in report.warnings)
+    assert not ss.reshard(ss.ShardDataset(images), tmp_path / "copied").warnings
+    classes = decoded.rename(keep=False, **{"n.cls": "cls"})
+    assert not ss.reshard(classes, tmp_path / "classes").warnings
     (pixels, again, copied) = (
         next(iter(ss.ShardDataset(url)))["jpg"]
         for url in (images, str(tmp_path / "again"), str(tmp_path / "copied"))
