@@ -69,7 +69,11 @@ def read_parquet(
     texts = [leaf.path for leaf in leaves if leaf.physical_type == _TEXT]
     coded = parquet.ParquetFile(file, metadata=metadata, read_dictionary=texts)
     names = schema.names if columns is None else [*columns]
-    target = pa.schema([schema.field(name) for name in names], schema.metadata)
+    # Arrow does not repeat the text of a dictionary in the layouts of views.
+    views = {"string_view": pa.large_string(), "binary_view": pa.large_binary()}
+    found = [schema.field(name) for name in names]
+    found = [one.with_type(views.get(str(one.type), one.type)) for one in found]
+    target = pa.schema(found, schema.metadata)
     size, batches = 0, []
     for batch in coded.iter_batches(row_groups=groups, columns=names):
         size += sum(map(_decoded_bytes, batch.columns))

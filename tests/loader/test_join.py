@@ -397,15 +397,23 @@ def test_tables_that_do_not_fit_are_errors(
     scores = table(tmp_path / "scores.parquet", [*range(COUNT)])
     with pytest.raises(ss.ShardStreamError, match=message):
         rows(ss.join(parts["images"], {scores: fields}))
-    names = pa.table({"__key__": ["x"], "id": ["k000"], "text": ["a"]})
-    pq.write_table(names, tmp_path / "names.parquet")
-    with pytest.raises(OptionError, match="'__key__' cannot be a field where the keys are in 'id'"):
-        ss.join(
-            parts["images"], {str(tmp_path / "names.parquet"): {"md": "__key__", "__key__": "id"}}
-        )
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(OptionError, match="not a Parquet file"):
         ss.join(parts["images"], {str(tmp_path / "bad.parquet"): ["txt"]})
+
+
+def test_keys_and_text_of_other_columns_and_layouts_are_read(
+    parts: dict[str, str], tmp_path: Path
+) -> None:
+    one = ss.ShardDataset(parts["images"], subset=[0])
+    names = pa.table({"__key__": ["x"], "id": ["k000"], "text": ["a"]})
+    views = pa.table({name: names[name].cast(pa.string_view()) for name in names.column_names})
+    path = str(tmp_path / "views.parquet")
+    pq.write_table(views, path)
+    (found,) = ss.join(one, {path: {"md": "text", "__key__": "id"}})
+    assert found["md"] == b"a"
+    with pytest.raises(OptionError, match="'__key__' cannot be a field where the keys are in 'id'"):
+        ss.join(one, {path: {"md": "__key__", "__key__": "id"}})
 
 
 def rows_of_one_text(path: Path, *, count: int = 20_000, metadata: Any = None) -> str:
