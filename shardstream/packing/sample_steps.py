@@ -335,8 +335,9 @@ def _reduced(value: object) -> object:
     reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
     if isinstance(
         reduced, str
-    ):  # a name in its module; that of `functools.cache` is the name of the function
-        return value.__module__, reduced, getattr(value, "__wrapped__", None)
+    ):  # a name in a module; `functools.cache` returns that of its function
+        module = getattr(value, "__module__", None)  # `...` has none
+        return module, reduced, getattr(value, "__wrapped__", None)
     return [[*one] if isinstance(one, Iterator) else one for one in reduced]
 
 

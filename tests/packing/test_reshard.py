@@ -487,7 +487,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "instance": AddNumber,
     "bound method": lambda n: Numbers(n).add,
     "closure": closed_over,
-    "default": lambda n: lambda sample, n=n: add_number(sample, n),
+    "default": lambda n: lambda sample, n=n, _rest=...: add_number(sample, n),
     "pattern": lambda n: partial(add_match, pattern=re.compile(str(n))),
     "wrapped": lambda n: Wrapped(closed_over(n)),
     "cached": with_cache,
