@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 import shardstream as ss
 from shardstream.errors import UnfinishedError
@@ -189,6 +191,60 @@ def test_shards_of_unknown_sizes_are_filled_to_nine_tenths_of_the_limit(
     assert [len(sample["bin"]) for sample in ss.ShardDataset(str(tmp_path / "new"))] == [
         number * 100 for number in range(60)
     ]
+
+
+def repeated_bytes(_: Path) -> list[Any]:
+    return [bytes(30_000)] * 100
+
+
+def differing_bytes(_: Path) -> list[Any]:
+    """Rows of 3 kB, but those of 205 kB that would be measured as some of all."""
+    return [bytes(512 * (399 if row in (8, 25, 41, 58, 75, 91) else 5)) for row in range(100)]
+
+
+def pictures_with_bytes(folder: Path) -> list[Any]:
+    """What Hugging Face writes."""
+    return [{"bytes": value, "path": None} for value in differing_bytes(folder)]
+
+
+def pictures_with_paths(folder: Path) -> list[Any]:
+    """The same, of which the large ones are in a file."""
+    (folder / "large").write_bytes(bytes(399 * 512))
+    return [
+        {"bytes": value, "path": None} if len(value) < 100_000 else {"bytes": None, "path": "large"}
+        for value in differing_bytes(folder)
+    ]
+
+
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize(
+    ("cells", "has_dictionary", "num_shards"),
+    [
+        (differing_bytes, False, 6),
+        (pictures_with_bytes, False, 6),
+        (pictures_with_paths, False, 50),
+        (repeated_bytes, True, 8),
+    ],
+)
+def test_parquet_is_cut_by_the_sizes_that_its_metadata_tell_else_by_some_rows(
+    cells: Callable[[Path], list[Any]],
+    has_dictionary: bool,
+    num_shards: int,
+    executor: ss.LocalExecutor | None,
+    tmp_path: Path,
+) -> None:
+    rows = pa.table({"image": cells(tmp_path), "label": [*range(100)]})
+    parquet.write_table(
+        rows, tmp_path / "rows.parquet", row_group_size=50, use_dictionary=has_dictionary
+    )
+    report = ss.pack(
+        tmp_path / "rows.parquet",
+        tmp_path / "new",
+        fields={"bin": "image", "cls": "label"},
+        max_bytes="500kB",
+        executor=executor,
+    )
+    assert (report.samples, report.shards) == (100, num_shards)
 
 
 def test_skipped_records_are_reported_by_all_executors(photos: str, tmp_path: Path) -> None:

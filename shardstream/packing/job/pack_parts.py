@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.packing.sources.split import Numbers, SplitNumbers
 from shardstream.tasks import Executor
+
+T = TypeVar("T")
 
 _COUNTED = 1 << 20
 _SIZED = (FileRef, bytes, int)  # their length in a tar is known as they are
@@ -115,7 +118,8 @@ class _Cut:
         max_bytes: Maximum bytes of a part, without the end of its tar.
         part_records: Records of each part, where sizes are not known before; then they are not compared with ``max_bytes``.
         count: Number of all records, where sizes are not known before.
-        is_encoded_first: Whether the samples are cut when they are encoded: those from Python, which only this process has.
+        is_encoded_first: Whether a process that writes all parts cuts the samples when they are encoded: those from Python, which only this
+            process has, and values without files, which are encoded once then.
     """
 
     max_records: int
@@ -136,7 +140,7 @@ class _Cut:
         if not isinstance(request.source, str | os.PathLike):
             return replace(cut, is_encoded_first=True)
         if source.has_sizes and request.images.changes_nothing:
-            return cut
+            return replace(cut, is_encoded_first=not source.may_name_files)
         count = records.count()
         if source.total_bytes is not None and request.images.changes_nothing:
             mean_bytes = source.total_bytes / max(1, count)
@@ -332,27 +336,30 @@ class PackStream:
         self, records: Iterable[Record], first: int, find_kept: FindKept
     ) -> Generator[tuple[int, Encoded]]:
         """Yield encoded samples with the numbers of their parts; files of kept parts are not opened."""
-
-        def todo() -> Iterator[tuple[int, Record]]:
-            parts = itertools.groupby(self.cut.number(records, first), key=itemgetter(0))
-            for number, mine in parts:
-                if number == first or find_kept(number) is None:
-                    yield from mine
-
-        numbered, again = itertools.tee(todo())
+        todo = _without_kept(self.cut.number(records, first), first, find_kept)
+        numbered, again = itertools.tee(todo)
         with closing(self._encode(record for _, record in again)) as encoded:
             for sample, (number, _) in zip(encoded, numbered, strict=True):
                 yield number, sample
 
     def _cut_encoded(
-        self, records: Iterable[Record], first: int, _find_kept: FindKept
+        self, records: Iterable[Record], first: int, find_kept: FindKept
     ) -> Generator[tuple[int, Encoded]]:
         """Yield encoded samples with the numbers of their parts, which are known only now."""
         with closing(self._encode(records)) as encoded:
-            yield from self.cut.number_encoded(encoded, first)
+            yield from _without_kept(self.cut.number_encoded(encoded, first), first, find_kept)
 
     def _encode(self, records: Iterable[Record]) -> Generator[Encoded]:
         return encode_in_order(records, self.opened.encoder, processes=self.processes)
+
+
+def _without_kept(
+    numbered: Iterable[tuple[int, T]], first: int, find_kept: FindKept
+) -> Iterator[tuple[int, T]]:
+    """Leave out the items of the parts after ``first`` that are kept."""
+    for number, mine in itertools.groupby(numbered, key=itemgetter(0)):
+        if number == first or find_kept(number) is None:
+            yield from mine
 
 
 # Of this process: the source that was opened last, by its call. Two sources may have one identity: tables that are equal, but name files of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ _BATCH_ROWS, _BATCH_BYTES = 256, 16 << 20  # rows may hold whole images
 _WORST_BYTES = 128 << 20  # of a batch, if all its rows refer to the longest text of a dictionary
 _GROUP_BYTES = 64 << 20  # a row group up to this is read by few requests; a larger one in pieces
 _BUFFER_BYTES = 8 << 20  # as `Storage.open` reads remote files
+_BINARY, _TEXT = ("BYTE_ARRAY", "NONE", 0), ("BYTE_ARRAY", "UTF8", 0)  # outside of lists
 
 
 def iter_parquet(
@@ -55,6 +57,61 @@ def iter_parquet(
                 for cells in rows_of(batch.slice(first), url):
                     yield cells, dtypes
                 first = max(0, first - batch.num_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetCounts:
+    """What the metadata of a Parquet file store of its rows.
+
+    Args:
+        group_rows: Number of rows of each row group.
+        binary_bytes: Bytes of all values, by column, of columns of bytes, and of those in which Hugging Face wrote images or sounds.
+        text_bytes: The same of columns of text.
+    """
+
+    group_rows: Sequence[int]
+    binary_bytes: Mapping[str, int]
+    text_bytes: Mapping[str, int]
+
+
+def count_parquet(url: str, storage: Storage, columns: Collection[str]) -> ParquetCounts:
+    """Read the numbers of rows, and the bytes of some columns; columns whose metadata do not tell them are left out.
+
+    Raises:
+        OptionError: If pyarrow is not installed.
+        StorageError: If the file cannot be read.
+    """
+    binary_bytes: dict[str, int] = {}
+    text_bytes: dict[str, int] = {}
+    with storage.open(url) as stream, open_parquet(stream, url, storage) as file:
+        groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+        for number in range(file.metadata.num_columns):
+            leaf = file.schema.column(number)
+            name = leaf.path.removesuffix(".bytes")
+            kind = leaf.physical_type, leaf.converted_type, leaf.max_repetition_level
+            found = {_BINARY: binary_bytes, _TEXT: text_bytes}.get(kind)
+            if found is None or name not in columns:
+                continue
+            chunks = [group.column(number) for group in groups]
+            if all(_tells_bytes(chunk, is_nested=name != leaf.path) for chunk in chunks):
+                found[name] = sum(chunk.total_uncompressed_size for chunk in chunks)
+    rows = [int(group.num_rows) for group in groups]
+    return ParquetCounts(group_rows=rows, binary_bytes=binary_bytes, text_bytes=text_bytes)
+
+
+def _tells_bytes(chunk: Any, *, is_nested: bool) -> bool:
+    """Return whether the length of a chunk is about that of its values."""
+    if "DELTA_BYTE_ARRAY" in chunk.encodings:  # beginnings that are equal are left out
+        return False
+    if is_nested:  # where bytes are missing, a path beside them names a file
+        counts = chunk.statistics
+        if counts is None or not counts.has_null_count or counts.null_count:
+            return False
+    # Values that are repeated are places in a dictionary; writers stop to fill it when it is large.
+    dictionary_bytes = (
+        chunk.data_page_offset - chunk.dictionary_page_offset if chunk.has_dictionary_page else 0
+    )
+    return bool(2 * dictionary_bytes <= chunk.total_compressed_size)
 
 
 def open_parquet(

@@ -86,6 +86,8 @@ class Source(ABC):
     """Whether files that are not on this machine may be read: a table may name some."""
     shuffled: bool = False
     """Whether its order should be shuffled unless the user says otherwise: it is sorted by class."""
+    may_name_files: bool = True
+    """Whether records may name files; if not, they hold all their values."""
     is_repeatable: bool = True
     """Whether the records can be read a second time; those of a generator cannot."""
     may_repeat_keys: bool = True

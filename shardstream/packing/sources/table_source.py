@@ -17,6 +17,7 @@ import numpy as np
 from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, get_logger, plural, redact
 from shardstream.format import (
+    BLOCK_BYTES,
     INT_FIELDS,
     JSON_FIELDS,
     canonical_field,
@@ -25,6 +26,7 @@ from shardstream.format import (
 )
 from shardstream.packing.encode import TEXT_FIELDS, has_encoder, number_array
 from shardstream.packing.sources.keys import KeyMaker
+from shardstream.packing.sources.parquet_table import ParquetCounts
 from shardstream.packing.sources.source import (
     FileRef,
     Record,
@@ -77,6 +79,9 @@ class TableSource(SequentialSource):
         self._options = options
         self._fields = options.fields
         self._file_column = file_column
+        plain = TEXT_FIELDS | INT_FIELDS | JSON_FIELDS
+        has_files = any(field.rpartition(".")[2] not in plain for field in self._fields)
+        self.may_name_files = has_files or file_column is not None
         # Tables whose beginning was looked at: they are read more than once.
         self._looked_at: set[str] = set()
         for field in self._fields:
@@ -88,29 +93,40 @@ class TableSource(SequentialSource):
     @property
     def length(self) -> int | None:
         """Number of rows, if the files store it, as Parquet does."""
-        return None if None in self._group_rows else int(self._starts[-1])
+        return None if None in self._counts else int(self._starts[-1])
 
     @property
     def has_sizes(self) -> bool:
         """Whether rows hold no files; those of Parquet are not read only to know their sizes, since it stores their number."""
-        return self.length is None and not self._may_name_files
+        return self.length is None and not self.may_name_files
 
     @property
-    def _may_name_files(self) -> bool:
-        plain = TEXT_FIELDS | INT_FIELDS | JSON_FIELDS
-        has_files = any(field.rpartition(".")[2] not in plain for field in self._fields)
-        return has_files or self._file_column is not None
+    def total_bytes(self) -> int | None:
+        """About the bytes of all records in a tar, if the lengths of their values are in the metadata of Parquet files; else None."""
+        total = 0
+        for counts in self._counts:
+            if counts is None or not self._fields:
+                return None
+            num_rows = sum(counts.group_rows)
+            for field, column in self._fields.items():
+                size = _column_bytes(counts, field.rpartition(".")[2], column)
+                if size is None:
+                    return None
+                header = num_rows * BLOCK_BYTES
+                total += header + max(header, size + header // 2)  # half a block is padding
+        return total
 
     @cached_property
-    def _group_rows(self) -> Sequence[Sequence[int] | None]:
-        """Of each table the numbers of rows of its row groups; None if it does not store them."""
-        return [count_rows(url, self._storage) for url in self._urls]
+    def _counts(self) -> Sequence[ParquetCounts | None]:
+        """What each table stores of its rows."""
+        return [count_rows(url, self._storage, [*self._fields.values()]) for url in self._urls]
 
     @cached_property
     def _starts(self) -> Numbers:
         """Numbers of the first row of each row group, and of the row after all, as far as the tables store them."""
-        known = itertools.takewhile(lambda rows: rows is not None, self._group_rows)
-        return np.cumsum([0, *itertools.chain.from_iterable(known)], dtype=np.int64)  # type: ignore[arg-type]
+        known = itertools.takewhile(lambda counts: counts is not None, self._counts)
+        rows = itertools.chain.from_iterable(counts.group_rows for counts in known if counts)
+        return np.cumsum([0, *rows], dtype=np.int64)
 
     def with_class_numbers(self, classes: Classes, where: str) -> Self:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
@@ -156,7 +172,7 @@ class TableSource(SequentialSource):
         """Hash of sizes and versions of the tables, and of the folder of the files that they name, which are not checked themselves."""
         files = [self._storage.info(url) for url in self._urls]
         parts = [part for file in files for part in (file.size_or_none, file.version)]
-        if self._may_name_files:  # equal tables may name files of other folders
+        if self.may_name_files:  # equal tables may name files of other folders
             roots = [self._options.root or parent_url(url) for url in self._urls]
             parts += map(absolute_url, roots)
         return fingerprint_of("table", *parts)
@@ -174,10 +190,11 @@ class TableSource(SequentialSource):
         """
         number = 0
         for place, url in enumerate(self._urls):
-            rows = self._group_rows[place]
-            skipped = 0 if rows is None else min(sum(rows), max(0, first - number))
+            counts = self._counts[place]
+            rows = None if counts is None else sum(counts.group_rows)
+            skipped = 0 if rows is None else min(rows, max(0, first - number))
             number += skipped
-            if rows is not None and skipped == sum(rows):
+            if rows is not None and skipped == rows:
                 continue
             self._versions.check([place])
             for row in self._rows(url, self._columns(), skipped):
@@ -300,6 +317,15 @@ class TableSource(SequentialSource):
             return None
         keys = [] if self._key_column is None else [self._key_column]
         return list(dict.fromkeys([*self._fields.values(), *keys]))
+
+
+def _column_bytes(counts: ParquetCounts, extension: str, column: str) -> int | None:
+    """Return the bytes of the values that a column gives to a field, without padding; None if the table does not tell them."""
+    if extension in INT_FIELDS:
+        return 0  # a few digits, which a block holds
+    if extension in TEXT_FIELDS | JSON_FIELDS and column in counts.text_bytes:
+        return counts.text_bytes[column]
+    return counts.binary_bytes.get(column)  # text would name files
 
 
 def _check_names(row: Row, url: str) -> None:

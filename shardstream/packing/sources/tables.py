@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders, iter_tsv
 from shardstream.errors import OptionError, SourceError, get_logger, plural
 from shardstream.format import IMAGE_FORMATS
-from shardstream.packing.sources.parquet_table import iter_parquet, open_parquet
+from shardstream.packing.sources.parquet_table import ParquetCounts, count_parquet, iter_parquet
 from shardstream.storage import Storage
 
 _log = get_logger(__name__)
@@ -154,13 +154,9 @@ def _iter_text(url: str, storage: Storage, header: Sequence[str]) -> Iterator[Ro
             ) from error
 
 
-def count_rows(url: str, storage: Storage) -> list[int] | None:
-    """Return the number of rows of each row group if the file stores it, else None."""
-    if not url.lower().endswith(".parquet"):
-        return None
-    with storage.open(url) as stream, open_parquet(stream, url, storage) as table:
-        groups = range(table.metadata.num_row_groups)
-        return [int(table.metadata.row_group(group).num_rows) for group in groups]
+def count_rows(url: str, storage: Storage, columns: Collection[str]) -> ParquetCounts | None:
+    """Return the numbers of rows, and the bytes of some columns, if the file stores them, else None."""
+    return count_parquet(url, storage, columns) if url.lower().endswith(".parquet") else None
 
 
 def _iter_separated(
