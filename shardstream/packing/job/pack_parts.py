@@ -227,13 +227,11 @@ def records_of(plan: PackPlan, split: int, first: int) -> Iterator[Record]:
         split: Number of the split.
         first: Position among the records of the split.
     """
-    if plan.assigned is None:
-        yield from plan.records.iter_from(first)
-        return
-    begin = _nth(plan.assigned, split, first)
-    for number, record in enumerate(plan.records.iter_from(begin), start=begin):
-        if plan.assigned[number] == split:
-            yield record
+    assigned = plan.assigned
+    if assigned is None:
+        return plan.records.iter_from(first)
+    begin = _nth(assigned, split, first)
+    return plan.records.iter_some(begin, lambda number: bool(assigned[number] == split))
 
 
 def _nth(assigned: SplitNumbers, split: int, count: int) -> int:

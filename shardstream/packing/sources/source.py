@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,6 +144,11 @@ class Source(ABC):
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""
 
+    def iter_some(self, first: int, is_wanted: Callable[[int], bool]) -> Iterator[Record]:
+        """Yield the records from a number on whose numbers are wanted."""
+        records = enumerate(self.iter_from(first), start=first)
+        return (record for number, record in records if is_wanted(number))
+
     def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
         """Yield the records with these numbers, in any order; see `in_any_order`."""
         return self.in_any_order().records_at(numbers)
@@ -210,10 +215,19 @@ class SequentialSource(Source):
             ShardError: If a tar is damaged.
             ChangedError: If a file is another one than when the source was opened.
         """
+        return self._iter_some(first, lambda _: True)
+
+    def iter_some(self, first: int, is_wanted: Callable[[int], bool]) -> Iterator[Record]:
+        """Yield the records from a number on whose numbers are wanted; the others are made only where their keys are compared."""
+        if self.may_repeat_keys:
+            return super().iter_some(first, is_wanted)
+        return self._iter_some(first, is_wanted)
+
+    def _iter_some(self, first: int, is_wanted: Callable[[int], bool]) -> Iterator[Record]:
         make_key = KeyMaker(self._key, source=self.name)
         items = self._items_from(first)
         for number, item in items:
-            if number < first:
+            if number < first or not is_wanted(number):
                 continue
             try:
                 yield self._record(number, item, make_key)
