@@ -207,6 +207,13 @@ class SequentialSource(Source):
         self.may_repeat_keys = not has_numbers(key)
         self._left: list[tuple[int, Iterator[tuple[int, Any]]]] = []  # each with its next number
 
+    def count(self) -> int:
+        """Return the number of records; without `length` all are read, but made only where their keys are compared."""
+        if self.length is not None or self.may_repeat_keys:
+            return super().count()
+        next(iter(self), None)  # an option that does not fit is an error before anything is written
+        return sum(1 for _ in self._read_from(0))
+
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on.
 
