@@ -119,7 +119,7 @@ class _Cut:
         part_records: Records of each part, where sizes are not known before; then they are not compared with ``max_bytes``.
         count: Number of all records, where sizes are not known before.
         is_encoded_first: Whether a process that writes all parts cuts the samples when they are encoded: those from Python, which only this
-            process has, and values without files, which are encoded once then.
+            process has, and values without files, which are encoded once then, and here: sending them to other processes takes longer.
     """
 
     max_records: int
@@ -140,7 +140,7 @@ class _Cut:
         if not isinstance(request.source, str | os.PathLike):
             return replace(cut, is_encoded_first=True)
         if source.has_sizes and request.images.changes_nothing:
-            return replace(cut, is_encoded_first=not source.may_name_files)
+            return replace(cut, is_encoded_first=processes == 1 and not source.may_name_files)
         count = records.count()
         if source.total_bytes is not None and request.images.changes_nothing:
             mean_bytes = source.total_bytes / max(1, count)
