@@ -6,7 +6,7 @@ import csv
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from io import BytesIO
@@ -21,8 +21,10 @@ from pyarrow import parquet
 
 import shardstream as ss
 from shardstream.errors import UnfinishedError
+from shardstream.format import is_pages_name
 from shardstream.packing import assign_splits, file_key
-from shardstream.storage import LocalFolder
+from shardstream.storage import LocalFolder, journal_name
+from shardstream.tasks import JSON, Task
 from tests.limits import set_limits
 
 CLASSES = ("ant", "bee", "cat")
@@ -506,17 +508,98 @@ def test_publication_of_splits_that_was_stopped_goes_on(
             break
         # Between two manifests a killed process leaves one of them; an error leaves none.
         assert published_in(dest) in (set(), {"a", "b"}, *[{"a"}] * killed)
-        if again == "same command":
-            with suppress(ss.OptionError):  # published already: a part that is queued again
+        if not list(dest.rglob(".shardstream-pack-*")):
+            with pytest.raises(ss.OptionError, match="published already"):
+                ss.merge(dest)
+            with pytest.raises(ss.OptionError, match="a dataset is published here"):
                 ss.pack(photos, dest, executor=ss.LocalExecutor(), **options)
-            assert published_in(dest) == {"a", "b"}
-        with suppress(ss.OptionError):  # published already
-            ss.merge(dest)
+        elif again == "same command":
+            executor = None if killed else ss.LocalExecutor()
+            report = ss.pack(photos, dest, executor=executor, **options)
+            assert ([one.name for one in report.splits], report.samples) == (["a", "b"], 60)
+        else:
+            report = ss.merge(dest)
+            assert ({one.name for one in report.splits}, report.samples) == ({"a", "b"}, 60)
         assert contents(dest) == clean
     dest = tmp_path / f"out{number}"  # not stopped
     assert contents(dest) == clean
     with pytest.raises(ss.OptionError, match="published already"):
         ss.merge(dest)
+
+
+@pytest.mark.parametrize("last", [("write", "index.json"), ("remove", journal_name(0))])
+def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
+    last: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command cannot know that it has the same samples; it changes nothing."""
+    is_killed = False
+
+    def pack(folder: str, **options: Any) -> ss.PackReport:
+        samples = [{"cls": number} for number in range(20)]
+        return ss.pack(
+            samples, tmp_path / folder, split={"a": 0.5, "b": 0.5}, max_samples=5, **options
+        )
+
+    with monkeypatch.context() as patch:
+        for method in ("write", "remove"):
+            original = getattr(LocalFolder, method)
+
+            def call(
+                self: LocalFolder, name: str, *args: Any, original: Callable[..., None] = original
+            ) -> None:
+                nonlocal is_killed
+                is_killed |= (original.__name__, name) == last and self.url.endswith("/b")
+                if is_killed:
+                    raise StoppedError
+                original(self, name, *args)
+
+            patch.setattr(LocalFolder, method, call)
+        with pytest.raises(StoppedError):
+            pack("out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(ss.OptionError, match=r"complete it with merge .* or replace it with over"):
+        pack("out")
+    assert contents(tmp_path / "out") == before
+    shutil.copytree(tmp_path / "out", tmp_path / "replaced")
+    assert ss.merge(tmp_path / "out").samples == pack("clean").samples == 20
+    pack("replaced", overwrite=True)
+    for folder in ("out", "replaced"):
+        assert contents(tmp_path / folder) == contents(tmp_path / "clean")
+
+
+class OvertakenExecutor:
+    """Runs the tasks here; then, another process finishes the job first."""
+
+    def __init__(self, overtake: Callable[[], object]) -> None:
+        self.overtake = overtake
+
+    def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
+        ss.LocalExecutor().run(tasks, done)
+        self.overtake()
+
+
+def test_pack_whose_dataset_another_process_publishes_first_reports_it(
+    table: str, tmp_path: Path
+) -> None:
+    job: dict[str, Any] = {"max_samples": 20, "fields": {"txt": "caption"}, "columns": "txt"}
+    merging = OvertakenExecutor(lambda: ss.merge(tmp_path))
+    report = ss.pack(table, tmp_path, executor=merging, **job)
+    assert (report.samples, report.shards, report.fields) == (50, 3, {"txt": 50})
+    other = OvertakenExecutor(lambda: ss.pack([{"cls": 1}], tmp_path, overwrite=True))
+    with pytest.raises(ss.OptionError, match="another run has published another dataset here"):
+        ss.pack(table, tmp_path, executor=other, overwrite=True, **job)
+    assert len(ss.ShardDataset(str(tmp_path))) == 1
+
+
+def test_pages_of_a_replaced_manifest_are_deleted(
+    table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, is_pages_name, MAX_LISTED_SHARDS=2)
+    job: dict[str, Any] = {"fields": {"txt": "caption"}}
+    ss.pack(table, tmp_path, max_samples=10, **job)
+    assert any(map(is_pages_name, files_of(tmp_path)))
+    ss.pack(table, tmp_path, overwrite=True, **job)
+    assert set(files_of(tmp_path)) == {"000000.tar", "000000.tar.idx", "index.json"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.cli import main
+from shardstream.packing import Journal, PartRecord
+from shardstream.storage import RemoteFolder
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
@@ -107,6 +110,62 @@ def test_part_that_loses_the_folder_leaves_no_record_in_the_dataset_of_the_other
         "000000.tar.idx",
         "index.json",
     ]
+
+
+def test_job_that_loses_the_folder_before_a_record_leaves_that_of_the_other(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = uuid.uuid4().hex
+    record, later = f"/{folder}/.shardstream-pack-part-000000.json", list[ss.ShardWriter]()
+    pipe_file = MemoryFileSystem.pipe_file
+
+    def overtake(
+        filesystem: MemoryFileSystem, path: str, value: bytes, *args: Any, **options: Any
+    ) -> None:
+        """Let another writer take the folder over right after the last file of a part is written."""
+        pipe_file(filesystem, path, value, *args, **options)
+        if path.endswith("000000.tar.idx") and not later:
+            later.append(ss.ShardWriter(f"memory://{folder}", overwrite=True))
+            pipe_file(filesystem, record, b"of the other")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", overtake)
+    with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
+        ss.reshard(source, f"memory://{folder}", executor=ss.Parts(1, 2))
+    assert MemoryFileSystem().cat_file(record) == b"of the other"
+    later[0].abort()
+
+
+@pytest.mark.parametrize("moment", ["record file", "record", "journal", "manifest"])
+def test_job_that_loses_the_folder_at_its_end_publishes_nothing(
+    moment: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, later, written = f"memory://{uuid.uuid4().hex}", list[ss.ShardWriter](), list[str]()
+
+    def overtake_after(owner: type, method: str, is_moment: Callable[..., bool]) -> None:
+        original = getattr(owner, method)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            result = original(self, *args, **options)
+            written.extend(name for name in args if isinstance(name, str))
+            if is_moment(self, *args) and not later:
+                later.append(ss.ShardWriter(url, overwrite=True))
+            return result
+
+        monkeypatch.setattr(owner, method, call)
+
+    if moment == "record":
+        overtake_after(PartRecord, "write", lambda *_: True)
+    elif moment == "journal":
+        overtake_after(Journal, "write", lambda journal: journal.published is not None)
+    name = {"record file": "-part-", "manifest": "index.json"}.get(moment)
+    overtake_after(RemoteFolder, "write", lambda _, wrote, *__: name is not None and name in wrote)
+    with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
+        ss.reshard(source, url)
+    assert ("index.json" in written) == (moment == "manifest")
+    with later[0] as writer:
+        assert not MemoryFileSystem().exists(f"{url}/index.json")
+        writer.write({"txt": "other"})
+    assert [sample["txt"] for sample in ss.ShardDataset(url)] == [b"other"]
 
 
 def test_overwrite_of_one_part_is_refused(source: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_displaced_overwrite_keeps_the_journal_of_the_other_writer() -> None:
         ss.ShardDataset(url)
 
 
-def test_splits_killed_between_two_journals_leave_no_journal(
+def test_splits_killed_between_two_journals_are_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
@@ -185,8 +186,12 @@ def test_splits_killed_between_two_journals_leave_no_journal(
         ss.pack(numbers, tmp_path, **options)
     for path in (tmp_path / "train").glob(".shard*"):
         path.unlink()
-    with pytest.raises(ss.OptionError, match="a dataset is published here"):
+    (tmp_path / "train" / "index.json").rename(tmp_path / "kept")
+    shutil.copy(tmp_path / "val" / "index.json", tmp_path / "train" / "index.json")
+    with pytest.raises(ss.OptionError, match="a dataset is published here"):  # another one
         ss.pack(numbers, tmp_path, **options)
+    (tmp_path / "kept").rename(tmp_path / "train" / "index.json")
+    assert ss.pack(numbers, tmp_path, **options).samples == len(NUMBERS)
     assert not list(tmp_path.glob("*/.shard*"))
 
 

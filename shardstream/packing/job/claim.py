@@ -20,6 +20,7 @@ from shardstream.packing.job.destination import (
     claim_destination,
     is_deletable,
     is_half_written,
+    published_sha256,
 )
 from shardstream.packing.job.journal import Journal, Task, read_journal
 from shardstream.packing.shards.part_writer import WriterOptions
@@ -103,17 +104,17 @@ class Claim:
         """Whether the dataset is published already, and only the files of the job are left to delete."""
         return self.destination.action == "tidy"
 
-    @classmethod
-    def take(cls, destination: Destination, journal: Journal) -> Self:
-        """Claim a locked folder; no shard or manifest in it is changed yet.
+    def take(self) -> Self:
+        """Write the journal to the locked folder, unless it is there; no shard or manifest is changed yet.
 
         Raises:
             StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
         """
-        journal.write()
-        if destination.files:
-            destination.remove_parts()
-        return cls(destination, journal)
+        if self.destination.action in ("take", "replace"):
+            self.journal.write()
+            if self.destination.files:
+                self.destination.remove_parts()
+        return self
 
     def check_owner(self) -> None:
         """Check that the folder is still that of the claim; before the first change, unpublish the dataset it replaces.
@@ -167,6 +168,8 @@ def claimed(jobs: Sequence[PartJob], *, overwrite: bool) -> Iterator[list[Claim]
 
         claims = _all_or_none(jobs, begin)
         try:
+            for claim in claims:
+                claim.take()
             yield claims
         except BaseException:
             for claim in claims:
@@ -186,33 +189,54 @@ def join(jobs: Sequence[PartJob], *, overwrite: bool) -> list[Claim]:
         folder = job.open_folder()
         try:
             if _wait_for_lock(folder, unless=lambda: _joined(job, folder) is not None):
-                return _claim(job, folder, overwrite=overwrite)
+                return _claim(job, folder, overwrite=overwrite).take()
         finally:
             folder.unlock()
         return _joined(job, folder) or begin(job)
 
     claims = _all_or_none(jobs, begin)
     for claim in claims:
-        claim.check_owner()
+        if not claim.is_published:  # else nothing is written
+            claim.check_owner()
     return claims
 
 
 def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> list[Claim]:
     claims: list[Claim] = []
-    refusals: list[OptionError] = []
+    refused: list[PartJob] = []
+    refusal: OptionError | None = None
     for job in jobs:
         try:
             claims.append(begin(job))
         except OptionError as error:
-            refusals.append(error)
-    if not refusals:
+            refused.append(job)
+            refusal = error  # the last one: a publication that was stopped has left the journals of the last splits
+    if refusal is None:
         return claims
-    for claim in claims:
-        if claim.is_published:  # the others were published with it
-            found = claim.destination
-            remove_job_files(found.folder, found.files, found.names, found.extras)
-        claim.release()
-    raise refusals[0]
+    tidied = [_tidied(job, claims) for job in refused]
+    if None in tidied:
+        for claim in claims:
+            claim.release()
+        raise refusal
+    by_folder = {one.destination.folder.url: one for one in (*claims, *filter(None, tidied))}
+    return [by_folder[job.names.folder] for job in jobs]
+
+
+def _tidied(job: PartJob, claims: Sequence[Claim]) -> Claim | None:
+    """Return the claim of a split that is published already with those of some claims, and whose journal is deleted."""
+    others = {
+        name: published
+        for claim in claims
+        if claim.is_published
+        for name, published in claim.journal.others.items()
+    }
+    published, folder = others.get(str(job.options.get("split_name"))), job.open_folder()
+    files = folder.list_files()
+    if published is None or published.sha256 != published_sha256(folder, files):
+        return None
+    destination = Destination(folder=folder, names=job.names, action="tidy", files=files)
+    journal = Journal(folder=folder, task=job.task, run=job.run, published=published)
+    return Claim(destination, journal)
 
 
 def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
@@ -235,7 +259,7 @@ def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
         run=job.run,
         head=destination.journal_head,
     )
-    return Claim.take(destination, journal)
+    return Claim(destination, journal)
 
 
 def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:

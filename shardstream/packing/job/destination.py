@@ -144,7 +144,7 @@ class ShardNames:
 
 
 Action = Literal["take", "join", "tidy", "replace"]
-Refusal = Literal["published", "shards", "writer", "job", "journal"]
+Refusal = Literal["published", "samples", "shards", "writer", "job", "journal"]
 Whose = Literal["none", "writer", "same job", "samples", "other job", "unreadable"]
 
 
@@ -179,6 +179,7 @@ def decide(found: Found, *, overwrite: bool = False) -> Action | Refusal:
     same job        none                         join               join
     same job        another one                  refuse: published  join (it was begun so)
     samples         none                         replace            replace
+    samples         of the job                   refuse: samples    replace
     any other       any                          refuse: published  replace
     none, writer    none           its shards    refuse: shards     replace
     writer          none           tars          refuse: writer     replace
@@ -213,7 +214,8 @@ def _refusal(found: Found) -> Refusal | None:
     if found.journal == "unreadable":
         return "journal"
     if found.manifest:
-        return "published"
+        is_stopped = found.journal == "samples" and found.is_of_journal
+        return "samples" if is_stopped else "published"
     if found.journal in ("none", "writer") and found.shards:
         return "shards"
     if found.journal == "writer" and found.tars:
@@ -446,6 +448,12 @@ def _refusal_error(
         return OptionError(
             "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
             shard=names.url(MANIFEST_NAME),
+        )
+    if refusal == "samples":
+        return OptionError(
+            "a run that was stopped at its end has published samples from Python here, which have no identity: complete it with merge "
+            "(shardstream merge) of this folder, or, with splits, of the folder above it; or replace it with overwrite=True (--overwrite)",
+            shard=names.folder,
         )
     if refusal == "shards":
         return OptionError(

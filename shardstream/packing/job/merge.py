@@ -11,8 +11,8 @@ from typing import Any
 
 from shardstream.errors import NotFoundError, OptionError, UnfinishedError
 from shardstream.format import MANIFEST_NAME
-from shardstream.packing.job.destination import ShardNames
-from shardstream.packing.job.journal import read_journal
+from shardstream.packing.job.destination import ShardNames, published_sha256
+from shardstream.packing.job.journal import Task, read_journal
 from shardstream.packing.job.publish import Ready, no_job_error, publish
 from shardstream.packing.job.report import PackReport, combine_reports
 from shardstream.storage import Storage, is_journal, join_url, open_output_folder
@@ -38,9 +38,9 @@ def merge(
     splits = _find_splits(url, storage_options)
     if not splits:
         _refuse_published_splits(url, storage_options)
-    _check_all_begun(url, splits, storage_options)
-    urls = splits or [url]
-    ready = [Ready(open_output_folder(one, storage_options, None)) for one in urls]
+    ready = [
+        Ready(open_output_folder(one, storage_options, None)) for one in splits or [url]
+    ] + _find_tidied(url, splits, storage_options)
     merged = publish(ready, storage_options)
     report = combine_reports("finished parts", merged, seconds=time.monotonic() - begin_s)
     if not splits:
@@ -81,22 +81,42 @@ def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None
     raise no_job_error(url, {}, None)  # before a lock would create the folder
 
 
-def _check_all_begun(
+def _find_tidied(
     parent: str, urls: Sequence[str], storage_options: Mapping[str, Any] | None
-) -> None:
-    """Check that all splits of a job were begun.
+) -> list[Ready]:
+    """Return the splits of a job that a killed process has published, and whose journals it has deleted already.
+
+    Args:
+        parent: Folder of all splits.
+        urls: Folders of the splits that have journals.
+        storage_options: ``storage_options`` of fsspec.
 
     Raises:
-        UnfinishedError: If one was not.
+        UnfinishedError: If a split was not begun.
     """
-    storage = Storage(storage_options)
+    found: dict[str, Ready] = {}
     for url in urls:
         folder = open_output_folder(url, storage_options, None)
         journal = read_journal(folder, folder.list_files())
-        for name in journal.task.options.get("split_names", ()) if journal is not None else ():
+        if journal is None:
+            continue
+        for name in journal.task.options.get("split_names", ()):
             other = join_url(parent, name)
-            if other not in urls and not storage.exists(join_url(other, MANIFEST_NAME)):
+            if other in urls or other in found:
+                continue
+            place = open_output_folder(other, storage_options, None)
+            digest = published_sha256(place, place.list_files())
+            if not digest:
                 raise UnfinishedError(
                     f"no part of the split {name} has been run; run the parts again (finished shards are kept), then merge",
                     shard=other,
                 )
+            published = journal.others.get(name)
+            if published is not None and published.sha256 == digest:  # not replaced since
+                task = Task(
+                    source=journal.task.source,
+                    options={**journal.task.options, "split_name": name},
+                )
+                ended = replace(journal, folder=place, task=task, published=published)
+                found[other] = Ready(place, journal=ended)
+    return [*found.values()]

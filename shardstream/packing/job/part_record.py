@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -113,6 +114,31 @@ class PartResult:
         )
 
 
+def combine_results(results: Iterable[PartResult]) -> PartResult:
+    """Return the results of all parts, in order, as one, without the hashes of their keys."""
+    shards: list[ShardInfo] = []
+    fields = Counter[str]()
+    skipped: list[Skip] = []
+    columns: list[ColumnSummary] = []
+    column_bytes: list[int] = []
+    warnings: list[str] = []
+    for one in results:
+        shards += one.shards
+        fields.update(one.fields)
+        skipped += one.skipped
+        columns += one.columns
+        column_bytes += one.column_bytes
+        warnings += one.warnings
+    return PartResult(
+        shards=tuple(shards),
+        fields=fields,
+        skipped=tuple(skipped),
+        columns=tuple(columns),
+        column_bytes=tuple(column_bytes),
+        warnings=tuple(warnings),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
     """The place of the record of one part.
@@ -129,7 +155,7 @@ class PartRecord:
     storage_options: Mapping[str, Any] | None
     run_id: str
     number: int
-    of: int = 0
+    of: int
 
     def open_folder(self) -> OutputFolder:
         """Open the folder of the dataset."""
@@ -170,8 +196,9 @@ class PartRecord:
         try:
             self.check_owner(folder)
         except StorageError:  # taken over in between: the record is no file of the other writer
-            if folder.read(name) == data:
-                folder.remove(name)
+            with suppress(NotFoundError):  # the other one has deleted it
+                if folder.read(name) == data:
+                    folder.remove(name)
             raise
 
 
@@ -192,8 +219,8 @@ class PartTask:
     work: PartWork
     template: str
     limits: WriterOptions
-    keeps_skips: bool = True
-    replaces: bool = False
+    keeps_skips: bool
+    replaces: bool
 
     @property
     def name(self) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from shardstream.errors import (
@@ -24,7 +23,6 @@ from shardstream.format import (
     CLASSES_NAME,
     MANIFEST_NAME,
     Manifest,
-    ShardInfo,
     decode_classes,
     encode_manifest_files,
     parse_columns,
@@ -42,9 +40,13 @@ from shardstream.packing.job.key_hashes import (
     place_of,
     refuse_repeated_keys,
 )
-from shardstream.packing.job.part_record import PartResult, read_record
+from shardstream.packing.job.part_record import (
+    PartResult,
+    combine_results,
+    read_record,
+)
 from shardstream.packing.job.report import PackReport, Skip, SplitReport
-from shardstream.packing.shards.column_builder import ColumnSummary, check_summaries
+from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.shards.manifest_files import (
     read_old_manifest,
     remove_old_pages,
@@ -73,6 +75,10 @@ class Ready(NamedTuple):
     """Identity of its job; None: any."""
     parts: int = 0
     """Number of its parts; 0: that in the journal."""
+    journal: Journal | None = None
+    """Its journal as it was, if another process may have published the dataset, and deleted the journal, meanwhile."""
+    results: Mapping[int, PartResult] = {}
+    """What the parts have written, by number, if that is known; else the journal says what is published."""
 
 
 def publish(ready: Sequence[Ready], storage_options: Mapping[str, Any] | None) -> list[PackReport]:
@@ -104,7 +110,7 @@ def publish_locked(
     storage = Storage(storage_options)
     found = [_checked(one) for one in ready]
     for one in found:
-        one.announce()
+        one.announce(found)
     try:
         for one in found:
             one.write_files()
@@ -133,31 +139,32 @@ class _Publication:
         files: The files there before.
         journal: The journal of its job.
         manifest: The manifest to publish.
+        manifest_files: Its files, in the order in which they are written; none if they are there.
+        published: What its journal says of it, once it is announced.
         report: Its report.
         is_published: Whether the manifest was there before.
+        is_tidied: Whether another process has published it and deleted the files of the job.
     """
 
     folder: OutputFolder
     files: Mapping[str, FileInfo]
     journal: Journal
     manifest: Manifest
+    manifest_files: Mapping[str, bytes]
+    published: Published
     report: PackReport
     is_published: bool = False
+    is_tidied: bool = False
 
-    @cached_property
-    def _manifest_files(self) -> Mapping[str, bytes]:
-        return encode_manifest_files(self.manifest)
-
-    def announce(self) -> None:
-        """Write to the journal which manifest follows, and what the records say that are deleted after it."""
+    def announce(self, together: Sequence[_Publication]) -> None:
+        """Write to the journal which manifests follow, and what the records say that are deleted after them."""
         if self.is_published:
             return
-        self.journal.check_owner()
-        self.journal.published = Published(
-            sha256=sha256(self._manifest_files[MANIFEST_NAME]).hexdigest(),
-            skipped=tuple((one.where, one.reason) for one in self.report.skipped),
-            warnings=self.report.warnings,
-        )
+        others: dict[str, Published] = {}
+        for one in together:
+            if one is not self:
+                others[one.journal.task.options["split_name"]] = replace(one.published, others={})
+        self.journal.published = replace(self.published, others=others)
         self.journal.write()
 
     def write_files(self) -> None:
@@ -187,15 +194,15 @@ class _Publication:
             return
         self.journal.check_owner()
         self._has_written = True
-        write_manifest_files(self.folder, self._manifest_files)
+        write_manifest_files(self.folder, self.manifest_files)
         self.journal.check_owner()  # a run that took the folder over has not seen the manifest
-        remove_old_pages(self.folder, self.files, self._manifest_files)
+        remove_old_pages(self.folder, self.files, self.manifest_files)
 
     _has_written = False
 
     def _is_in_place(self) -> bool:
         try:
-            return self.folder.read(MANIFEST_NAME) == self._manifest_files[MANIFEST_NAME]
+            return self.folder.read(MANIFEST_NAME) == self.manifest_files[MANIFEST_NAME]
         except NotFoundError:
             return False
 
@@ -217,6 +224,8 @@ class _Publication:
         Raises:
             StorageError: If the manifest is gone: another process of the job could not publish another split.
         """
+        if self.is_tidied:
+            return
         if not (self.is_published or self._is_in_place()):
             raise StorageError(
                 "another process of this job has failed and removed index.json meanwhile; run this again",
@@ -232,15 +241,17 @@ def _checked(ready: Ready) -> _Publication:
     begin_s, folder = time.monotonic(), ready.folder
     url, files = folder.url, folder.list_files()
     journal = read_journal(folder, files)
+    is_tidied = journal is None and ready.journal is not None
+    if journal is None and ready.journal is not None:
+        journal = _tidied(ready, ready.journal, files)
+    if journal is not None and ready.run not in (None, journal.run):
+        replace(journal, run=ready.run).check_owner()
     if journal is None or journal.is_of_writer:
         raise no_job_error(url, files, journal)
-    if ready.run is not None and ready.run != journal.run:
-        Journal(folder=folder, task=journal.task, run=ready.run).check_owner()
     published, options = journal.published, journal.task.options
     is_published = published is not None and published.sha256 == published_sha256(folder, files)
     if published is not None and is_published:
-        manifest, warnings = read_old_manifest(folder), published.warnings
-        skipped = tuple(Skip(*one) for one in published.skipped)
+        manifest, manifest_files = read_old_manifest(folder), dict[str, bytes]()
     else:
         journal.parts = _num_parts(ready, journal, files)
         with KeyHashes() as keys:
@@ -249,8 +260,8 @@ def _checked(ready: Ready) -> _Publication:
             refuse_repeated_keys(keys, result.shards, folder)
         _check_samples(journal, result)
         manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
-        warnings = (*result.warnings, *_check_columns(options, result))
-        skipped = result.skipped
+        manifest_files = encode_manifest_files(manifest)
+        published = _published(options, result, manifest_files)
     split = SplitReport(
         name="",
         url=url,
@@ -262,18 +273,45 @@ def _checked(ready: Ready) -> _Publication:
         source="finished parts",
         splits=(split,),
         seconds=time.monotonic() - begin_s,
-        skipped=skipped,
+        skipped=tuple(starmap(Skip, published.skipped)),
         fields=dict(manifest.fields),
-        warnings=warnings,
+        warnings=published.warnings,
     )
     return _Publication(
         folder=folder,
         files=files,
         journal=journal,
         manifest=manifest,
+        manifest_files=manifest_files,
+        published=published,
         report=report,
         is_published=is_published,
+        is_tidied=is_tidied,
     )
+
+
+def _tidied(ready: Ready, journal: Journal, files: Collection[str]) -> Journal:
+    """Return the journal of a dataset that another process of the job has published, as it was before it was deleted.
+
+    Raises:
+        OptionError: If another dataset is published.
+        StorageError: If none is.
+    """
+    published, options = journal.published, journal.task.options
+    if ready.parts:
+        result = combine_results(ready.results[number] for number in sorted(ready.results))
+        manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
+        published = _published(options, result, encode_manifest_files(manifest))
+    found = published_sha256(ready.folder, files)
+    if not found:
+        journal.check_owner()  # tells that the journal was deleted
+    if published is None or published.sha256 != found:
+        raise OptionError(
+            "another run has published another dataset here meanwhile, so this one is not published; replace it with overwrite=True "
+            "(--overwrite), or write elsewhere",
+            shard=join_url(ready.folder.url, MANIFEST_NAME),
+        )
+    return replace(journal, published=published)
 
 
 def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:
@@ -332,12 +370,8 @@ def _read_records(
         name = part_record_name(number)
         return read_record(folder, name, journal.run) if name in files else None
 
-    shards: list[ShardInfo] = []
-    fields = Counter[str]()
-    skipped: list[Skip] = []
-    columns: list[ColumnSummary] = []
-    column_bytes: list[int] = []
-    warnings: list[str] = []
+    results: list[PartResult] = []
+    num_shards = 0
     missing: list[int] = []
     of = set[int]()
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
@@ -349,23 +383,12 @@ def _read_records(
                     continue
                 count, result = record
                 of.add(count)
-                _add_keys(keys, result, len(shards))
-                shards += result.shards
-                fields.update(result.fields)
-                skipped += result.skipped
-                columns += result.columns
-                column_bytes += result.column_bytes
-                warnings += result.warnings
+                _add_keys(keys, result, num_shards)
+                num_shards += len(result.shards)
+                results.append(replace(result, key_hashes=""))
     if missing:
         raise UnfinishedError(_missing_text(missing, parts, of), shard=folder.url)
-    return PartResult(
-        shards=tuple(shards),
-        fields=fields,
-        skipped=tuple(skipped),
-        columns=tuple(columns),
-        column_bytes=tuple(column_bytes),
-        warnings=tuple(warnings),
-    )
+    return combine_results(results)
 
 
 def _add_keys(keys: KeyHashes, result: PartResult, first: int) -> None:
@@ -401,12 +424,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _check_columns(options: Mapping[str, Any], result: PartResult) -> list[str]:
-    """Return warnings of columns that some samples lack (see `check_summaries`)."""
-    if options.get("columns") is None:
-        return []
-    wanted = parse_columns(options["columns"]) if options["columns"] else ()
-    return check_summaries(wanted, result.columns, result.nsamples)
+def _published(
+    options: Mapping[str, Any], result: PartResult, manifest_files: Mapping[str, bytes]
+) -> Published:
+    """Return what a journal says of a dataset; columns that some samples lack are warnings or errors (see `check_summaries`)."""
+    warnings = [*result.warnings]
+    if options.get("columns") is not None:
+        wanted = parse_columns(options["columns"]) if options["columns"] else ()
+        warnings += check_summaries(wanted, result.columns, result.nsamples)
+    return Published(
+        sha256=sha256(manifest_files[MANIFEST_NAME]).hexdigest(),
+        skipped=tuple([(one.where, one.reason) for one in result.skipped]),
+        warnings=tuple(warnings),
+    )
 
 
 def _check_in_place(

@@ -145,15 +145,31 @@ def run_jobs(
 
 def _ready(claims: Sequence[Claim], done: Sequence[_SplitRun]) -> list[Ready]:
     return [
-        Ready(claim.destination.folder, claim.journal.run, one.parts)
+        Ready(
+            claim.destination.folder,
+            claim.journal.run,
+            one.parts,
+            journal=claim.journal,
+            results=one.results,
+        )
         for claim, one in zip(claims, done, strict=True)
     ]
+
+
+class _Ending(NamedTuple):
+    """A part that is written, and is being published and recorded."""
+
+    number: int
+    result: Future[PartResult]
+    writer: PartWriter
 
 
 class _SplitRun(NamedTuple):
     report: SplitReport
     parts: int
     """Parts of the job; 0 if the dataset was published before."""
+    results: Mapping[int, PartResult]
+    """What each part has written, by its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +191,14 @@ class _Run:
         self.counts.begin(one.split, one.job.names.folder)
         if claim.is_published:
             self._check_published(claim)
-            return _SplitRun(self.counts.split, 0)
+            return _SplitRun(self.counts.split, 0, {})
         executor = self.executor
-        parts = (
+        parts, results = (
             self._run_here(one, claim)
             if executor is None
             else self._run_tasks(one, claim, executor)
         )
-        return _SplitRun(self.counts.split, parts)
+        return _SplitRun(self.counts.split, parts, results)
 
     def _check_published(self, claim: Claim) -> None:
         """Refuse to complete a dataset whose run skipped records, if this one does not."""
@@ -210,9 +226,11 @@ class _Run:
             replaces=claim.replaces,
         )
 
-    def _run_tasks(self, one: SplitJob, claim: Claim, executor: Executor) -> int:
-        """Run each part as a task; return their number."""
-        parts = 0
+    def _run_tasks(
+        self, one: SplitJob, claim: Claim, executor: Executor
+    ) -> tuple[int, dict[int, PartResult]]:
+        """Run each part as a task; return the number of parts, and the results."""
+        parts, results = 0, dict[int, PartResult]()
 
         def tasks() -> Iterator[PartTask]:
             nonlocal parts
@@ -220,15 +238,22 @@ class _Run:
                 parts = number + 1
                 yield self._task(one.job, claim, number, work)
 
-        def count(_task: Task, document: Mapping[str, JSON]) -> None:
-            self.counts.add(PartResult.decode(document), is_kept=bool(document["kept"]))
+        def count(task: Task, document: Mapping[str, JSON]) -> None:
+            result = PartResult.decode(document)
+            if isinstance(task, PartTask):
+                results[task.record.number] = result
+            self.counts.add(result, is_kept=bool(document["kept"]))
 
         executor.run(tasks(), count)
-        return parts
+        return parts, results
 
-    def _run_here(self, one: SplitJob, claim: Claim) -> int:
-        """Write the parts one after the other; publish each, and record it, while the next one is written; return their number."""
-        parts = 0
+    def _run_here(self, one: SplitJob, claim: Claim) -> tuple[int, dict[int, PartResult]]:
+        """Write the parts one after the other; publish each, and record it, while the next one is written.
+
+        Returns:
+            The number of parts, and the results.
+        """
+        parts, results = 0, dict[int, PartResult]()
         has_records = any(map(is_part_record, claim.destination.files))
 
         def find_kept(number: int) -> PartResult | None:
@@ -237,6 +262,7 @@ class _Run:
             if result is None or (result.skipped and not self.keeps_skips):
                 return None
             parts = number + 1
+            results[number] = replace(result, key_hashes="")
             self.counts.add(result, is_kept=True)
             return result
 
@@ -246,33 +272,34 @@ class _Run:
             )
         else:
             works = one.streamed.open(find_kept, self.counts.add_sample)
-        ending: deque[tuple[Future[PartResult], PartWriter]] = deque()
+        ending: deque[_Ending] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="shardstream-end") as pool, closing(works):
             try:
                 for number, work in works:
                     # Records are read ahead: a later part may have been found, and kept, already.
                     parts = max(parts, number + 1)
-                    while len(ending) >= _ENDING or (ending and ending[0][0].done()):
-                        self._count(ending, one)
+                    while len(ending) >= _ENDING or (ending and ending[0][1].done()):
+                        results |= self._count(ending, one)
                     ending.append(
                         self._begin(self._task(one.job, claim, number, work), claim, pool)
                     )
                 while ending:
-                    self._count(ending, one)
+                    results |= self._count(ending, one)
             except BaseException:
-                for future, writer in ending:
+                for _, future, writer in ending:
                     if future.cancel():  # its record is not written then
                         writer.close()
                 raise
-        return parts
+        return parts, results
 
-    def _count(self, ending: deque[tuple[Future[PartResult], PartWriter]], one: SplitJob) -> None:
-        result = ending.popleft()[0].result()
+    def _count(self, ending: deque[_Ending], one: SplitJob) -> dict[int, PartResult]:
+        """Wait until the first part is recorded, and count it; return its number and result."""
+        number, future, _ = ending.popleft()
+        result = future.result()
         self.counts.add(result, has_counted_samples=one.streamed is not None)
+        return {number: result}
 
-    def _begin(
-        self, task: PartTask, claim: Claim, pool: ThreadPoolExecutor
-    ) -> tuple[Future[PartResult], PartWriter]:
+    def _begin(self, task: PartTask, claim: Claim, pool: ThreadPoolExecutor) -> _Ending:
         """Write the samples of a part, and hand it over to a thread that publishes the last of them."""
         folder = task.record.open_folder()
         writer = task.open_writer(folder, claim.check_owner)
@@ -287,4 +314,4 @@ class _Run:
             with closing(writer):
                 return replace(task.end(folder, writer, written), key_hashes="")
 
-        return pool.submit(end), writer
+        return _Ending(task.record.number, pool.submit(end), writer)

@@ -88,7 +88,7 @@ class ShardWriter:
                 stale=destination.stale,
                 head=destination.journal_head,
             )
-            self._claim = Claim.take(destination, journal)
+            self._claim = Claim(destination, journal).take()
         except BaseException:
             self._folder.unlock()
             raise
