@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
 
 import shardstream as ss
 from shardstream.cli import main
@@ -135,10 +136,13 @@ def test_job_that_loses_the_folder_before_a_record_leaves_that_of_the_other(
     later[0].abort()
 
 
-@pytest.mark.parametrize("moment", ["record file", "record", "journal", "manifest"])
+@pytest.mark.parametrize("moment", ["record file", "record", "journal", "classes", "manifest"])
 def test_job_that_loses_the_folder_at_its_end_publishes_nothing(
-    moment: str, source: str, monkeypatch: pytest.MonkeyPatch
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("ant", "bee"):
+        (tmp_path / name).mkdir()
+        Image.new("L", (2, 2)).save(tmp_path / name / f"{name}.png")
     url, later, written = f"memory://{uuid.uuid4().hex}", list[ss.ShardWriter](), list[str]()
 
     def overtake_after(owner: type, method: str, is_moment: Callable[..., bool]) -> None:
@@ -157,11 +161,12 @@ def test_job_that_loses_the_folder_at_its_end_publishes_nothing(
         overtake_after(PartRecord, "write", lambda *_: True)
     elif moment == "journal":
         overtake_after(Journal, "write", lambda journal: journal.published is not None)
-    name = {"record file": "-part-", "manifest": "index.json"}.get(moment)
-    overtake_after(RemoteFolder, "write", lambda _, wrote, *__: name is not None and name in wrote)
+    names = {"record file": "-part-", "classes": "classes.json", "manifest": "index.json"}
+    overtake_after(RemoteFolder, "write", lambda _, name, *__: names.get(moment, "?") in name)
     with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
-        ss.reshard(source, url)
+        ss.pack(tmp_path, url)
     assert ("index.json" in written) == (moment == "manifest")
+    assert ("classes.json" in written) == (moment in ("classes", "manifest"))
     with later[0] as writer:
         assert not MemoryFileSystem().exists(f"{url}/index.json")
         writer.write({"txt": "other"})
