@@ -192,6 +192,13 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
     if isinstance(source, AnyDataset):
         records = source.records()
     elif isinstance(source, str | os.PathLike | Sequence):
+        urls: Sequence[object] = [source] if isinstance(source, str | os.PathLike) else source
+        others = [type(one).__name__ for one in urls if not isinstance(one, str | os.PathLike)]
+        if others:
+            raise OptionError(
+                f"a list holds URLs of shards, not {others[0]}; pass ss.join(first, second) to join the fields of two datasets, "
+                "or ss.ShardDataset([url, url]) to write the samples of one after those of the other"
+            )
         storage = Storage(options)
         located = locate_shards(source, storage)
         bare = lacks_index(located, storage)

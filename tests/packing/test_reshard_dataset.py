@@ -189,8 +189,9 @@ def test_decoded_pixels_are_encoded_as_a_writer_does(images: str, tmp_path: Path
         (lambda url: ss.ShardDataset(url).map(next), "TypeError: .*in map"),
         (lambda url: ss.ShardDataset(url).decode("rgb8").map(lambda sample: {**sample, "x": 1}), "takes bytes, not int"),
         (lambda _url: 5, "takes URLs of shards, or a dataset of shardstream, not a int"),
+        (lambda url: [ss.ShardDataset(url)], r"a list holds URLs of shards, not ShardDataset; pass ss.join\(first, second\)"),
     ],
-    ids=range(16),
+    ids=range(17),
 )  # fmt: skip
 def test_dataset_that_cannot_be_cut_is_refused(
     make: Any, message: str, images: str, tmp_path: Path
