@@ -1,7 +1,7 @@
-"""torchvision's transforms beside a torch without CUDA.
+"""torchvision's transforms beside any build of torch.
 
-The wheel's compiled operators need a torch with CUDA, and its import fails without them, but the transforms do not use them. It is
-installed apart from the environment, because other libraries import whatever torchvision they find.
+The wheel's compiled operators need the build of torch that they were made for, mostly with CUDA, and its import fails without them, but the
+transforms do not use them. It is installed apart from the environment, because other libraries import whatever torchvision they find.
 """
 
 from __future__ import annotations
@@ -41,9 +41,22 @@ def import_transforms(folder: str) -> Any:
     """Return ``torchvision.transforms.v2`` of a folder, in any process."""
     if folder not in sys.path:
         sys.path.append(folder)
-    if not torch.cuda.is_available() and not _libraries:
+    if not _has_operators(folder) and not _libraries:
         library = cast("Any", torch.library.Library)("torchvision", "DEF")
         for schema in _OPERATORS:
             library.define(schema)
         _libraries.append(library)
     return importlib.import_module("torchvision.transforms.v2")
+
+
+def _has_operators(folder: str) -> bool:
+    """Return whether torch can load the wheel's operators; a build with CUDA may, also where there is no GPU.
+
+    Operators that are defined twice would abort the process.
+    """
+    try:
+        for file in Path(folder, "torchvision").glob("_C*.so"):
+            cast("Any", torch.ops).load_library(str(file))
+    except OSError:
+        return False
+    return hasattr(torch.ops.torchvision, "nms")

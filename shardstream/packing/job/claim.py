@@ -267,9 +267,8 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
 
     Hundreds of tasks that start together do not wait for each other's listings so, which take a second each in a large folder.
     """
-    with suppress(
-        OptionError, StorageError
-    ):  # no journal, or an invalid one: `claim_destination` decides
+    # Without a journal, or with an invalid one, `claim_destination` decides.
+    with suppress(OptionError, StorageError):
         journal = read_journal(folder, (journal_name(0),))
         is_mine = journal is not None and journal.run == job.run and journal.published is None
         if journal is None or not is_mine or (job.parts and not journal.parts):

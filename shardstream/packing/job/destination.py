@@ -416,9 +416,8 @@ def remove_replaced(
     """
     urls = {shard.url for shard in written}
     left = set(stale) - urls
-    for name in (
-        files
-    ):  # a killed run of a part may have left a further shard that its next run did not need
+    # A killed run of a part may have left a further shard that its next run did not need.
+    for name in files:
         if name.endswith(".tar") and name not in urls and names.is_ours(name):
             left.add(name)
     for name in sorted(filter(is_deletable, left)):

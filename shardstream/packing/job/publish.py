@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -155,6 +155,7 @@ class _Publication:
     report: PackReport
     is_published: bool = False
     is_tidied: bool = False
+    _has_written: bool = field(default=False, init=False)
 
     def announce(self, together: Sequence[_Publication]) -> None:
         """Write to the journal which manifests follow, and what the records say that are deleted after them."""
@@ -197,8 +198,6 @@ class _Publication:
         write_manifest_files(self.folder, self.manifest_files)
         self.journal.check_owner()  # a run that took the folder over has not seen the manifest
         remove_old_pages(self.folder, self.files, self.manifest_files)
-
-    _has_written = False
 
     def _is_in_place(self) -> bool:
         try:

@@ -278,7 +278,7 @@ class _Run:
                 for number, work in works:
                     # Records are read ahead: a later part may have been found, and kept, already.
                     parts = max(parts, number + 1)
-                    while len(ending) >= _ENDING or (ending and ending[0][1].done()):
+                    while len(ending) >= _ENDING or (ending and ending[0].result.done()):
                         results |= self._count(ending, one)
                     ending.append(
                         self._begin(self._task(one.job, claim, number, work), claim, pool)
