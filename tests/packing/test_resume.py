@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -794,9 +795,13 @@ def test_no_record_is_left_of_a_shard_that_was_not_published(
         with pytest.raises(StorageError, match="out of reach"):
             pack(files, tmp_path / "out", max_samples=20)
     names = contents(tmp_path / "out")
-    assert sum("-part-" in name for name in names) == 3
-    assert sorted(name for name in names if name.endswith(".tar")) == [f"{n:06d}.tar" for n in range(3)]  # fmt: skip
-    assert pack(files, tmp_path / "out", max_samples=20).kept == 3
+    tars = {name for name in names if name.endswith(".tar")}
+    # Shards of neighbouring parts are published side by side; the record of one comes later, or not at all.
+    records = {re.findall(r"-part-(\d{6})", name)[0] for name in names if "-part-" in name}
+    assert len(tars) == 3
+    assert records
+    assert {f"{number}.tar" for number in records} <= tars
+    assert pack(files, tmp_path / "out", max_samples=20).kept == len(records)
 
 
 # --- on S3, and with ShardWriter
