@@ -13,7 +13,7 @@ import numpy as np
 
 from shardstream.catalog.base import Numbers
 from shardstream.catalog.class_names import read_classes
-from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import (
     ManifestError,
     NotFoundError,
@@ -60,20 +60,13 @@ def read_columns(
         filesystem: An fsspec file system to use instead.
 
     Raises:
-        OptionError: If a shard has no columns, lacks one, or columns of two shards have different types; if pyarrow is not installed.
+        OptionError: If a shard has no index or no columns, lacks one, or columns of two shards have different types; if pyarrow is not installed.
         IndexMismatchError: If columns were made of another shard.
         ManifestError: If a file of columns is damaged.
         StorageError: If one cannot be read.
     """
     storage = Storage(storage_options, filesystem)
-    located = locate_shards(urls, storage)
-    unindexed = lacks_index(located, storage)
-    if unindexed is not None:
-        raise OptionError(
-            "this shard has no index; run 'shardstream index --columns' on its folder",
-            shard=unindexed,
-        )
-    return read_all_columns(ShardCatalog(located, storage), columns)
+    return read_all_columns(ShardCatalog(locate_shards(urls, storage), storage), columns)
 
 
 def read_all_columns(catalog: ShardCatalog, names: Sequence[str] | None) -> pa.Table:

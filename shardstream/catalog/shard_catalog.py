@@ -471,7 +471,8 @@ class ShardCatalog(Catalog):
         path = None if is_compressed(shard.url) else self._storage.local_path(shard.url)
         if path is None:
             raise OptionError(
-                "no index: run 'shardstream index' on it first to read it by number",
+                "this shard has no index, so that it cannot be read by number; run 'shardstream index' on plain tars, and 'shardstream pack' on "
+                "compressed ones",
                 shard=shard.url,
             )
         tar = map_file(path, shard.url)

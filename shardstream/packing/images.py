@@ -151,11 +151,6 @@ def encode_image(field: str, value: object) -> bytes:
         ) from error
 
 
-def is_lossy(field: str) -> bool:
-    """Return whether `encode_image` changes pixels in a field of this name."""
-    return IMAGE_FORMATS.get(field.rpartition(".")[2]) in _LOSSY and not has_mask_word(field)
-
-
 def reencode(
     data: bytes, field: str, options: ImageOptions, *, where: str, is_mask: bool = False
 ) -> tuple[str, bytes]:

@@ -24,13 +24,19 @@ from shardstream.catalog import (
     SubsetCatalog,
     check_missing,
     join_catalogs,
-    lacks_index,
     open_part,
 )
 from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.fetch import open_batch_fetcher
-from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, Sample, encode_classes, member_bytes
-from shardstream.packing.images import is_lossy
+from shardstream.format import (
+    CLASSES_NAME,
+    END_OF_ARCHIVE,
+    Sample,
+    encode_classes,
+    has_mask_word,
+    is_image_field,
+    member_bytes,
+)
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import cut_by_size
 from shardstream.packing.job.destination import ShardNames
@@ -61,9 +67,8 @@ AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | 
 
 # Shards of a random order are cut by the mean size of a sample; the fraction leaves room for larger ones.
 _FILL = 0.95
-_PROBES = (
-    64  # samples whose fields are measured, where only some fields are kept, or some are added
-)
+# Samples whose fields are measured, where only some fields are kept, or some are added.
+_PROBES = 64
 _DECIMALS = 4
 _LENGTHS = 1 << 16  # samples whose sizes are read at a time
 
@@ -104,7 +109,7 @@ def reshard(  # noqa: PLR0913  (public door)
     the order. A stopped or killed job is resumed by the same call: finished shards are kept. ``classes.json`` is that of the dataset whose ``cls`` is written.
 
     Fields that no step changes are copied as they are. Values that a step makes are encoded as `ShardWriter.write` does: pixels that
-    ``decode`` has made of a ``jpg`` become a new JPEG of quality 90, with a warning, so leave fields undecoded that you do not change.
+    ``decode`` has made of a picture become a new one (a ``jpg`` of quality 90), with a warning, so leave fields undecoded that you do not change.
 
         ss.reshard(ss.join("images/", "captions/"), "both/")
         ss.reshard(ss.ShardDataset("images/", where="width >= 512").map(add_caption), "large/", seed=1)
@@ -201,12 +206,6 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
             )
         storage = Storage(options)
         located = locate_shards(source, storage)
-        bare = lacks_index(located, storage)
-        if bare is not None:
-            raise OptionError(
-                "this shard cannot be read by number; run 'shardstream index' on plain tars, and 'shardstream pack' on compressed ones",
-                shard=bare,
-            )
         catalog = ShardCatalog(located, storage)
         records = Records(catalog=catalog, classes=ClassNames(located, storage).checked_names)
     else:
@@ -393,7 +392,7 @@ def _warn_of_unused(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _warn_of_loss(records: Records, kept: frozenset[str] | None) -> tuple[str, ...]:
-    """Return a warning of pictures that the dataset decodes, and that are encoded again with loss."""
+    """Return a warning of pictures that the dataset decodes: encoded again, they may have lost something in any format."""
     pixels = object()
     sample: Sample = dict.fromkeys(records.catalog.fields or (), b"")
     for stage in records.stages:
@@ -407,13 +406,18 @@ def _warn_of_loss(records: Records, kept: frozenset[str] | None) -> tuple[str, .
     found = [
         name
         for name, value in sample.items()
-        if value is pixels and is_lossy(name) and (kept is None or name in kept)
+        if value is pixels
+        and is_image_field(name)
+        and not has_mask_word(name)
+        and (kept is None or name in kept)
     ]
     if not found:
         return ()
-    return (
-        f"{', '.join(found)}: pictures were decoded and are encoded again, with loss; leave fields that no step changes out of decode (only=)",
+    warning = (
+        f"{', '.join(found)}: pictures were decoded and are encoded again, which may lose detail (jpg, webp, avif), transparency, palettes, "
+        "metadata and further frames; leave fields that no step changes out of decode (only=)"
     )
+    return (warning,)
 
 
 def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Catalog]) -> ShardNames:

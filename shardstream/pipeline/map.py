@@ -199,11 +199,28 @@ class ToTuple(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """Keep the items that a predicate accepts; name and version as in `Map`."""
+    """Keep the items that a predicate accepts; name and version as in `Map`.
+
+    Raises:
+        OptionError: If the predicate returns objects that are always true: a class, or a function with ``yield`` or ``async``.
+    """
 
     predicate: Callable[[Any], bool]
     name: str | None = None
     version: int | str | None = None
+
+    def __post_init__(self) -> None:
+        predicate = self.predicate
+        if (
+            (isinstance(predicate, type) and predicate is not bool)
+            or inspect.isgeneratorfunction(predicate)
+            or inspect.iscoroutinefunction(predicate)
+        ):
+            raise OptionError(
+                f"select takes a function that returns True or False; what {name_of(predicate)} returns always counts as true, so that all items "
+                "would be kept",
+                remedy="pass a plain function, or an instance of the class",
+            )
 
     def open(self, source: Run, context: Context) -> Run:
         """Open the stage on a stream."""

@@ -155,7 +155,7 @@ def test_shards_without_index_cannot_be_read_by_number(name: str, tmp_path: Path
     publish_bytes(Storage(), f"{folder}/{name}", make_shard(1))
     located = locate_shards(folder, Storage())
     assert lacks_index(located, Storage()) == f"{folder}/{name}"
-    with pytest.raises(OptionError, match=rf"no index: run 'shardstream index'.*/{name}"):
+    with pytest.raises(OptionError, match=rf"no index, so .* run 'shardstream index'.*/{name}"):
         ShardCatalog(located, Storage())
 
 

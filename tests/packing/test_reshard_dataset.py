@@ -170,6 +170,17 @@ def test_decoded_pixels_are_encoded_as_a_writer_does(images: str, tmp_path: Path
     assert next(iter(ss.ShardDataset(str(tmp_path / "written"))))["jpg"] == again
 
 
+def test_png_that_loses_its_transparency_is_named_in_a_warning(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "images") as writer:
+        pixels = np.zeros((4, 4, 4), dtype=np.uint8)
+        writer.write({"__key__": "a", "png": pixels, "seg.png": pixels[..., 0]})
+    dataset = ss.ShardDataset(str(tmp_path / "images")).decode("rgb8")
+    (warning,) = ss.reshard(dataset, tmp_path / "again").warnings
+    assert warning.startswith("png: pictures were decoded and are encoded again, which may lose")
+    masks = dataset.rename(keep=False, **{"seg.png": "seg.png"})
+    assert not ss.reshard(masks, tmp_path / "masks").warnings
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -261,8 +272,7 @@ def test_tasks_of_a_dataset_hold_what_their_samples_need(images: str, tmp_path: 
                 sizes.append(len(pickle.dumps(task)))
                 done(task, task.run())
 
-    numbers = np.tile(np.arange(COUNT), 1)[::-1]
-    dataset = ss.ShardDataset(images, subset=numbers.tolist())
+    dataset = ss.ShardDataset(images, subset=[*reversed(range(COUNT))])
     ss.reshard(dataset, tmp_path / "new", max_samples=5, executor=Measures())
     assert len(sizes) == COUNT // 5
     assert max(sizes) < 4_000

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,26 @@ def test_threads_keep_the_order() -> None:
 
 def test_select_keeps_items_with_a_true_predicate() -> None:
     assert through(Select(predicate=bool), 0, 1, "", "a", None, [0]) == [1, "a", [0]]
+
+
+class Keeps:
+    def __call__(self, item: Any) -> bool:
+        return bool(item)
+
+
+def yields(_item: Any) -> Any:
+    yield False
+
+
+async def waits(_item: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("predicate", [Keeps, yields, partial(yields), waits])
+def test_select_refuses_what_is_always_true(predicate: Any) -> None:
+    assert through(Select(predicate=Keeps()), 0, 1) == [1]
+    with pytest.raises(OptionError, match=r"always counts as true.*pass a plain function"):
+        Select(predicate=predicate)
 
 
 def draw(item: int, generator: np.random.Generator) -> tuple[int, float]:
