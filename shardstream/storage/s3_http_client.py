@@ -11,6 +11,7 @@ import ssl
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -78,12 +79,9 @@ class S3HttpReader:
         **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once, or twice if the bucket is in another region; the bytes before a cut are kept."""
-        try:
-            response = self._read(path, start, end, transfer, **options)
-        except HttpStatusError as error:
-            if not self._requests.learn_region(path, error):
-                raise
-            response = self._read(path, start, end, transfer, **options)
+        response = self._requests.send(
+            path, lambda: self._read(path, start, end, transfer, **options)
+        )
         if (
             end is None and response.size is None
         ):  # in chunks, the last of which a proxy may write after a cut
@@ -98,12 +96,7 @@ class S3HttpReader:
             body: Its bytes.
             transfer: Its limit holds for the whole request.
         """
-        try:
-            return self._put_part(part, body, transfer)
-        except HttpStatusError as error:
-            if not self._requests.learn_region(part.path, error):
-                raise
-        return self._put_part(part, body, transfer)
+        return self._requests.send(part.path, lambda: self._put_part(part, body, transfer))
 
     def read_small_files(self, paths: Sequence[str], max_bytes: int) -> list[bytes | None]:
         """Read files of at most ``max_bytes`` bytes, each once; None from the first one on that did not arrive.
@@ -161,8 +154,10 @@ class S3HttpReader:
         try:
             with transfer.cancelled.ending(partial(end_receive, connection)):
                 connection.settimeout(transfer.left_s)
-                connection.sendall(request)
-                connection.sendall(body)
+                # A server may refuse a part, or name the region of its bucket, before the whole body has arrived, and close.
+                with suppress(ConnectionError, ssl.SSLEOFError):
+                    connection.sendall(request)
+                    connection.sendall(body)
                 head = receive_head(connection, transfer)
                 if head.status != http.HTTPStatus.OK:
                     raise receive_error(connection, head, transfer)

@@ -10,7 +10,7 @@ import importlib.util
 import re
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -18,6 +18,7 @@ from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response_head import range_header
 from shardstream.storage.s3_config import S3Settings
 
+_T = TypeVar("_T")
 _PORTS = {"http": 80, "https": 443}
 # It becomes part of a host name. The hosts of isolated partitions (iso) have other names.
 _AWS_REGION = re.compile(r"(?!.*-iso)[a-z]{2}(-[a-z]+)+-\d{1,2}", re.ASCII)
@@ -127,7 +128,7 @@ class S3Requests:
         unsigned: Mapping[str, str],
     ) -> tuple[Server, bytes]:
         name, _, key = path.partition("/")
-        bucket = self._buckets.get(name) or self._locate(name, self._settings.region)
+        bucket = self._bucket(name)
         target = f"{bucket.path}/{quote(key, safe='/~')}{query}"
         headers = {"Host": bucket.server.authority}
         headers |= self._sign(method, bucket.url + target, bucket.region, signed)
@@ -135,17 +136,25 @@ class S3Requests:
         lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
         return bucket.server, "\r\n".join([*lines, "", ""]).encode("latin-1")
 
-    def learn_region(self, path: str, error: HttpStatusError) -> bool:
-        """Remember the region of a bucket that an error names; return False if it names none, or the one that was asked.
+    def send(self, path: str, request: Callable[[], _T]) -> _T:
+        """Send a request of an object, once more if its answer names another region than the request.
 
-        The next request goes to the same endpoint, or to AWS's host of that region, whatever host a redirect names.
+        The second one goes to the same endpoint, or to AWS's host of that region, whatever host a redirect names.
         """
-        name, region = path.partition("/")[0], error.region
-        rule = _AWS_REGION if self._settings.endpoint is None else _REGION
-        if region is None or not rule.fullmatch(region) or region == self._buckets[name].region:
-            return False
-        self._locate(name, region)
-        return True
+        name = path.partition("/")[0]
+        # Of this request: other threads may learn the region meanwhile.
+        asked = self._bucket(name).region
+        try:
+            return request()
+        except HttpStatusError as error:
+            rule = _AWS_REGION if self._settings.endpoint is None else _REGION
+            if error.region in (None, asked) or not rule.fullmatch(error.region):
+                raise
+            self._locate(name, error.region)
+        return request()
+
+    def _bucket(self, name: str) -> _Bucket:
+        return self._buckets.get(name) or self._locate(name, self._settings.region)
 
     def _locate(self, name: str, region: str) -> _Bucket:
         url = _service_url(self._settings, region)

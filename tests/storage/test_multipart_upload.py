@@ -22,7 +22,7 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from shardstream.errors import StorageError
+from shardstream.errors import AccessDeniedError, StorageError
 from shardstream.packing import ShardWriter
 from shardstream.storage import (
     PART_BYTES,
@@ -35,7 +35,8 @@ from shardstream.storage import (
     publish_bytes,
 )
 from tests.proxy import spoiling
-from tests.servers import S3Server, ShapedS3
+from tests.raw_server import Request, raw_server, response
+from tests.servers import S3Server, ShapedS3, make_certificate
 
 ROOT = Path(__file__).parents[2]
 DATA = random.Random(0).randbytes(2 * PART_BYTES + PART_BYTES // 2)  # two and a half parts
@@ -288,6 +289,31 @@ def test_last_part_is_sent_when_a_file_ends(
         pending.discard()
     assert storage.read(f"{bucket}/x") == DATA
     assert uploads() == []
+
+
+@pytest.mark.parametrize("protocol", ["http", "https"])
+def test_answer_before_the_end_of_a_part_is_read(protocol: str, tmp_path: Path) -> None:
+    """Two parts are told the region of their bucket at the same time, and then refused, while their bytes are on the way."""
+    both = threading.Barrier(2)
+
+    def answer(request: Request) -> bytes:
+        if request.method == "POST":
+            return response(200, b"<Result><UploadId>one</UploadId></Result>")
+        if request.method == "DELETE":
+            return response(204)
+        if "/eu-x/" in request.headers["authorization"]:
+            return response(403)
+        both.wait(timeout=20)
+        return response(301, x_amz_bucket_region="eu-x")
+
+    certificate = make_certificate(tmp_path) if protocol == "https" else None
+    with raw_server(answer, certificate) as server:
+        options = {"key": "some", "secret": "thing", "endpoint_url": server.url}
+        storage = Storage(options | {"client_kwargs": {"verify": False}})
+        with pytest.raises(AccessDeniedError, match="access refused"):
+            publish_bytes(storage, "s3://bucket/x", DATA[: 2 * PART_BYTES])
+    parts = [one.headers["authorization"] for one in server.requests if one.method == "PUT"]
+    assert sorted(one.split("/")[2] for one in parts) == ["eu-x"] * 2 + ["us-east-1"] * 2
 
 
 def test_full_shard_is_uploaded_before_its_publication(
