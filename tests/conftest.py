@@ -23,7 +23,16 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-from tests.servers import S3Server, ShapedS3, in_ci, new_bucket, nginx_or_skip, start_s3
+from tests.servers import (
+    S3Server,
+    ShapedS3,
+    in_ci,
+    make_certificate,
+    new_bucket,
+    nginx_or_skip,
+    skip_if_missing,
+    start_s3,
+)
 
 # No deadline: the machine may be busy. CI, which has the time, draws twice as many examples.
 settings.register_profile(
@@ -147,6 +156,13 @@ def shaped_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """The same server behind an nginx that is started for this test, so that its settings end with the test."""
     with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
         yield proxy
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The file of a self-signed certificate of 127.0.0.1, and that of its key."""
+    with skip_if_missing():
+        return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from email.utils import formatdate
 from pathlib import Path
@@ -152,10 +152,8 @@ def start_s3(workdir: Path) -> Iterator[S3Server]:
         yield _read_server(workdir / "s3.env", kind)
     finally:
         _stop(workdir)
-        for data in (
-            "mon",
-            "osd",
-        ):  # pytest keeps the folders of three runs, which would be 40 MB each
+        # pytest keeps the folders of three runs, which would be 40 MB each.
+        for data in ("mon", "osd"):
             shutil.rmtree(workdir / data, ignore_errors=True)
 
 
@@ -194,9 +192,15 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
 @contextmanager
 def nginx_or_skip(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
     """`start_nginx` for a test or fixture: skipped if nginx is not installed, except in CI."""
+    with skip_if_missing(), start_nginx(workdir, s3) as proxy:
+        yield proxy
+
+
+@contextmanager
+def skip_if_missing() -> Iterator[None]:
+    """Skip the test or fixture whose server is not installed, except in CI."""
     try:
-        with start_nginx(workdir, s3) as proxy:
-            yield proxy
+        yield
     except ServerMissingError as error:
         if in_ci():
             raise
@@ -251,9 +255,8 @@ def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
             said = done.stderr.strip()
             if done.returncode == _NOT_INSTALLED:
                 raise ServerMissingError(said)
-            if (
-                "is taken" not in said and "died" not in said
-            ):  # the message if another process took the port
+            # The messages if another process took the port.
+            if "is taken" not in said and "died" not in said:
                 break
     raise ServerError(f"{script} failed, see {workdir}: {said}")
 
@@ -340,29 +343,17 @@ def start_azurite(workdir: Path) -> Iterator[str]:
     if program is None:
         raise ServerMissingError("azurite-blob is missing (npm install -g azurite)")
     workdir.mkdir(parents=True, exist_ok=True)
-    with _one_start_at_a_time():
-        port = _find_free_ports(1)
-        command = [program, "--silent", "--inMemoryPersistence", "--disableTelemetry"]
-        command += ["--skipApiVersionCheck", "--blobPort", str(port)]
-        process = subprocess.Popen(
-            command, cwd=workdir, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            _await_port(port, process)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-    try:
+    command = [program, "--silent", "--inMemoryPersistence", "--disableTelemetry"]
+    command += ["--skipApiVersionCheck", "--blobPort"]
+    with _run_on_a_port(
+        lambda port: [*command, str(port)], cwd=workdir, stdout=subprocess.DEVNULL
+    ) as port:
         endpoint = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
         _create_container(endpoint, "test")
         yield (
             f"DefaultEndpointsProtocol=http;AccountName={_AZURITE_ACCOUNT};"
             f"AccountKey={_AZURITE_KEY};BlobEndpoint={endpoint};"
         )
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @contextmanager
@@ -377,25 +368,15 @@ def start_gcs_emulator(workdir: Path) -> Iterator[str]:
             "gcp-storage-emulator is missing (pip install gcp-storage-emulator)"
         )
     workdir.mkdir(parents=True, exist_ok=True)
-    with _one_start_at_a_time():
-        port = _find_free_ports(1)
-        command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--default-bucket", "test"]
-        with (workdir / "log").open("w") as log:
-            process = subprocess.Popen(
-                command, cwd=workdir, stdout=log, stderr=log, start_new_session=True
-            )
-        try:
-            _await_port(port, process)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-    try:
+    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
+    command += ["--host", "127.0.0.1", "--default-bucket", "test", "--port"]
+    with (
+        (workdir / "log").open("w") as log,
+        _run_on_a_port(
+            lambda port: [*command, str(port)], cwd=workdir, stdout=log, stderr=log
+        ) as port,
+    ):
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
 
 
 # Public default key: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
@@ -449,24 +430,15 @@ def start_tls(workdir: Path, s3: S3Server) -> Iterator[tuple[S3Server, Path]]:
     if nginx is None:
         raise ServerMissingError("nginx is missing (nginx-light)")
     certificate, _ = make_certificate(workdir)
-    with _one_start_at_a_time():
-        port = _find_free_ports(1)
+
+    def command(port: int) -> list[str]:
         (workdir / "nginx.conf").write_text(
             _TLS_CONF.format(user=getpass.getuser(), port=port, endpoint=s3.endpoint)
         )
-        command = f"{nginx} -p {workdir} -e error.log -c nginx.conf"
-        process = subprocess.Popen(command.split(), start_new_session=True)
-        try:
-            _await_port(port, process)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-    try:
+        return [nginx, "-p", str(workdir), "-e", "error.log", "-c", "nginx.conf"]
+
+    with _run_on_a_port(command) as port:
         yield replace(s3, endpoint=f"https://127.0.0.1:{port}"), certificate
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -484,6 +456,19 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     files = ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
     return certificate, key
+
+
+@contextmanager
+def _run_on_a_port(command: Callable[[int], list[str]], **options: Any) -> Iterator[int]:
+    """Run a program on a free port, and end it on exit; yields the port."""
+    with ExitStack() as ended:
+        with _one_start_at_a_time():
+            port = _find_free_ports(1)
+            process = subprocess.Popen(command(port), start_new_session=True, **options)
+            ended.callback(process.wait)
+            ended.callback(process.terminate)
+            _await_port(port, process)
+        yield port
 
 
 def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:

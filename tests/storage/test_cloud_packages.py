@@ -14,7 +14,20 @@ import shardstream as ss
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, OptionError
 from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_store
-from tests.servers import ServerMissingError, start_azurite, start_gcs_emulator
+from tests.servers import ServerMissingError, skip_if_missing, start_azurite, start_gcs_emulator
+
+
+@pytest.fixture(scope="module")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The connection string of an Azure server, with a container "test"."""
+    pytest.importorskip("adlfs")
+    try:
+        with start_azurite(tmp_path_factory.mktemp("azurite")) as connection_string:
+            yield connection_string
+    except (
+        ServerMissingError
+    ) as error:  # in CI, too: it is installed by npm, which not every machine has
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module", params=["azure", "google", "google-variable"])
@@ -22,25 +35,23 @@ def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """An empty folder of a store, and the storage options for it."""
-    package = "adlfs" if request.param == "azure" else "gcsfs"
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    workdir = tmp_path_factory.mktemp(request.param)
-    try:
-        if request.param == "azure":
-            with start_azurite(workdir) as connection_string:
-                yield "az://test", {"connection_string": connection_string}
-            return
-        with pytest.MonkeyPatch.context() as patch, start_gcs_emulator(workdir) as endpoint:
-            # gcsfs reads this when it is imported; it would ask the emulator by gRPC for a minute.
-            patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-            if request.param == "google":
-                yield "gs://test", {"token": "anon", "endpoint_url": endpoint}
-            else:
-                patch.setenv("STORAGE_EMULATOR_HOST", endpoint)
-                yield "gs://test", {"token": "anon"}
-    except ServerMissingError as error:
-        pytest.skip(str(error))
+    if request.param == "azure":
+        yield "az://test", {"connection_string": request.getfixturevalue("azure")}
+        return
+    if importlib.util.find_spec("gcsfs") is None:
+        pytest.skip("gcsfs is not installed")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        skip_if_missing(),
+        start_gcs_emulator(tmp_path_factory.mktemp("gcs")) as endpoint,
+    ):
+        # gcsfs reads this when it is imported; it would ask the emulator by gRPC for a minute.
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        if request.param == "google":
+            yield "gs://test", {"token": "anon", "endpoint_url": endpoint}
+        else:
+            patch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+            yield "gs://test", {"token": "anon"}
 
 
 @pytest.fixture
@@ -76,17 +87,6 @@ def test_dataset_is_packed_verified_and_read_by_workers(
 
 
 # --- errors
-
-
-@pytest.fixture(scope="module")
-def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The connection string of an Azure server, with a container "test"."""
-    pytest.importorskip("adlfs")
-    try:
-        with start_azurite(tmp_path_factory.mktemp("azurite")) as connection_string:
-            yield connection_string
-    except ServerMissingError as error:
-        pytest.skip(str(error))
 
 
 def test_denied_access_to_azure_shows_no_secret(azure: str) -> None:

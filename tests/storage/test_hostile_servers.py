@@ -19,7 +19,6 @@ from shardstream.storage import Cancellation, ReceiveBuffer, Storage
 from tests.attack import survived
 from tests.limits import set_limits
 from tests.raw_server import Answer, RawServer, Request, file_response, raw_server, response
-from tests.servers import ServerMissingError, in_ci, make_certificate
 
 MEMORY_BYTES = 1 << 30
 HEAD = response(206, Content_Range="bytes 0-99999/100000", Content_Length="100000", ETag='"a"')
@@ -36,16 +35,6 @@ def open_file(client: str, server: RawServer) -> tuple[Storage, str]:
         client, options = "http", options | {"client_kwargs": {"verify": False}}
     options |= S3 | {"endpoint_url": server.url, "s3_client": client}
     return Storage(options), "s3://bucket/folder/a.tar"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    try:
-        return make_certificate(tmp_path_factory.mktemp("certificate"))
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
 
 
 def slowly(data: Iterable[bytes]) -> Iterator[bytes]:

@@ -36,7 +36,7 @@ from shardstream.storage import (
 )
 from tests.proxy import spoiling
 from tests.raw_server import Request, raw_server, response
-from tests.servers import S3Server, ShapedS3, make_certificate
+from tests.servers import S3Server, ShapedS3
 
 ROOT = Path(__file__).parents[2]
 DATA = random.Random(0).randbytes(2 * PART_BYTES + PART_BYTES // 2)  # two and a half parts
@@ -292,7 +292,9 @@ def test_last_part_is_sent_when_a_file_ends(
 
 
 @pytest.mark.parametrize("protocol", ["http", "https"])
-def test_answer_before_the_end_of_a_part_is_read(protocol: str, tmp_path: Path) -> None:
+def test_answer_before_the_end_of_a_part_is_read(
+    protocol: str, request: pytest.FixtureRequest
+) -> None:
     """Two parts are told the region of their bucket at the same time, and then refused, while their bytes are on the way."""
     both = threading.Barrier(2)
 
@@ -306,7 +308,7 @@ def test_answer_before_the_end_of_a_part_is_read(protocol: str, tmp_path: Path) 
         both.wait(timeout=20)
         return response(301, x_amz_bucket_region="eu-x")
 
-    certificate = make_certificate(tmp_path) if protocol == "https" else None
+    certificate = request.getfixturevalue("certificate") if protocol == "https" else None
     with raw_server(answer, certificate) as server:
         options = {"key": "some", "secret": "thing", "endpoint_url": server.url}
         storage = Storage(options | {"client_kwargs": {"verify": False}})

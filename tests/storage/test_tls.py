@@ -14,20 +14,15 @@ import s3fs
 import shardstream as ss
 from shardstream.errors import OptionError, StorageError
 from shardstream.storage import PART_BYTES, Storage, publish_bytes
-from tests.servers import S3Server, ServerMissingError, in_ci, start_tls
+from tests.servers import S3Server, skip_if_missing, start_tls
 from tests.small_datasets import numbered
 
 
 @pytest.fixture(scope="module")
 def tls(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, Path]]:
     """nginx with a self-signed certificate, and the file of that certificate."""
-    try:
-        with start_tls(tmp_path_factory.mktemp("tls"), s3) as started:
-            yield started
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
+    with skip_if_missing(), start_tls(tmp_path_factory.mktemp("tls"), s3) as started:
+        yield started
 
 
 @pytest.fixture
