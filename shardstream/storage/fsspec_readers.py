@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import http
 import math
-from collections.abc import AsyncIterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
 from typing import Any, Unpack
 
 from shardstream.errors import StorageError
@@ -66,11 +67,8 @@ class FilesystemReader:
         return RangeResponse(data=bytes(run_on_loop(filesystem.loop, work, transfer.cancelled)))
 
 
-class HttpReader(FilesystemReader):
-    """Reads through the session of fsspec's ``HTTPFileSystem``, whose ``cat_file`` keeps all bytes that arrive.
-
-    A server may send more than the requested range, or a file without end.
-    """
+class _LoopReader(FilesystemReader, ABC):
+    """Reads by a coroutine on the event loop of its file system."""
 
     def read(
         self,
@@ -84,6 +82,18 @@ class HttpReader(FilesystemReader):
         limit = max_response_bytes(start, end, options.get("max_bytes"))
         work = self._read(path, start, end, transfer, limit)
         return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
+
+    @abstractmethod
+    async def _read(
+        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
+    ) -> RangeResponse: ...
+
+
+class HttpReader(_LoopReader):
+    """Reads through the session of fsspec's ``HTTPFileSystem``, whose ``cat_file`` keeps all bytes that arrive.
+
+    A server may send more than the requested range, or a file without end.
+    """
 
     async def _read(
         self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
@@ -118,24 +128,11 @@ def _can_be_resumed(response: Any) -> bool:
     return has_ranges and str(response.headers.get("ETag", "")).startswith('"')
 
 
-class S3fsReader(FilesystemReader):
+class S3fsReader(_LoopReader):
     """Reads objects through the client of an `s3fs.S3FileSystem`; the bytes before a cut are kept.
 
     Its ``cat_file`` starts again after a cut, returns neither length nor ETag, and waits a minute for a server that stalls.
     """
-
-    def read(
-        self,
-        path: str,
-        start: int,
-        end: int | None,
-        transfer: Transfer,
-        **options: Unpack[RequestOptions],
-    ) -> RangeResponse:
-        """Request the bytes ``start`` to ``end`` once."""
-        limit = max_response_bytes(start, end, options.get("max_bytes"))
-        work = self._read(path, start, end, transfer, limit)
-        return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
 
     async def _read(
         self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
@@ -164,31 +161,20 @@ class S3fsReader(FilesystemReader):
         return RangeResponse(data=data, size=size, version=version, error=error)
 
 
-class AzureReader(FilesystemReader):
+class AzureReader(_LoopReader):
     """Reads blobs through the client of an `adlfs.AzureBlobFileSystem`.
 
     Its ``cat_file`` drops length and ETag of the response, so that each range would need a look-up.
     """
 
-    def read(
-        self,
-        path: str,
-        start: int,
-        end: int | None,
-        transfer: Transfer,
-        **options: Unpack[RequestOptions],
+    async def _read(
+        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
     ) -> RangeResponse:
-        """Request the bytes ``start`` to ``end`` once, or the first of many with several requests."""
-        limit = max_response_bytes(start, end, options.get("max_bytes"))
         span: dict[str, int] = {}
         if (start, end) != (0, None):  # else the file may be empty, and has no range
-            span = {"offset": start} | ({"length": int(limit)} if math.isfinite(limit) else {})
-        work = self._read(path, span, transfer, limit)
-        return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
-
-    async def _read(
-        self, path: str, span: Mapping[str, int], transfer: Transfer, max_bytes: float
-    ) -> RangeResponse:
+            span["offset"] = start
+            if math.isfinite(max_bytes):
+                span["length"] = int(max_bytes)
         container, blob, version_id = self._filesystem.split_path(path)
         # The client returns after the first body.
         limit_s = transfer.left_s + min(max_bytes, _AZURE_BODY_BYTES) / SLOWEST_BYTES_PER_S

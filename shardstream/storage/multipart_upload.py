@@ -66,11 +66,6 @@ class S3Upload(io.RawIOBase):
         """Return True."""
         return True
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes that were written and are not in a request yet."""
-        return self._held_bytes
-
     def write(self, data: Any, /) -> int:
         """Append bytes; wait while four parts are in flight.
 

@@ -321,23 +321,29 @@ def test_answer_before_the_end_of_a_part_is_read(
 def test_full_shard_is_uploaded_before_its_publication(
     s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[int] = []
+    ended: list[S3Upload] = []
+    were_ended: list[bool] = []
     listed: list[S3Object] = []
-    really = S3Upload.finish
+    really_end, really_finish = S3Upload.end, S3Upload.finish
+
+    def end(self: S3Upload) -> None:
+        ended.append(self)
+        really_end(self)
 
     def finish(self: S3Upload) -> None:
-        left.append(self.unsent_bytes)
-        really(self)
+        were_ended.append(self in ended)
+        really_finish(self)
 
     def abort_all(self: S3Object) -> None:
         listed.append(self)
 
+    monkeypatch.setattr(S3Upload, "end", end)
     monkeypatch.setattr(S3Upload, "finish", finish)
     monkeypatch.setattr(S3Object, "abort_all", abort_all)
     with ShardWriter(bucket, max_samples=1, storage_options=s3.storage_options) as writer:
         for _ in range(2):
             writer.write({"bin": DATA})
-    assert left.count(0) == 2  # the shards; indexes and lists are sent in one request
+    assert were_ended.count(True) == 4  # two shards and their indexes, not index.json
     assert not listed  # no writer was killed here: the folder was empty
 
 
