@@ -116,6 +116,45 @@ def test_parts_write_the_dataset_of_one_process(
         assert not ss.verify(split.url).problems
 
 
+class OrderedExecutor:
+    """Runs some tasks here, in a given order, and stops before the others."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
+        listed = list(tasks)
+        for number in self.numbers:
+            done(listed[number], listed[number].run())
+        if len(self.numbers) < len(listed):
+            raise StoppedError
+
+
+@pytest.mark.parametrize("kind", ["tars", "table", "parquet"])
+def test_parts_in_any_order_read_the_records_of_one_pass(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Parts begin inside tars and row groups, some where the one before has ended, and some are there already."""
+    options: dict[str, Any] = {"max_samples": 4}
+    if kind == "parquet":
+        captions = pa.table({"caption": [f"caption {number}" for number in range(40)]})
+        source = str(tmp_path / "rows.parquet")
+        parquet.write_table(captions, source, row_group_size=7)
+    else:
+        source = request.getfixturevalue(kind)
+    if kind != "tars":
+        options |= {"fields": {"txt": "caption"}, "max_samples": 4 if kind == "parquet" else 5}
+    ss.pack(source, tmp_path / "plain", **options)
+    with pytest.raises(StoppedError):
+        ss.pack(source, tmp_path / "out", executor=OrderedExecutor(4, 5, 8, 2), **options)
+    shutil.copytree(tmp_path / "out", tmp_path / "streamed")
+    others = OrderedExecutor(6, 7, 0, 1, 4, 5, 9, 3, 2, 8)
+    for name, executor in (("out", others), ("streamed", None)):
+        report = ss.pack(source, tmp_path / name, executor=executor, **options)
+        assert report.kept == 4
+        assert files_of(tmp_path / name) == files_of(tmp_path / "plain")
+
+
 def test_no_split_is_published_while_parts_of_another_are_missing(
     photos: str, tmp_path: Path
 ) -> None:
@@ -498,7 +537,7 @@ def test_publication_of_splits_that_was_stopped_goes_on(
 ) -> None:
     options: dict[str, Any] = {"split": {"a": 0.7, "b": 0.3}, "max_samples": 20}
     ss.pack(photos, tmp_path / "clean", executor=ss.LocalExecutor(), **options)
-    clean = contents(tmp_path / "clean")
+    clean = files_of(tmp_path / "clean")
     number = 0
     for number in itertools.count(1, 2):
         dest = tmp_path / f"out{number}"
@@ -520,9 +559,9 @@ def test_publication_of_splits_that_was_stopped_goes_on(
         else:
             report = ss.merge(dest)
             assert ({one.name for one in report.splits}, report.samples) == ({"a", "b"}, 60)
-        assert contents(dest) == clean
+        assert files_of(dest) == clean
     dest = tmp_path / f"out{number}"  # not stopped
-    assert contents(dest) == clean
+    assert files_of(dest) == clean
     with pytest.raises(ss.OptionError, match="published already"):
         ss.merge(dest)
 
@@ -556,15 +595,15 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
             patch.setattr(LocalFolder, method, call)
         with pytest.raises(StoppedError):
             pack("out")
-    before = contents(tmp_path / "out")
+    before = files_of(tmp_path / "out")
     with pytest.raises(ss.OptionError, match=r"complete it with merge .* or replace it with over"):
         pack("out")
-    assert contents(tmp_path / "out") == before
+    assert files_of(tmp_path / "out") == before
     shutil.copytree(tmp_path / "out", tmp_path / "replaced")
     assert ss.merge(tmp_path / "out").samples == pack("clean").samples == 20
     pack("replaced", overwrite=True)
     for folder in ("out", "replaced"):
-        assert contents(tmp_path / folder) == contents(tmp_path / "clean")
+        assert files_of(tmp_path / folder) == files_of(tmp_path / "clean")
 
 
 class OvertakenExecutor:
@@ -600,11 +639,3 @@ def test_pages_of_a_replaced_manifest_are_deleted(
     assert any(map(is_pages_name, files_of(tmp_path)))
     ss.pack(table, tmp_path, overwrite=True, **job)
     assert set(files_of(tmp_path)) == {"000000.tar", "000000.tar.idx", "index.json"}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }

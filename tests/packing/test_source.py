@@ -628,6 +628,10 @@ def test_reading_begins_at_any_sample_of_an_indexed_tar(tmp_path: Path) -> None:
     assert [r.key for r in opened(folder).iter_from(4)] == ["s4", "s5", "s6"]
     with pytest.raises(ShardError):
         list(opened(folder).iter_from(3))
+    tar.write_bytes(tar.read_bytes()[:2048] + bytes(8192))
+    for first, place in ((0, "000000.tar"), (4, "000001.tar")):
+        with pytest.raises(IndexMismatchError, match=rf"tar holds .* manifest says 3.*{place}"):
+            list(opened(folder).iter_from(first))
 
 
 @pytest.mark.parametrize(("at", "offset"), [(1, 1024), (1, 4096), (2, 1 << 20)])

@@ -191,7 +191,7 @@ class TarSource(SequentialSource):
         stream = cast("BinaryIO", RangeStream(self._storage, url, size))
         start = 0 if offsets is None or not first else int(offsets[first])
         end = None if is_compressed(url) else size
-        diagnostics, checked = TarDiagnostics(), -1
+        diagnostics, checked, count = TarDiagnostics(), -1, first
         with open_decompressed(stream, shard=url) as tar:
             read = ForwardReader(tar, chunk_bytes=_RANGE_BYTES)
             found = iter_samples(read, start=start, end=end, shard=url, diagnostics=diagnostics)
@@ -212,6 +212,8 @@ class TarSource(SequentialSource):
                         shard=url,
                     )
                 yield sample
+        if shard.nsamples not in (None, count):  # there was none to compare
+            raise _mismatch(shard, count)
         for finding in diagnostics.findings():
             _log.warning("%s", shown(f"{redact(url)}: {finding}"))
 
