@@ -38,19 +38,19 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
     """
     url = join_url(folder, CLASSES_NAME)
     try:
-        size = storage.info(url).size_or_none
-        if size is not None and size > CLASSES_LIMIT_BYTES:
-            raise ManifestError(
-                f"{size} bytes of class names, the limit is {CLASSES_LIMIT_BYTES}; write a shorter list",
-                shard=url,
-            )
-        return decode_classes(storage.read_bounded(url, CLASSES_LIMIT_BYTES), url=url)
+        data = storage.read(url, max_bytes=CLASSES_LIMIT_BYTES + 1)
     except NotFoundError:
         return None
     except StorageError as error:
         if isinstance(error.__cause__, NotADirectoryError):  # the dataset is a file, not a folder
             return None
         raise
+    if len(data) > CLASSES_LIMIT_BYTES:
+        raise ManifestError(
+            f"over {CLASSES_LIMIT_BYTES:,} bytes of class names, the limit; write a shorter list",
+            shard=url,
+        )
+    return decode_classes(data, url=url)
 
 
 def read_all_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:

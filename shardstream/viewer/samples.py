@@ -19,22 +19,18 @@ from shardstream.catalog import (
     ShardCatalog,
     common_classes,
     lacks_index,
+    read_all_classes,
     stream_samples,
 )
 from shardstream.errors import (
-    AccessDeniedError,
-    ManifestError,
-    NotFoundError,
     OptionError,
     ShardStreamError,
     get_logger,
 )
 from shardstream.fetch import coalesce
 from shardstream.format import (
-    CLASSES_NAME,
     Buffer,
     Group,
-    decode_classes,
     iter_groups,
     iter_members,
     read_sample,
@@ -45,7 +41,6 @@ from shardstream.storage import (
     Storage,
     Urls,
     is_compressed,
-    join_url,
     locate_shards,
     parent_url,
 )
@@ -60,7 +55,7 @@ _HEAD_BYTES = 4096  # read at once from a header on, so that a small body comes 
 _KEPT_BYTES = 256 << 20
 _KEPT_SAMPLES = 20_000
 _STREAMED, _STREAMED_BYTES = 200, 64 << 20
-_CLASSES_BYTES, _CLASS_FOLDERS = 64 << 20, 100
+_CLASS_FOLDERS = 100
 # A person waits: a store that does not answer is reported after seconds, not after a minute.
 _TIMEOUTS = {"read_timeout_s": 10, "retry_timeout_s": 10}
 
@@ -362,27 +357,14 @@ def open_samples(urls: Urls, storage_options: Mapping[str, Any] | None = None) -
 def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None:
     """Return the names of the classes, as `ClassNames` does; None if there are none, or folders differ.
 
-    On S3 it neither looks up nor reads whole files: the client that does so takes half a second to import.
+    Of many folders the first 100 are read.
 
     Raises:
         StorageError: If a folder cannot be read.
     """
     manifest = located.manifest_url
-    found = {} if manifest is None else _read_classes([parent_url(manifest)], storage)
-    return common_classes(found or _read_classes(located.folders[:_CLASS_FOLDERS], storage))
-
-
-def _read_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
-    found: dict[str, Classes] = {}
-    for folder in folders:
-        url = join_url(folder, CLASSES_NAME)
-        try:
-            found[folder] = decode_classes(storage.read(url, max_bytes=_CLASSES_BYTES), url=url)
-        except (NotFoundError, AccessDeniedError):  # S3 denies a missing file to who may not list
-            continue
-        except ManifestError as error:
-            _log.warning("the class names are unknown: %s", error)
-    return found
+    found = {} if manifest is None else read_all_classes([parent_url(manifest)], storage)
+    return common_classes(found or read_all_classes(located.folders[:_CLASS_FOLDERS], storage))
 
 
 def _parse(data: memoryview, place: Place) -> Shown:
