@@ -214,7 +214,7 @@ def test_spawned_processes_encode_the_records_in_order(tree: Path, tmp_path: Pat
 def test_repeated_keys_of_a_template_are_found_before_packing(
     kind: str, on_disk: None, tree: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SourceError, match=r"'0' comes twice: from .*/Cat/0\.PNG and from .*/cat-2/0\.PNG"):  # fmt: skip
+    with pytest.raises(SourceError, match=r"'0' comes twice, in .*/Cat/0\.PNG and in .*/cat-2/0\.PNG"):  # fmt: skip
         pack(tree, tmp_path / "out", kind=kind, key="{stem}")
     assert not (tmp_path / "out").exists()
 

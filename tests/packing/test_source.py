@@ -212,9 +212,7 @@ def test_class_names_that_contain_mask_are_classes(names: tuple[str, ...], tmp_p
 
 def test_duplicate_key_names_both_files(tmp_path: Path) -> None:
     root = put(tmp_path, {"cat/1.png": b"", "dog/1.png": b""})
-    with pytest.raises(
-        SourceError, match=r"'1' comes twice: from .*cat/1\.png and from .*dog/1\.png"
-    ):
+    with pytest.raises(SourceError, match=r"'1' comes twice, in .*cat/1\.png and in .*dog/1\.png"):
         records(root, key="{stem}")
 
 
@@ -446,7 +444,7 @@ def test_keys_of_rows_are_unique(key: str, expected: list[str], tmp_path: Path) 
 
 def test_duplicate_key_names_both_rows(tmp_path: Path) -> None:
     url = put(tmp_path, {"t.csv": b"id\n1\n2\n1\n"}) + "/t.csv"
-    with pytest.raises(SourceError, match=r"comes twice: from .*row 1 and from .*row 3"):
+    with pytest.raises(SourceError, match=r"comes twice, in .*row 1 and in .*row 3"):
         list(opened(url, key="id"))
 
 

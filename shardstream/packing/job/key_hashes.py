@@ -157,7 +157,7 @@ class RepeatedKey(NamedTuple):
 
     key: str
     first: str
-    """URL or name of the shard that has it first."""
+    """The shard, the file or the row that has it first."""
     later: str
 
     def __str__(self) -> str:

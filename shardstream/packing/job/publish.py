@@ -12,7 +12,6 @@ from itertools import starmap
 from typing import Any, NamedTuple
 
 from shardstream.errors import (
-    NotFoundError,
     OptionError,
     SourceError,
     StorageError,
@@ -48,6 +47,7 @@ from shardstream.packing.job.part_record import (
 from shardstream.packing.job.report import PackReport, Skip, SplitReport
 from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.shards.manifest_files import (
+    holds_manifest,
     read_old_manifest,
     remove_old_pages,
     write_manifest_files,
@@ -191,7 +191,7 @@ class _Publication:
         Raises:
             StorageError: If another run has taken the folder over; then the manifest does not stay.
         """
-        if self.is_published or self._is_in_place():
+        if self.is_published or holds_manifest(self.folder, self.manifest_files):
             return
         self.journal.check_owner()
         self._has_written = True
@@ -199,18 +199,12 @@ class _Publication:
         self.journal.check_owner()  # a run that took the folder over has not seen the manifest
         remove_old_pages(self.folder, self.files, self.manifest_files)
 
-    def _is_in_place(self) -> bool:
-        try:
-            return self.folder.read(MANIFEST_NAME) == self.manifest_files[MANIFEST_NAME]
-        except NotFoundError:
-            return False
-
     def unpublish(self, error: BaseException) -> None:
         """Delete the manifest if this process has written it, also if an error said that it has not."""
         if not self._has_written:
             return
         try:
-            if self._is_in_place():
+            if holds_manifest(self.folder, self.manifest_files):
                 self.folder.remove(MANIFEST_NAME)
         except StorageError:
             error.add_note(
@@ -225,7 +219,7 @@ class _Publication:
         """
         if self.is_tidied:
             return
-        if not (self.is_published or self._is_in_place()):
+        if not (self.is_published or holds_manifest(self.folder, self.manifest_files)):
             raise StorageError(
                 "another process of this job has failed and removed index.json meanwhile; run this again",
                 shard=self.folder.url,

@@ -22,6 +22,14 @@ def write_manifest_files(folder: OutputFolder, files: Mapping[str, bytes]) -> No
         folder.write(name, data)
 
 
+def holds_manifest(folder: OutputFolder, files: Mapping[str, bytes]) -> bool:
+    """Return whether the manifest of a folder is the one among these files."""
+    try:
+        return folder.read(MANIFEST_NAME) == files[MANIFEST_NAME]
+    except NotFoundError:
+        return False
+
+
 def remove_old_pages(
     folder: OutputFolder, names: Iterable[str], files: Mapping[str, bytes]
 ) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError, get_logger
+from shardstream.errors import OptionError, SampleError, StorageError, get_logger
 from shardstream.format import MANIFEST_NAME, Manifest, encode_manifest_files
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.claim import Claim
@@ -16,7 +16,11 @@ from shardstream.packing.job.destination import ShardNames, claim_destination, r
 from shardstream.packing.job.journal import WRITER_TASK, Journal
 from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
-from shardstream.packing.shards.manifest_files import remove_old_pages
+from shardstream.packing.shards.manifest_files import (
+    holds_manifest,
+    remove_old_pages,
+    write_manifest_files,
+)
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.storage import open_output_folder, parse_bytes
 
@@ -228,23 +232,16 @@ class ShardWriter:
         self._claim.check_owner()
         files = encode_manifest_files(manifest)
         try:
-            for file, data in files.items():  # index.json is the last one
-                self._folder.write(file, data)
+            write_manifest_files(self._folder, files)
             # A run that took the folder in between has not seen the manifest, so it must not stay.
             self._claim.check_owner()
         except BaseException:  # the write may have succeeded anyway
             with suppress(StorageError):
-                self._remove_manifest(files[MANIFEST_NAME])
+                if holds_manifest(self._folder, files):
+                    self._folder.remove(MANIFEST_NAME)
             raise
         self._manifest = manifest
-        if before.files:
-            remove_old_pages(self._folder, before.files, files)
-
-    def _remove_manifest(self, manifest: bytes) -> None:
-        """Delete ``index.json`` if it is ours."""
-        with suppress(NotFoundError):
-            if self._folder.read(MANIFEST_NAME) == manifest:
-                self._folder.remove(MANIFEST_NAME)
+        remove_old_pages(self._folder, before.files, files)
 
     def _remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, SourceError
-from shardstream.packing.job.key_hashes import KeyHashes, batches, hash_keys
+from shardstream.packing.job.key_hashes import KeyHashes, RepeatedKey, batches, hash_keys
 
 Levels = npt.NDArray[np.uint8]
 
@@ -85,8 +85,8 @@ class KeyMaker:
 def repeated_key(key: str, earlier: str, where: str, *, source: str) -> SourceError:
     """Return the error of a key that two records have."""
     return SourceError(
-        f"the key {key!r} comes twice: from {earlier} and from {where}; "
-        "choose another, e.g. key='{index:08d}' (--key)",
+        str(RepeatedKey(key, earlier, where)),
+        remedy="choose another, e.g. key='{index:08d}' (--key)",
         shard=source,
     )
 
