@@ -12,9 +12,11 @@ import pytest
 from PIL import Image
 
 import shardstream as ss
+from shardstream.catalog import read_all_classes
 from shardstream.errors import ClassesWarning, ManifestError, OptionError, SourceError, StorageError
 from shardstream.packing import sibling_folders
 from shardstream.storage import Storage
+from tests.limits import set_limits
 
 
 def images(root: Path, classes: Mapping[str, int]) -> str:
@@ -140,6 +142,18 @@ def test_unsuitable_class_names_are_an_error(
     with pytest.raises((SourceError, OptionError, ManifestError, StorageError), match=message):
         ss.pack(splits / "val", tmp_path / "out", classes=classes)
     assert not (tmp_path / "out").exists()
+
+
+def test_class_names_that_are_too_long_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, read_all_classes, CLASSES_LIMIT_BYTES=6)
+    for name, names in (("short", ["a"]), ("long", ["ant"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "classes.json").write_text(json.dumps(names))
+    folders = [str(tmp_path / name) for name in ("short", "long", "none")]
+    assert read_all_classes(folders, Storage(None)) == {folders[0]: ("a",)}
+    assert "over 6 bytes of class names" in caplog.text
 
 
 def test_class_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) -> None:
