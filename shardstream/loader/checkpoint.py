@@ -279,9 +279,8 @@ def _check_sums(stream: BinaryIO, url: str) -> None:
     try:
         with zipfile.ZipFile(stream) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
-            if (
-                size > length
-            ):  # compressed, or of parts that overlap: a small file could take all memory
+            # Compressed, or of parts that overlap: a small file could take all memory.
+            if size > length:
                 raise _damaged_error(f"{size} bytes in a file of {length}", url)
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                 raise _damaged_error("compressed entries", url)

@@ -169,9 +169,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             return opened
         with _opening:
             opened = self._opened
-            if (
-                opened is None or opened.pid != pid
-            ):  # a forked worker has none of its parent's threads
+            # A forked worker has none of its parent's threads.
+            if opened is None or opened.pid != pid:
                 fetcher = open_batch_fetcher(self._catalog)
             elif opened.epoch == epoch:  # another thread was first
                 return opened

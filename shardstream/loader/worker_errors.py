@@ -59,9 +59,8 @@ def track_progress(
             current_batches[worker] = number
             try:
                 worker_batch = next(worker_batches, None)
-            except (
-                Exception
-            ):  # the worker sends it and ends by itself; after exit() the number stays
+            # The worker sends it and ends by itself; after exit() the number stays.
+            except Exception:
                 current_batches[worker] = -number
                 raise
             current_batches[worker] = -number

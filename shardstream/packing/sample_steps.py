@@ -296,9 +296,8 @@ def _held_by(function: object) -> object:
     """Return what tells functions, classes or instances of one name and one source text apart; None for nothing."""
     if isinstance(function, type):
         return _held_by_class(function)
-    if inspect.isfunction(
-        function
-    ):  # its code: lambdas of one line share their text, and a notebook may have none
+    if inspect.isfunction(function):
+        # Its code: lambdas of one line share their text, and a notebook may have none.
         names, cells = function.__code__.co_freevars, function.__closure__ or ()
         held = {
             name: cell.cell_contents
@@ -333,10 +332,9 @@ def _reduced(value: object) -> object:
     """Take an instance apart as pickle does."""
     reduce = copyreg.dispatch_table.get(type(value))  # compiled patterns of `re`, for example
     reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
-    if isinstance(
-        reduced, str
-    ):  # a name in a module; `functools.cache` returns that of its function
-        module = getattr(value, "__module__", None)  # `...` has none
+    if isinstance(reduced, str):
+        # A name in a module, which `...` lacks; `functools.cache` returns that of its function.
+        module = getattr(value, "__module__", None)
         return module, reduced, getattr(value, "__wrapped__", None)
     return [[*one] if isinstance(one, Iterator) else one for one in reduced]
 

@@ -170,9 +170,8 @@ class BadSampleReport:
         samples_found = dict(self._found)
 
         def write() -> None:
-            if (
-                previous_write is not None and not sys.is_finalizing()
-            ):  # other threads stop at finalization
+            # Other threads stop at finalization.
+            if previous_write is not None and not sys.is_finalizing():
                 wait([previous_write])
             try:
                 self._write(str(self._url), samples_found)

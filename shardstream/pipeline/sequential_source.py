@@ -175,9 +175,8 @@ class SequentialRun:
                     skip_left -= 1
                     continue
                 self.number = derive_key(shard, self._taken)
-                if (
-                    checked != read.position
-                ):  # new bytes were read since the last check: check again before they are returned
+                # New bytes were read since the last check: check again before they are returned.
+                if checked != read.position:
                     self._source.files.check([shard])
                     checked = read.position
                 self._taken, self._offset = self._taken + 1, group.end

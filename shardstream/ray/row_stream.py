@@ -70,8 +70,8 @@ def encoded_blocks(dataset: ray.data.Dataset, in_flight: int) -> Iterator[RowsBl
         (block, *encode(block.reference, block.start, block.stop))
         for block in _block_ranges(dataset)
     )
-    for block, encoded, reference in ahead(submitted, in_flight):
-        summary: _Summary = fetch(reference, f"encode the rows from {row} on")
+    for block, encoded, reference in _ahead(submitted, in_flight):
+        summary: _Summary = _fetch(reference, f"encode the rows from {row} on")
         if summary.bad is not None:
             bad = summary.bad
             raise name_row(bad.error, row + bad.row, bad.key)
@@ -87,10 +87,10 @@ def encoded_blocks(dataset: ray.data.Dataset, in_flight: int) -> Iterator[RowsBl
         row += count
 
 
-def ahead(items: Iterable[Any], count: int) -> Iterator[Any]:
+def _ahead(items: Iterable[Any], count: int) -> Iterator[Any]:
     """Yield items, while up to ``count`` more of them are taken from their iterator.
 
-    >>> list(ahead(range(5), 2))
+    >>> list(_ahead(range(5), 2))
     [0, 1, 2, 3, 4]
     """
     waiting: deque[Any] = deque()
@@ -101,7 +101,7 @@ def ahead(items: Iterable[Any], count: int) -> Iterator[Any]:
     yield from waiting
 
 
-def fetch(reference: Any, name: str) -> Any:
+def _fetch(reference: Any, name: str) -> Any:
     """Return the result of a Ray task; raise its error as it was raised there."""
     try:
         return ray.get(reference)

@@ -119,9 +119,8 @@ def _read_parquet(
                 raise SourceError(
                     f"no column {missing!r}; there are: {', '.join(map(repr, names))}", shard=url
                 )
-            if (
-                key != KEY_COLUMN and KEY_COLUMN in columns.values()
-            ):  # the column of keys gets its name
+            # The column of keys gets this name.
+            if key != KEY_COLUMN and KEY_COLUMN in columns.values():
                 raise OptionError(
                     f"the column {KEY_COLUMN!r} cannot be a field where the keys are in {key!r}; rename it in the table",
                     shard=url,
