@@ -192,9 +192,8 @@ class MappedSamples:
             ChangedError: If a shard was overwritten since the dataset was opened.
         """
         hold = None if self._blocks is None else self._blocks.hold
-        self._check(
-            taken
-        )  # a copy of pages past the end of a file that was cut kills the process (SIGBUS)
+        # A copy of pages past the end of a file that was cut kills the process (SIGBUS).
+        self._check(taken)
         columns = self._found.copy(taken, hold)
         self._check(taken)  # it may have been overwritten meanwhile
         return columns

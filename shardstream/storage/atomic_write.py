@@ -142,9 +142,8 @@ def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | 
             return
         if found != old:
             raise ChangedError("the file was replaced meanwhile", shard=url) from None
-        publish_bytes(
-            storage, url, data
-        )  # the ETags of this server are not MD5s, for example because it encrypts
+        # The ETags of this server are not MD5s, for example because it encrypts.
+        publish_bytes(storage, url, data)
     except StorageError as error:
         if "NotImplemented:" not in str(error):
             raise

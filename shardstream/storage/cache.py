@@ -160,10 +160,8 @@ class Cache:
         if known is None or known.identity is None:
             self._warn_no_version(url)
             return read(start, end)
-        if size not in (
-            None,
-            known.size,
-        ):  # not the file that the caller means: the source raises the error
+        # A file of another size is not the one that the caller means: the source raises the error.
+        if size not in (None, known.size):
             return read(start, end)
         size, identity = known.size, known.identity
         end = _end(start, end, size, max_bytes)

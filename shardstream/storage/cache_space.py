@@ -305,9 +305,8 @@ def _write(path: str, pieces: Sequence[bytes | memoryview]) -> None:
             unwritten = memoryview(piece)
             while unwritten:
                 unwritten = unwritten[os.write(handle, unwritten) :]
-        os.utime(
-            handle, ns=(now := time.time_ns(), now)
-        )  # the clock of the kernel is slightly late
+        # The clock of the kernel is slightly late.
+        os.utime(handle, ns=(now := time.time_ns(), now))
     finally:
         os.close(handle)
 

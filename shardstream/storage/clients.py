@@ -284,9 +284,8 @@ class Clients:
                 options["config_kwargs"].setdefault("http_session_cls", SessionWithoutRedirects)
             elif protocol in _HTTP:
                 options = self._http_options()
-            begin = (
-                url if is_chain(url) else url.partition("::")[0]
-            )  # fsspec takes any "::" for a chain
+            # fsspec takes any "::" for a chain.
+            begin = url if is_chain(url) else url.partition("::")[0]
             filesystem, path = cast("tuple[Any, str]", url_to_fs(begin, **options))
             path = path if begin == url else filesystem._strip_protocol(url)
         except ImportError as error:

@@ -143,10 +143,8 @@ _LOCAL_REMEDIES = {
     _REFUSED: "access refused; check the permissions of the file and of its folders",
     "check the URL": "check the path",
 }
-_RETRYABLE_TYPES = (
-    OSError,
-    RuntimeError,
-)  # unknown errors of these types may be temporary
+# Unknown errors of these types may be temporary.
+_RETRYABLE_TYPES = (OSError, RuntimeError)
 _NOT_RETRYABLE = {
     "IsADirectoryError",
     "NotADirectoryError",

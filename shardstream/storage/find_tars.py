@@ -10,12 +10,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from urllib.parse import urlsplit
 
-from shardstream.errors import (
-    NotFoundError,
-    OptionError,
-    StorageError,
-    get_logger,
-)
+from shardstream.errors import NotFoundError, OptionError, StorageError, get_logger
 from shardstream.format import MANIFEST_NAME
 from shardstream.storage.store import FileInfo, Storage, parent_url
 from shardstream.storage.url_globs import explain_web_folder, is_glob
@@ -103,9 +98,8 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
         return tars
     host, path = urlsplit(folder)[1:3]
     by_path: dict[str, FileInfo] = {}
-    for file in sorted(
-        tars, key=lambda file: "?" in file.url
-    ):  # a link without a query is preferred
+    # A link without a query is preferred.
+    for file in sorted(tars, key=lambda file: "?" in file.url):
         parts = urlsplit(file.url)
         clean = posixpath.normpath(parts.path)
         if parts.netloc == host and posixpath.dirname(clean) == posixpath.normpath(path or "/"):

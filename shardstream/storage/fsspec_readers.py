@@ -67,7 +67,7 @@ class FilesystemReader:
         return RangeResponse(data=bytes(run_on_loop(filesystem.loop, work, transfer.cancelled)))
 
 
-class _LoopReader(FilesystemReader, ABC):
+class _EventLoopReader(FilesystemReader, ABC):
     """Reads by a coroutine on the event loop of its file system."""
 
     def read(
@@ -89,7 +89,7 @@ class _LoopReader(FilesystemReader, ABC):
     ) -> RangeResponse: ...
 
 
-class HttpReader(_LoopReader):
+class HttpReader(_EventLoopReader):
     """Reads through the session of fsspec's ``HTTPFileSystem``, whose ``cat_file`` keeps all bytes that arrive.
 
     A server may send more than the requested range, or a file without end.
@@ -128,7 +128,7 @@ def _can_be_resumed(response: Any) -> bool:
     return has_ranges and str(response.headers.get("ETag", "")).startswith('"')
 
 
-class S3fsReader(_LoopReader):
+class S3fsReader(_EventLoopReader):
     """Reads objects through the client of an `s3fs.S3FileSystem`; the bytes before a cut are kept.
 
     Its ``cat_file`` starts again after a cut, returns neither length nor ETag, and waits a minute for a server that stalls.
@@ -138,13 +138,15 @@ class S3fsReader(_LoopReader):
         self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
     ) -> RangeResponse:
         bucket, key, version_id = self._filesystem.split_path(path)
-        request = {"Bucket": bucket, "Key": key, **range_header(start, end)}
+        file = {"Bucket": bucket, "Key": key}
         if version_id is not None:
-            request["VersionId"] = version_id
+            file["VersionId"] = version_id
         # 10 s more: it may connect and look up credentials first
         limit_s = transfer.left_s + 10
         async with asyncio.timeout(limit_s):
-            response = await self._filesystem._call_s3("get_object", **request)
+            response = await self._filesystem._call_s3(
+                "get_object", **file, **range_header(start, end)
+            )
         about, body = response["ResponseMetadata"], response["Body"]
         try:
             size, version = check_head(
@@ -156,12 +158,12 @@ class S3fsReader(_LoopReader):
             body.close()
         if size is None:  # a chunked response, whose end looks like a cut
             async with asyncio.timeout(limit_s):
-                head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
+                head = await self._filesystem._call_s3("head_object", **file)
             size = head["ContentLength"]
         return RangeResponse(data=data, size=size, version=version, error=error)
 
 
-class AzureReader(_LoopReader):
+class AzureReader(_EventLoopReader):
     """Reads blobs through the client of an `adlfs.AzureBlobFileSystem`.
 
     Its ``cat_file`` drops length and ETag of the response, so that each range would need a look-up.

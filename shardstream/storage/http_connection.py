@@ -18,9 +18,8 @@ from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response import ReceiveBuffer
 from shardstream.storage.transfer import Transfer
 
-_HEAD_BYTES = (
-    64 << 10
-)  # limit of a response's headers, of the trailers of its body, and of an error's body
+# Limit of a response's headers, of the trailers of its body, and of an error's body.
+_HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4 << 10  # limit of the line before a chunk
 _RECEIVE_BYTES = 16 << 10
 # A thread is woken when so many bytes of a body have arrived (SO_RCVLOWAT, socket(7)) or after this time, not for each packet.
@@ -85,9 +84,8 @@ def connect(
 
 def is_open(connection: socket.socket) -> bool:
     """Return whether a connection that is at the end of a response can be used again: the server has neither closed it nor sent more."""
-    if (
-        isinstance(connection, ssl.SSLSocket) and connection.pending()
-    ):  # decrypted with the response
+    # More that was decrypted with the response.
+    if isinstance(connection, ssl.SSLSocket) and connection.pending():
         return False
     poll = select.poll()
     poll.register(connection, select.POLLIN)

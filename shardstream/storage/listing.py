@@ -59,9 +59,8 @@ def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> Iterator[L
     for file in files:
         path = path_of(file)
         hidden = path.startswith(".") or "/." in path or is_part(path) or _is_system_file(path)
-        if (
-            path and not hidden and not file.url.endswith("/")
-        ):  # web consoles create "a/" to mark a folder
+        # Web consoles create "a/" to mark a folder.
+        if path and not hidden and not file.url.endswith("/"):
             yield ListedFile(path, file.url, file.size, file.version)
 
 

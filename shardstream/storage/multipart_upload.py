@@ -208,9 +208,8 @@ class S3Object:
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
             )
-        except (
-            NotFoundError
-        ):  # joined by a request whose response was lost, or aborted by another writer
+        except NotFoundError:
+            # Joined by a request whose response was lost, or aborted by another writer.
             _log.info(
                 "%s: the server does not know the upload any more; checking the object", self._url
             )

@@ -82,9 +82,8 @@ class S3HttpReader:
         response = self._requests.send(
             path, lambda: self._read(path, start, end, transfer, **options)
         )
-        if (
-            end is None and response.size is None
-        ):  # in chunks, the last of which a proxy may write after a cut
+        # A body in chunks, the last of which a proxy may write after a cut.
+        if end is None and response.size is None:
             response = replace(response, size=self._size(path, transfer))
         return response
 

@@ -38,12 +38,13 @@ MAX_LISTED_FILES = 5_000_000
 """Limit of a listing that is held in memory (2 GB); loose files are listed page by page, without a limit."""
 MAX_EMPTY_PAGES = 1000
 """Limit of pages without a file, one after the other; one of deleted files may be empty."""
+# fsspec expands the first, and knows the next two as protocols.
 _NO_PATH = (
     "~",
     "file:",
     "local:",
     "pipe:",
-)  # fsspec expands the first, and knows the next two as protocols
+)
 _pinning = new_lock()
 
 
@@ -222,9 +223,8 @@ class Storage:
     def exists(self, url: str) -> bool:
         """Return whether there is a file or folder."""
         try:
-            self._call_uncached(
-                url, "info"
-            )  # exists() of some file systems returns False on any error
+            # exists() of some file systems returns False on any error.
+            self._call_uncached(url, "info")
         except NotFoundError:
             return False
         return True

@@ -196,6 +196,21 @@ def test_file_that_a_proxy_cut_and_ended_is_read_to_its_end() -> None:
         assert open_storage(running.url).read("s3://b/a") == b"abcdef"
 
 
+def test_length_of_a_version_in_chunks_is_that_of_the_version() -> None:
+    """Its response has no length: s3fs looks it up."""
+
+    def answer(request: Request) -> bytes:
+        if request.method == "HEAD":
+            is_asked = "versionId=one" in request.target
+            return file_response(request, b"abc" if is_asked else b"abcdef")
+        return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunked(b"abc")
+
+    with raw_server(answer) as running:
+        options = {"endpoint_url": running.url, "key": "some", "secret": "thing"}
+        storage = Storage(options | {"version_aware": True, "retry_timeout_s": 0.3})
+        assert storage.read("s3://b/a?versionId=one") == b"abc"
+
+
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
