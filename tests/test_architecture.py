@@ -119,7 +119,6 @@ HOMES = {
         "loader/dataset.py",
         "loader/loader.py",
         "loader/collation.py",
-        "loader/device_decode.py",
         "loader/device_transfer.py",
         "loader/pinned_memory.py",
         "loader/seeded_function.py",

@@ -12,7 +12,6 @@ A batch passes through these files:
     seeded_function                 global generators with the randomness of a sample
     collation                       samples -> tensors
     serialize, shared_memory, message_batching   send batches from a worker to the main process
-    device_decode                   decode the images of a batch on a device
     pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
     iterator, stats                 position and timing of an epoch
@@ -38,10 +37,8 @@ from shardstream.loader.dataset import (
     ShardDataset,
     StreamDataset,
     current_worker_info,
-    refuse_device_decode,
 )
 from shardstream.loader.decode_sample import decode_sample
-from shardstream.loader.device_decode import ImageBatchDecoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
     check_same_device,
@@ -79,7 +76,6 @@ __all__ = [
     "CatalogDataset",
     "DeviceCopies",
     "EpochAgreement",
-    "ImageBatchDecoder",
     "MessageSizes",
     "ObjectDataset",
     "ObjectMapDataset",
@@ -111,7 +107,6 @@ __all__ = [
     "preferred_size",
     "prefetch",
     "receive_items",
-    "refuse_device_decode",
     "run_trials",
     "save_checkpoint",
     "send_messages",

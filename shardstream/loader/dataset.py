@@ -142,7 +142,6 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         super().set_epoch(epoch)
 
     def __iter__(self) -> WorkerIterator:
-        refuse_device_decode(self.pipeline, "a dataset without ShardLoader")
         worker_info, source = (
             current_worker_info(self, self.placement),
             self.pipeline.indexed_source,
@@ -507,24 +506,6 @@ def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:
     if len(class_names.folders) > 1:  # a single folder is read lazily
         warn_of_difference(class_names.found, stacklevel=4)  # of the caller of a dataset
     return class_names
-
-
-def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
-    """Refuse a pipeline whose images are decoded by a `ShardLoader` only.
-
-    Args:
-        pipeline: The pipeline.
-        reader: What reads it instead, for the message.
-
-    Raises:
-        OptionError: If it has such images.
-    """
-    devices = sorted(pipeline.decode_devices)
-    if devices:
-        raise OptionError(
-            f"decode(device={devices[0]!r}) makes the pixels in a ShardLoader, but {reader} has only the files; use "
-            f"ShardLoader(..., device={devices[0]!r}), or leave device out of decode"
-        )
 
 
 def _check_options(index: str, on_error: OnError) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
 from shardstream.errors import OptionError
@@ -12,17 +12,11 @@ from shardstream.format import IMAGE_FORMATS
 from shardstream.loader.collation import load_safetensors, load_tensors, to_tensor
 from shardstream.pipeline import (
     BASIC,
-    DEVICE_SPECS,
     IMAGE_NAMES,
     Decoder,
-    DeferredImageDecoder,
     ImageDecoder,
-    check_decode_device,
     installed_decoders,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 Named = str | AudioDecoder | VideoDecoder
 """What chooses the decoders of a kind of fields."""
@@ -55,8 +49,6 @@ class DecoderTables(NamedTuple):
     table: dict[str, Decoder]
     mask_table: dict[str, Decoder]
     """For mask fields."""
-    device: str | None
-    """Device that decodes images; None if there is none."""
 
 
 def decoder_tables(
@@ -65,7 +57,6 @@ def decoder_tables(
     *,
     max_side: int | None,
     pixels: PixelOptions,
-    device: str | torch.device | None,
 ) -> DecoderTables:
     """Return the decoders that the options of `ItemSteps.decode` choose.
 
@@ -74,7 +65,6 @@ def decoder_tables(
         fields: Decoders of single fields.
         max_side: Longest side of images, in pixels.
         pixels: Options of all images.
-        device: Device that decodes images.
 
     Raises:
         OptionError: If a name is unknown, or options exclude each other.
@@ -85,21 +75,13 @@ def decoder_tables(
     for name in named:
         if name in IMAGE_NAMES:
             decoder = _image_decoder(name, pixels, max_side=max_side)
-            deferred = None if device is None else _deferred(decoder.spec, pixels)
-            table |= dict.fromkeys(IMAGE_FORMATS, deferred or decoder)
+            table |= dict.fromkeys(IMAGE_FORMATS, decoder)
             mask_decoder = replace(decoder, is_mask=True, scale_16_bits=False)
             mask_table |= dict.fromkeys(IMAGE_FORMATS, mask_decoder)
         else:
             table |= _other_decoders(name)
-    single = {
-        name: _field_decoder(given, pixels, max_side, defers=device is not None)
-        for name, given in fields.items()
-    }
-    decoders = [*table.values(), *single.values()]
-    checked_device = None
-    if device is not None:
-        checked_device = _check_device(device, decoders, max_side=max_side, upright=pixels.upright)
-    return DecoderTables(table | single, table | mask_table | single, checked_device)
+    single = {name: _field_decoder(given, pixels, max_side) for name, given in fields.items()}
+    return DecoderTables(table | single, table | mask_table | single)
 
 
 def check_decoder(given: object) -> None:
@@ -162,37 +144,13 @@ def _image_decoder(spec: object, pixels: PixelOptions, *, max_side: int | None) 
     return ImageDecoder(spec=str(spec), to_tensor=to_tensor, max_side=max_side, **pixels._asdict())
 
 
-def _deferred(spec: str, pixels: PixelOptions) -> DeferredImageDecoder:
-    return DeferredImageDecoder(spec=spec, scale_16_bits=pixels.scale_16_bits)
-
-
-def _field_decoder(
-    given: object, pixels: PixelOptions, max_side: int | None, *, defers: bool
-) -> Decoder:
+def _field_decoder(given: object, pixels: PixelOptions, max_side: int | None) -> Decoder:
     """Return the decoder of a single field; a grey image name must not average a mask's numbers."""
     if isinstance(given, str):
         if given not in IMAGE_NAMES:
             return _other_decoder(given)
-        if defers and given in DEVICE_SPECS:
-            return _deferred(given, pixels)
         decoder = _image_decoder(given, pixels, max_side=None)
         mask_max_side = max_side if decoder.keeps_numbers else None
         return replace(decoder, is_mask=decoder.makes_grey, max_side=mask_max_side)
     check_decoder(given)
     return given  # type: ignore[return-value]
-
-
-def _check_device(
-    device: object, decoders: Sequence[Decoder], *, max_side: int | None, upright: bool
-) -> str:
-    """Return the name of the device of `decode`.
-
-    Raises:
-        OptionError: If it cannot be used with the other options, or no image is decoded on it.
-    """
-    name = check_decode_device(device, max_side=max_side, upright=upright)
-    if not any(isinstance(one, DeferredImageDecoder) for one in decoders):
-        raise OptionError(
-            f"decode(device={name!r}) decodes nothing there; pass an image name: {', '.join(DEVICE_SPECS)}"
-        )
-    return name

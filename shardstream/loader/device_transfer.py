@@ -18,7 +18,6 @@ import torch
 from shardstream.errors import OptionError
 from shardstream.loader.nested_batches import map_nested
 
-Decode = Callable[[Any], tuple[Any, list[torch.Tensor]]]
 _T = TypeVar("_T")
 _S = TypeVar("_S")
 
@@ -120,20 +119,16 @@ class DeviceCopies:
     Args:
         device: The device, with an index if there are several of its type.
         stream: Stream of the copies; None opens the one for the device.
-        decode: Decodes the images of a batch on the device, in the context of the stream; returns the batch, and the new tensors.
     """
 
-    def __init__(
-        self, device: torch.device, stream: CopyStream | None = None, decode: Decode | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, stream: CopyStream | None = None) -> None:
         self.device = device
         self.stream = stream or open_stream(device)
-        self._decode = decode
 
     def start(self, batch: Any) -> StartedBatch:
         """Start the copy of a batch, which is pinned if the stream is asynchronous."""
+        tensors: list[torch.Tensor] = []
         with self.stream.activate():
-            value, tensors = (batch, []) if self._decode is None else self._decode(batch)
 
             def move(one: Any) -> Any:
                 if not _is_plain(one):
@@ -142,7 +137,7 @@ class DeviceCopies:
                 tensors.append(moved)
                 return moved
 
-            value = map_nested(value, move)
+            value = map_nested(batch, move)
             return StartedBatch(value, tensors, self.stream.record_event(), self)
 
 

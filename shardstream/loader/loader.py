@@ -24,7 +24,6 @@ from shardstream.distributed import (
 from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.device_decode import open_decoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
     StartedBatch,
@@ -117,8 +116,6 @@ class ShardLoader(DataLoader[Any]):
         check_options(dataset, batch_size, shuffle, options | own)
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
-        decodes = dataset.pipeline.decode_devices
-        self._image_decoder = open_decoder(decodes, self.device) if decodes else None
         self._positions = EpochPositions(dataset.chosen_epoch)
         self._partition: RankPartition | None = None
         # Computed for the first state: hashing the names of all shards takes time.
@@ -374,10 +371,9 @@ class ShardLoader(DataLoader[Any]):
         """Pin the batches, and start their copies to the device, as the loader's options say."""
         if pinned_memory is not None:
             worker_batches = map(partial(change_batch, pinned_memory.pin_batch), worker_batches)
-        decode = self._image_decoder
-        if self.device is None or (self.device.type == "cpu" and decode is None):
+        if self.device is None or self.device.type == "cpu":
             return worker_batches
-        copies = DeviceCopies(indexed_device(self.device), decode=decode)
+        copies = DeviceCopies(indexed_device(self.device))
         start = partial(change_batch, copies.start)
 
         def is_ready(number: int) -> bool:

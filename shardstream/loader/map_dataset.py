@@ -30,7 +30,7 @@ from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
 from shardstream.loader.collation import SharedNumbers
-from shardstream.loader.dataset import open_class_names, refuse_device_decode
+from shardstream.loader.dataset import open_class_names
 from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.notebook_view import SampleView, catalog_html
 from shardstream.loader.steps import ItemSteps
@@ -247,7 +247,6 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         changed._pipeline = self._pipeline.then(stage)
         if changed._reads is None and _may_draw(stage):
             changed._reads = _new_counters(len(self._catalog))
-        refuse_device_decode(changed._pipeline, "a map-style dataset")
         return changed
 
     def _copy(self) -> Self:

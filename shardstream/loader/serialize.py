@@ -9,7 +9,6 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from multiprocessing import reduction
 from typing import Any, NamedTuple
@@ -19,14 +18,13 @@ import torch
 
 from shardstream.errors import SampleError, describe_error
 from shardstream.fetch import MIN_LARGE_BYTES, SharedBytes
-from shardstream.pipeline import EncodedImage
 
 MAX_TENSOR_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc maps blocks this large anew each time, with page faults."""
 _TORCH_TYPES = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
 # A sequence that starts with one of these is a column of keys or numbers, and is not searched for bytes.
 _PLAIN = frozenset({str, int, float})
-_SEARCHED = frozenset({bytes, dict, list, tuple, EncodedImage})
+_SEARCHED = frozenset({bytes, dict, list, tuple})
 
 
 class TensorLayout(NamedTuple):
@@ -152,8 +150,6 @@ def _mark_large_bytes(value: Any) -> Any:
         return _Large(value)
     if kind is dict:
         return {name: _mark_large_bytes(one) for name, one in value.items()}
-    if kind is EncodedImage:
-        return replace(value, content=_mark_large_bytes(value.content))
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
         return _mark_sequence(value)
     return value

@@ -45,7 +45,6 @@ _REMEDIES: dict[str, tuple[str, ...]] = {
     "reading": ("leave out fields that are not used (fields=)", "copy the shards to a local disk"),
     "decoding": (
         "decode smaller pictures: decode(..., max_side=), or pack them smaller (--max-side)",
-        "decode on the GPU: decode(..., device='cuda')",
     ),
     "transforms": ("do costly steps on whole batches or on the GPU", "give map() threads="),
     "reading and steps": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
@@ -41,9 +41,6 @@ from shardstream.pipeline import (
     find_field,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 
 class ItemSteps:
     """Steps that yield one item per item."""
@@ -77,7 +74,6 @@ class ItemSteps:
         scale_16_bits: bool = False,
         masks: Sequence[str] | None = None,
         threads: int = 0,
-        device: str | torch.device | None = None,
     ) -> Self:
         """Decode fields by extension: txt, cls, json, npy, npz, pt, …; images, sound and others if their name is given.
 
@@ -106,12 +102,6 @@ class ItemSteps:
             masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before the extension,
                 and a png (or another lossless format) next to a jpg of the same name.
             threads: Number of decoding threads, in order; image decoders release the GIL.
-            device: Decode images on this device ("cuda", or "cpu") in the main process, for a `ShardLoader` with the same
-                ``device``; the workers send JPEG files. A batch then has a list of tensors, one for each image, also where
-                all are of one size. For "rgb8", "rgb", "torchrgb8" and "torchrgb", also in ``fields``; masks and fields with
-                other names are decoded in the workers. So are files that are no plain JPEG in colours: PNG, grey, CMYK, cut
-                off. A JPEG that proves to be damaged later is a `DecodeError` that ``on_error`` cannot skip. Later steps find
-                no pixels. A GPU makes slightly other pixels than libjpeg.
 
         Raises:
             OptionError: If a name is unknown, a mask is no image field, or an argument is invalid.
@@ -131,7 +121,6 @@ class ItemSteps:
             fields or {},
             max_side=max_side,
             pixels=PixelOptions(upright, scale_16_bits),
-            device=device,
         )
         given = {"images": named, "max_side": max_side, "upright": upright, "fields": fields}
         given |= {"scale_16_bits": scale_16_bits}
@@ -143,7 +132,6 @@ class ItemSteps:
             only=None if only is None else frozenset(_as_list(only)),
             threads=threads,
             given={name: value for name, value in given.items() if value} or None,
-            device=tables.device,
             known=KNOWN_FIELDS,
         )
         return self.then(stage)

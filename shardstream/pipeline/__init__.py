@@ -11,7 +11,6 @@ A stage describes a step and is picklable; a run executes that step in one proce
     pipeline                            source + stages: the only file that composes them
     keep_fields, open_fields            fields= and lazy= of a dataset
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
-    encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
     records                             all samples and steps of a dataset, to be cut into ranges
     map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
@@ -38,12 +37,6 @@ from shardstream.pipeline.decode import (
     decode_npy,
     decode_npz,
     iter_npz,
-)
-from shardstream.pipeline.encoded_image import (
-    DEVICE_SPECS,
-    DeferredImageDecoder,
-    EncodedImage,
-    check_decode_device,
 )
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
@@ -118,7 +111,6 @@ from shardstream.pipeline.weighted_source import (
 __all__ = [
     "BASIC",
     "DEFAULT_PREFETCH_BYTES",
-    "DEVICE_SPECS",
     "IMAGE_NAMES",
     "VERSION",
     "BadSample",
@@ -129,9 +121,7 @@ __all__ = [
     "Context",
     "Decode",
     "Decoder",
-    "DeferredImageDecoder",
     "DrawnCatalog",
-    "EncodedImage",
     "GroupBatched",
     "Handler",
     "ImageDecoder",
@@ -178,7 +168,6 @@ __all__ = [
     "WeightedSource",
     "Weights",
     "check_at_least",
-    "check_decode_device",
     "check_epoch",
     "check_fields",
     "check_stage",

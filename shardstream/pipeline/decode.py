@@ -34,7 +34,6 @@ from shardstream.errors import (
     redact,
 )
 from shardstream.format import FIELDS_LIMIT, INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
-from shardstream.pipeline.encoded_image import EncodedImage
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
@@ -61,7 +60,6 @@ _REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
 _warned_of: set[str] = set()
 """Fields that this process has named in a warning."""
-_LOCATED = (EncodedImage, Video)  # decoded later; errors then name the sample
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
 
 
@@ -252,7 +250,6 @@ class Decode(ItemStage):
         only: Fields to decode; None means all. Values that are not bytes stay as they are.
         threads: As in `ItemStage`.
         given: The user's options for both tables, which states compare: default tables may change between versions.
-        device: Device that decodes the images of a batch in the main process; None if there are none.
         known: Last parts of fields that some decoder takes; fields with another one are named in a warning. Empty: no warning.
         left_out: Fields that the samples had before ``fields=`` left them out, which count when masks are selected by name.
     """
@@ -264,7 +261,6 @@ class Decode(ItemStage):
     only: frozenset[str] | None = None
     threads: int = 0
     given: Mapping[str, Any] | None = None
-    device: str | None = field(default=None, compare=False)
     known: frozenset[str] = field(default=frozenset(), compare=False)
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
@@ -343,7 +339,7 @@ class Decode(ItemStage):
                     key=sample.get("__key__"),
                     field=name,
                 ) from error
-            if type(result) in _LOCATED:
+            if type(result) is Video:  # decoded later; errors then name the sample
                 decoded[name] = result.located(sample, name)
         return decoded
 

@@ -13,7 +13,6 @@ import simplejpeg
 
 _LONG_NUMBER = re.compile(rb"\d{19}")  # orjson turns integers over 64 bits into floats
 _START_OF_IMAGE = b"\xff\xd8"
-_END_OF_IMAGE = b"\xff\xd9"
 _START_OF_SCAN = 0xDA
 _ABOUT_PIXELS = frozenset(
     (*range(0xC0, 0xD0), 0xDB, 0xDD, 0xE0, 0xFE)
@@ -63,21 +62,6 @@ def decode_jpeg(
     except ValueError:
         return None
     return pixels if mode == "RGB" else pixels[:, :, 0]
-
-
-def is_plain_jpeg(data: bytes) -> bool:
-    """Return whether a file is a JPEG in YCbCr, not cut off, and not larger than Pillow accepts without a warning.
-
-    Such files are left to a GPU. Other decoders differ in greys, CMYK and Adobe's RGB, and may fill a truncated image with grey.
-    """
-    if data[:2] != _START_OF_IMAGE or data[-2:] != _END_OF_IMAGE:
-        return False
-    try:
-        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    except ValueError:
-        return False
-    limit = PIL.Image.MAX_IMAGE_PIXELS
-    return bool(colours == "YCbCr" and (limit is None or height * width <= limit))
 
 
 def jpeg_size(data: bytes) -> tuple[int, int]:

@@ -71,11 +71,6 @@ class MixRecipe:
                     f"{name!r} is drawn by weights=, but a mix without weights reads each sample once; give the mix weights"
                 )
 
-    @property
-    def decode_devices(self) -> frozenset[str]:
-        """Devices on which images of the parts are decoded."""
-        return frozenset().union(*(part.decode_devices for part in self.parts.values()))
-
     def describe(self, *, steps: bool) -> State:
         """Return the values that must equal those of a state."""
         weights = self.weights_of(0)
@@ -159,11 +154,6 @@ class MixIndexedSource(IndexedSource):
             name: part.open_transform(epoch, skips) for name, part in self.recipe.parts.items()
         }
         return _MixTransform(self.catalog, transforms, skips)
-
-    @property
-    def decode_devices(self) -> frozenset[str]:  # type: ignore[override]  # read-only in every source
-        """Devices on which images of the parts are decoded."""
-        return self.recipe.decode_devices
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""

@@ -45,11 +45,6 @@ class MixStreamSource(Source):
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
         return [one for part in self.recipe.parts.values() for one in part.source.checksums]
 
-    @property
-    def decode_devices(self) -> frozenset[str]:  # type: ignore[override]  # read-only in every source
-        """Devices on which images of the parts are decoded."""
-        return self.recipe.decode_devices
-
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
         return {"mix": self.recipe.describe(steps=steps)}

@@ -48,21 +48,16 @@ class Pipeline:
     steps: tuple[str, ...] = ()
     indexed_source: IndexedSource | None = field(init=False, repr=False, compare=False)
     """The source if each planned sample gives one item, so that a position is one number; else None."""
-    decode_devices: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Devices on which the main process decodes images; empty if the workers decode all."""
 
     def __post_init__(self) -> None:
         new = self.stages[len(self.steps) :]
         if new:
             object.__setattr__(self, "steps", (*self.steps, *map(describe, new)))
-        source, devices = self.source.indexed, self.source.decode_devices
+        source = self.source.indexed
         for stage in self.stages:
-            if isinstance(stage, Decode) and stage.device is not None:
-                devices |= {stage.device}
             if not isinstance(stage, ItemStage):  # the stage may change the number of items
                 source = None
         object.__setattr__(self, "indexed_source", source)
-        object.__setattr__(self, "decode_devices", devices)
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""

@@ -73,10 +73,6 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
             "on_error= would leave bad samples out in silence",
             "leave it out, and bad samples with select()",
         )
-    if pipeline.decode_devices:
-        raise _refusal(
-            "decode(device=) makes the pixels in a ShardLoader", "leave device out of decode"
-        )
     for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
         _check_stage(stage, step.partition("(")[0])
     return Records(

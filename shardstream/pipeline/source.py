@@ -22,9 +22,6 @@ class Source(ABC):
 
     __slots__ = ()
 
-    decode_devices: frozenset[str] = frozenset()
-    """Devices on which images of its parts are decoded (see `Pipeline`)."""
-
     @property
     @abstractmethod
     def seed(self) -> int:

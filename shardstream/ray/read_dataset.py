@@ -16,7 +16,7 @@ from ray.data.context import DEFAULT_TARGET_MAX_BLOCK_SIZE
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
 from shardstream.fetch import open_batch_fetcher
-from shardstream.loader import ShardDataset, StreamDataset, refuse_device_decode
+from shardstream.loader import ShardDataset, StreamDataset
 from shardstream.pipeline import (
     CatalogSource,
     Context,
@@ -182,7 +182,6 @@ def _check_steps(pipeline: Pipeline) -> None:
     Raises:
         OptionError: If one changes the number or order of items, or returns tuples.
     """
-    refuse_device_decode(pipeline, "a task of Ray")
     source = pipeline.source
     for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
         name = step.partition("(")[0]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import pytest
 import torch
 
@@ -107,34 +105,3 @@ def test_state_in_the_middle_continues_exactly(arrays: str) -> None:
 def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ss.OptionError, match="sees [0-9]+ CUDA devices"):
         make_loader(numbered(tmp_path, 8), 0, device=f"cuda:{torch.cuda.device_count()}")
-
-
-def smooth_jpeg(number: int, **options: Any) -> bytes:
-    rows, columns = np.mgrid[0 : 96 + number % 3 * 8, 0:128]
-    pixels = np.stack([rows, columns, (rows + columns) // 2], axis=2) + number
-    file = io.BytesIO()
-    PIL.Image.fromarray(pixels.astype(np.uint8)).save(file, "JPEG", quality=95, **options)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("spec", ["rgb8", "torchrgb8", "torchrgb"])
-def test_jpegs_are_decoded_to_about_the_pixels_of_the_cpu(
-    spec: str, num_workers: int, tmp_path: Path
-) -> None:
-    pytest.importorskip("torchvision")
-    samples = [{"__key__": f"{n:03d}", "jpg": smooth_jpeg(n, progressive=n % 4 == 0)} for n in range(40)]  # fmt: skip
-    dataset = ss.ShardDataset(make_shards(tmp_path, samples=samples, per_shard=9))
-    wanted = [sample["jpg"] for sample in dataset.decode(spec)]
-    loader = ss.ShardLoader(
-        dataset.decode(spec, device="cuda"), 8, num_workers=num_workers, device="cuda"
-    )
-    images = [image for batch in loader for image in batch["jpg"]]
-    for image, expected in zip(images, map(torch.as_tensor, wanted), strict=True):
-        assert image.is_cuda
-        assert image.shape == expected.shape
-        assert image.dtype == expected.dtype
-        scale = 1 if spec.endswith("8") else 255
-        difference = (image.cpu().float() - expected.float()).abs() * scale
-        assert difference.mean() < 2
-        assert difference.max() < 32

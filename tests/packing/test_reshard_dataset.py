@@ -194,7 +194,6 @@ def test_png_that_loses_its_transparency_is_named_in_a_warning(tmp_path: Path) -
         (lambda url: ss.ShardDataset(url).shuffle(10), "the step Shuffle needs several samples"),
         (lambda url: ss.ShardDataset(url).slice(10), "the step Slice needs several samples"),
         (lambda url: ss.ShardDataset(url).to_tuple("jpg", "cls"), "the step ToTuple returns tuples"),
-        (lambda url: ss.ShardDataset(url).decode("rgb8", device="cpu"), "makes the pixels in a ShardLoader"),
         (lambda url: ss.ObjectDataset(url, label=None), "loose files are not shards; write them with ss.pack"),
         (lambda url: ss.ShardDataset(url).map(lambda sample: sample["cls"]), "returned bytes, not a dict"),
         (lambda url: ss.ShardDataset(url).map(next), "TypeError: .*in map"),
@@ -202,7 +201,7 @@ def test_png_that_loses_its_transparency_is_named_in_a_warning(tmp_path: Path) -
         (lambda _url: 5, "takes URLs of shards, or a dataset of shardstream, not a int"),
         (lambda url: [ss.ShardDataset(url)], r"a list holds URLs of shards, not ShardDataset; pass ss.join\(first, second\)"),
     ],
-    ids=range(17),
+    ids=range(16),
 )  # fmt: skip
 def test_dataset_that_cannot_be_cut_is_refused(
     make: Any, message: str, images: str, tmp_path: Path

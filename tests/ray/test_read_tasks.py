@@ -291,7 +291,6 @@ def test_verified_data_are_verified_in_the_tasks(tmp_path: Path) -> None:
         (lambda d: d.select(bool), r"the step Select changes .* use filter\(\)"),
         (lambda d: d.shuffle(10), r"the step Shuffle changes .* random_shuffle\(\)"),
         (lambda d: d.to_tuple("cls"), r"the step ToTuple returns tuples"),
-        (lambda d: d.decode("rgb8", device="cpu"), r"a task of Ray has only the files; use ShardLoader"),
         (lambda d: d.map(str), r"a row of Ray is a dict of columns by name, but a step returns str"),
     ],
 )  # fmt: skip
