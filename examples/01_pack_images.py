@@ -82,7 +82,7 @@ def main() -> None:
         # Packing never replaces a dataset by mistake.
         try:
             ss.pack(str(photos), packed, split={"train": 0.8, "val": 0.2})
-        except ss.OptionError as error:
+        except ss.errors.OptionError as error:
             print("a second time:", error)
         else:
             raise AssertionError("the dataset was replaced")

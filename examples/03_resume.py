@@ -59,7 +59,7 @@ def main() -> None:
             writer.write({"cls": 1})
         try:
             open_loader(f"{scratch}/other", num_workers=0).load_state_dict(resumed.state_dict())
-        except ss.StateError as error:
+        except ss.errors.StateError as error:
             print("on other data:", error)
         else:
             raise AssertionError("the state was taken")

@@ -63,7 +63,7 @@ def main() -> None:
             # An error message names the action to take.
             try:
                 ss.ShardDataset(f"s3://{args.bucket}/no-such-prefix/")
-            except ss.NotFoundError as error:
+            except ss.errors.NotFoundError as error:
                 print("a wrong prefix:", error)
             else:
                 raise AssertionError("something was found")

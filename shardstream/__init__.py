@@ -12,44 +12,18 @@ import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardstream import errors
 from shardstream.distributed import Placement
-from shardstream.errors import (
-    AccessDeniedError,
-    CacheWarning,
-    ChangedError,
-    ClassesWarning,
-    DecodeError,
-    ImageWarning,
-    IndexMismatchError,
-    ManifestError,
-    NoIndexWarning,
-    NotFoundError,
-    OptionError,
-    ReportWarning,
-    SampleError,
-    ShardError,
-    ShardStreamError,
-    ShardWarning,
-    SkipBudgetError,
-    SourceError,
-    StateError,
-    StorageError,
-    UnfinishedError,
-    WorkerError,
-)
+from shardstream.errors import ShardStreamError
 
 if TYPE_CHECKING:
-    from shardstream import ray
-    from shardstream.catalog import Catalog, read_columns
-    from shardstream.codecs import Audio, AudioDecoder, Video, VideoDecoder
+    from shardstream import catalog, codecs, ray, tasks
     from shardstream.loader import (
-        CatalogDataset,
         ObjectDataset,
         ObjectMapDataset,
         ShardDataset,
         ShardLoader,
         ShardMapDataset,
-        collate,
         decode_sample,
         join,
         load_checkpoint,
@@ -57,58 +31,23 @@ if TYPE_CHECKING:
         save_checkpoint,
         show,
     )
-    from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify, write_shard
-    from shardstream.pipeline import BadSample, ReadOptions, SkipBudget, read_shard
-    from shardstream.storage import FieldFile
-    from shardstream.tasks import Executor, FuturesExecutor, LocalExecutor, Parts, Task
+    from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
+    from shardstream.pipeline import SkipBudget
 
 __all__ = [
-    "AccessDeniedError",
-    "Audio",
-    "AudioDecoder",
-    "BadSample",
-    "CacheWarning",
-    "Catalog",
-    "CatalogDataset",
-    "ChangedError",
-    "ClassesWarning",
-    "DecodeError",
-    "Executor",
-    "FieldFile",
-    "FuturesExecutor",
-    "ImageWarning",
-    "IndexMismatchError",
-    "LocalExecutor",
-    "ManifestError",
-    "NoIndexWarning",
-    "NotFoundError",
     "ObjectDataset",
     "ObjectMapDataset",
-    "OptionError",
-    "Parts",
     "Placement",
-    "ReadOptions",
-    "ReportWarning",
-    "SampleError",
     "ShardDataset",
-    "ShardError",
     "ShardLoader",
     "ShardMapDataset",
     "ShardStreamError",
-    "ShardWarning",
     "ShardWriter",
     "SkipBudget",
-    "SkipBudgetError",
-    "SourceError",
-    "StateError",
-    "StorageError",
-    "Task",
-    "UnfinishedError",
-    "Video",
-    "VideoDecoder",
-    "WorkerError",
-    "collate",
+    "catalog",
+    "codecs",
     "decode_sample",
+    "errors",
     "index",
     "join",
     "load_checkpoint",
@@ -116,68 +55,48 @@ __all__ = [
     "mix",
     "pack",
     "ray",
-    "read_columns",
-    "read_shard",
     "reshard",
     "save_checkpoint",
     "show",
+    "tasks",
     "verify",
-    "write_shard",
 ]
 
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
-    "Audio": "codecs",
-    "AudioDecoder": "codecs",
-    "BadSample": "pipeline",
-    "Catalog": "catalog",
-    "CatalogDataset": "loader",
-    "FieldFile": "storage",
-    "Executor": "tasks",
-    "FuturesExecutor": "tasks",
-    "LocalExecutor": "tasks",
     "ObjectDataset": "loader",
     "ObjectMapDataset": "loader",
-    "Parts": "tasks",
-    "ReadOptions": "pipeline",
     "ShardDataset": "loader",
     "ShardLoader": "loader",
     "ShardMapDataset": "loader",
-    "SkipBudget": "pipeline",
     "ShardWriter": "packing",
-    "Video": "codecs",
-    "VideoDecoder": "codecs",
-    "Task": "tasks",
-    "collate": "loader",
+    "SkipBudget": "pipeline",
     "decode_sample": "loader",
     "index": "packing",
+    "join": "loader",
     "load_checkpoint": "loader",
     "merge": "packing",
-    "join": "loader",
     "mix": "loader",
     "pack": "packing",
-    "read_columns": "catalog",
-    "read_shard": "pipeline",
     "reshard": "packing",
     "save_checkpoint": "loader",
     "show": "loader",
     "verify": "packing",
-    "write_shard": "packing",
 }
-
-
-_LAZY_ROOMS = ("ray",)
+_ROOMS = frozenset(
+    {"catalog", "codecs", "loader", "packing", "pipeline", "ray", "storage", "tasks"}
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY_ROOMS:
-        return import_module(f"shardstream.{name}")
-    if name not in _LAZY:
+    room = name if name in _ROOMS else _LAZY.get(name)
+    if room is None:
         raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
     is_enabled = gc.isenabled()
     gc.disable()  # the import of torch leaves no garbage: a fourteenth of its time is saved
     try:
-        value = getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
+        module = import_module(f"shardstream.{room}")
+        value = module if room == name else getattr(module, name)
     finally:
         if is_enabled:
             gc.enable()

@@ -105,7 +105,7 @@ def test_ambiguous_tar_is_refused_by_all_readers(
     url = place(suffix, data)
     by_number: list[Callable[[str], object]] = [ss.index, ss.ShardMapDataset]
     for door in (stream, pack, *(by_number if suffix == ".tar" else [])):
-        with pytest.raises(ss.ShardError, match=message):
+        with pytest.raises(ss.errors.ShardError, match=message):
             door(url)
     (problem,) = ss.verify(url).errors
     assert message in problem.what
@@ -124,13 +124,13 @@ def test_doubtful_tar_is_read_with_a_warning_by_all_readers(
 
 
 def check_warned(url: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.warns(ss.ShardWarning, match=message):
+    with pytest.warns(ss.errors.ShardWarning, match=message):
         assert stream(url) == 3
     with caplog.at_level(logging.WARNING):
         assert pack(url) == 3
     assert re.search(message, caplog.text)
     if url.endswith(".tar"):
-        with pytest.warns(ss.ShardWarning, match=message):
+        with pytest.warns(ss.errors.ShardWarning, match=message):
             assert len(ss.ShardMapDataset(url)) == 3  # a scan, because there is no index
         (warning,) = ss.index(url).warnings
         assert re.search(message, warning)
@@ -184,7 +184,7 @@ def test_compressed_tar_must_have_its_end(suffix: str, data: bytes, tmp_path: Pa
     path.parent.mkdir()
     path.write_bytes(data)
     for door in (stream, pack):
-        with pytest.raises(ss.ShardError, match=NO_END):
+        with pytest.raises(ss.errors.ShardError, match=NO_END):
             door(str(path))
     assert NO_END in ss.verify(str(path)).errors[0].what
 
@@ -194,7 +194,7 @@ def test_sample_that_may_lack_fields_is_not_returned(
 ) -> None:
     url = place(".tar.gz", WHOLE[: END - 1024])  # the third sample lacks its class
     found: list[str] = []
-    with pytest.raises(ss.ShardError, match=NO_END):
+    with pytest.raises(ss.errors.ShardError, match=NO_END):
         found.extend(sample["__key__"] for sample in ss.ShardDataset(url, index="ignore"))
     assert found == ["0000", "0001"]
 
@@ -205,7 +205,7 @@ def test_empty_shard_next_to_valid_ones_is_refused(
 ) -> None:
     good, empty = place(suffix, WHOLE), tmp_path / f"b{suffix}"
     empty.write_bytes(b"")
-    with pytest.raises(ss.ShardError, match="the file is empty"):
+    with pytest.raises(ss.errors.ShardError, match="the file is empty"):
         list(ss.ShardDataset([good, str(empty)], index="ignore"))
 
 
@@ -216,14 +216,16 @@ def test_empty_shard_with_an_index_is_refused(
     ss.index(good)
     empty.write_bytes(b"")
     empty.with_name("b.tar.idx").write_bytes(bytes(8))  # not part of samples
-    with pytest.raises(ss.ShardError, match=r"the file is empty.*b\.tar"):
+    with pytest.raises(ss.errors.ShardError, match=r"the file is empty.*b\.tar"):
         ss.ShardDataset([good, str(empty)])
 
 
 def test_reads_by_number_warn_of_links(place: Callable[[str, bytes], str]) -> None:
     url = place(".tar", LINKS)
     ss.index(url)
-    with pytest.warns(ss.ShardWarning, match="links and other entries without data") as caught:
+    with pytest.warns(
+        ss.errors.ShardWarning, match="links and other entries without data"
+    ) as caught:
         assert len(list(ss.ShardDataset(url))) == 3
     assert len({str(warning.message) for warning in caught}) == 1
 
@@ -255,6 +257,6 @@ def test_shard_that_lost_samples_since_the_state_was_taken_is_an_error(
     again = put(1)
     again.load_state_dict(state)
     with pytest.raises(
-        ss.ChangedError, match="1 of the 2 samples read before the resume are missing"
+        ss.errors.ChangedError, match="1 of the 2 samples read before the resume are missing"
     ):
         list(again)

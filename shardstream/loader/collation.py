@@ -165,7 +165,7 @@ def _audio_column(values: list[Audio], name: str, items: Sequence[Any]) -> Audio
     if len(set(rates)) > 1:
         raise SampleError(
             f"{name}: sound of {min(rates)} Hz and {max(rates)} Hz cannot be one batch; resample it with "
-            "decode(ss.AudioDecoder(rate=16000)), or pass collate_fn",
+            "decode(ss.codecs.AudioDecoder(rate=16000)), or pass collate_fn",
             field=name,
         )
     return Audio(_column(list(samples), name, items), _column(list(rates), name, items))

@@ -237,7 +237,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         given = self.given_placement
         if given is not None and given.world_size > 1:
             raise OptionError(
-                "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.Parts(part, of)"
+                "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)"
             )
         return records_of(self.pipeline, self._checked_classes(), self.chosen_epoch)
 

@@ -83,7 +83,7 @@ class ItemSteps:
         fractions for "rgb8", a `DecodeError` is raised. Of an animation the first frame is decoded, with an `ImageWarning`.
 
         "audio" decodes sound (wav, flac, mp3, ogg, opus, ...) to an `Audio`: samples (float32, shape (C, T)) and rate;
-        "torch_audio" the same with a tensor; ``ss.AudioDecoder(rate=16000, mono=True)`` resamples. "video" (mp4, mkv,
+        "torch_audio" the same with a tensor; ``ss.codecs.AudioDecoder(rate=16000, mono=True)`` resamples. "video" (mp4, mkv,
         webm, avi, ...) gives a `Video`, whose frames and sound are decoded when they are asked for; "torch_video" a `VideoClip`
         of all frames and the sound, as tensors. The name of a decoder of an installed package (entry point
         ``shardstream.decoders``) decodes the fields of that extension.

@@ -70,7 +70,7 @@ class RetryCount:
     def __init__(self, executor: Executor | None) -> None:
         if executor is not None and not callable(getattr(executor, "run", None)):
             raise OptionError(
-                f"executor= takes an executor such as ss.LocalExecutor(processes=8) or ss.ray.RayExecutor(), not {executor!r:.60}"
+                f"executor= takes an executor such as ss.tasks.LocalExecutor(processes=8) or ss.ray.RayExecutor(), not {executor!r:.60}"
             )
         self._executor = executor
         self._before = self._total()

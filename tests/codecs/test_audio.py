@@ -64,7 +64,7 @@ def test_samples_are_resampled_and_averaged() -> None:
     )  # tones below 8 kHz survive, half of the noise does not
     assert np.corrcoef(samples[0], expected)[0, 1] > 0.95
     assert AudioDecoder(rate=48_000)(low).samples.shape == (2, 48_000)
-    with pytest.raises(ss.OptionError, match="rate must be 1 Hz or more, not 0"):
+    with pytest.raises(ss.errors.OptionError, match="rate must be 1 Hz or more, not 0"):
         AudioDecoder(rate=0)
 
 
@@ -73,14 +73,16 @@ def test_names_decode_their_fields_only() -> None:
     sample = {"flac": flac, "left.wav": flac, "txt": b"a", "bin": flac}  # a FLAC in a wav field
     plain = ss.decode_sample(sample)
     assert (plain["flac"], plain["left.wav"]) == (flac, flac)
-    decoded = ss.decode_sample(sample, "audio", "rgb8", fields={"bin": ss.AudioDecoder(mono=True)})
-    assert isinstance(decoded["flac"], ss.Audio)
+    decoded = ss.decode_sample(
+        sample, "audio", "rgb8", fields={"bin": ss.codecs.AudioDecoder(mono=True)}
+    )
+    assert isinstance(decoded["flac"], ss.codecs.Audio)
     assert decoded["left.wav"].samples.shape == (2, RATE)
     assert decoded["bin"].samples.shape == (1, RATE)
     assert decoded["txt"] == "a"
     tensors = ss.decode_sample(sample, fields={"flac": "torch_audio"})["flac"]
     assert torch.equal(tensors.samples, torch.from_numpy(decoded["flac"].samples))
-    options = ss.decode_sample(sample, ss.AudioDecoder(rate=8000), only="flac")
+    options = ss.decode_sample(sample, ss.codecs.AudioDecoder(rate=8000), only="flac")
     assert options["flac"].rate == 8000
 
 
@@ -96,7 +98,7 @@ def test_formats_that_libsndfile_lacks_are_an_error_that_says_what_to_do(
 ) -> None:
     folder = make_shards(tmp_path, samples=[{"__key__": "0", name: b"x"}])
     dataset = ss.ShardDataset(folder, on_error="skip").decode("audio")
-    with pytest.raises(ss.OptionError, match=r"libsndfile does not read aac, m4a.*fields="):
+    with pytest.raises(ss.errors.OptionError, match=r"libsndfile does not read aac, m4a.*fields="):
         list(dataset)
 
 
@@ -104,7 +106,7 @@ def test_formats_that_libsndfile_lacks_are_an_error_that_says_what_to_do(
 @pytest.mark.parametrize("part", [0.3, 0.7, 0.97])
 def test_cut_files_are_errors_and_never_fewer_samples(name: str, part: float) -> None:
     data = file_of(name)
-    with pytest.raises(ss.DecodeError, match="cut short|libsndfile"):
+    with pytest.raises(ss.errors.DecodeError, match="cut short|libsndfile"):
         ss.decode_sample({name: data[: int(part * len(data))]}, "audio")
 
 
@@ -159,10 +161,10 @@ def test_sound_of_a_missing_package_is_one_error_that_names_the_extra(
 ) -> None:
     data = sound_file()
     monkeypatch.setitem(sys.modules, "soxr", None)
-    with pytest.raises(ss.OptionError, match=r"resampling to 8000 Hz needs .*\[audio\]"):
-        ss.decode_sample({"flac": data}, ss.AudioDecoder(rate=8000))
+    with pytest.raises(ss.errors.OptionError, match=r"resampling to 8000 Hz needs .*\[audio\]"):
+        ss.decode_sample({"flac": data}, ss.codecs.AudioDecoder(rate=8000))
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    with pytest.raises(ss.OptionError, match=r"decoding sound needs .*\[audio\]"):
+    with pytest.raises(ss.errors.OptionError, match=r"decoding sound needs .*\[audio\]"):
         ss.decode_sample({"flac": data}, "audio")
 
 
@@ -194,11 +196,13 @@ def test_sounds_of_several_lengths_or_rates_are_an_error_that_names_the_field(
     tmp_path: Path,
 ) -> None:
     dataset = ss.ShardDataset(folder_of(tmp_path, 0.1, 0.2)).decode("audio")
-    with pytest.raises(ss.SampleError, match=r"\(2, 800\).*\(2, 1600\).*'001'.*pad.*field 'flac'"):
+    with pytest.raises(
+        ss.errors.SampleError, match=r"\(2, 800\).*\(2, 1600\).*'001'.*pad.*field 'flac'"
+    ):
         list(ss.ShardLoader(dataset, batch_size=2))
     samples = [{"flac": sound_file(rate=rate)} for rate in (8000, 16_000)]
     folder = make_shards(tmp_path / "rates", samples=samples)
-    with pytest.raises(ss.SampleError, match=r"8000 Hz and 16000 Hz .*AudioDecoder\(rate="):
+    with pytest.raises(ss.errors.SampleError, match=r"8000 Hz and 16000 Hz .*AudioDecoder\(rate="):
         list(ss.ShardLoader(ss.ShardDataset(folder).decode("audio"), batch_size=2))
 
 

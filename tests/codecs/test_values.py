@@ -85,7 +85,7 @@ def test_csv_is_rows_of_text_without_losing_the_first() -> None:
 def test_jsonl_takes_text_and_leaves_out_blank_lines() -> None:
     assert encode_field("jsonl", '{"a":1}\n') == b'{"a":1}\n'
     assert ss.decode_sample({"jsonl": b'{"a":1}\n\n[2]\r\n  \n3'})["jsonl"] == [{"a": 1}, [2], 3]
-    with pytest.raises(ss.DecodeError, match="field 'jsonl'"):
+    with pytest.raises(ss.errors.DecodeError, match="field 'jsonl'"):
         ss.decode_sample({"jsonl": b"1\n{"})
 
 

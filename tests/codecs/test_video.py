@@ -80,7 +80,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 @pytest.mark.parametrize("name", FILES)
 def test_frames_are_those_of_ffmpeg_in_any_order(name: str, library: str) -> None:
     expected = ffmpeg_frames(FILES[name]).astype(np.int16)
-    video = ss.Video(FILES[name], library)
+    video = ss.codecs.Video(FILES[name], library)
     metadata = video.metadata
     assert (len(video), metadata.height, metadata.width) == (len(expected), HEIGHT, WIDTH)
     assert metadata.duration_s == pytest.approx(2.0, abs=0.1)
@@ -99,7 +99,7 @@ def test_frames_are_those_of_ffmpeg_in_any_order(name: str, library: str) -> Non
 @pytest.mark.parametrize("name", FILES)
 def test_each_frame_alone_is_the_same_frame(name: str, library: str) -> None:
     # torchcodec's own seeks end after some frames of files without an edit list, in fragments, or with intra refresh.
-    video = ss.Video(FILES[name], library)
+    video = ss.codecs.Video(FILES[name], library)
     everything = video.frames(range(len(video)))
     for number in range(len(video)):
         np.testing.assert_array_equal(video.frames([number])[0], everything[number])
@@ -111,7 +111,7 @@ def test_files_without_times_of_their_frames_have_those_of_ffmpeg(
     name: str, library: str | None
 ) -> None:
     expected = ffmpeg_frames(OTHER_FILES[name])
-    video = ss.Video(OTHER_FILES[name], library)
+    video = ss.codecs.Video(OTHER_FILES[name], library)
     assert (len(video), len(expected)) == (50, 50)
     assert video.metadata.fps == pytest.approx(25, rel=0.03)
     for number in (0, 1, 2, 3, 11, 12, 13, 14, 25, 26, 36, 47, 48, 49):
@@ -126,8 +126,8 @@ def test_frames_that_only_pyav_can_number_are_an_error_without_it(tmp_path: Path
         import shardstream as ss
         for name in sys.argv[1:]:
             try:
-                ss.Video(pathlib.Path(name).read_bytes()).frames([7])
-            except ss.OptionError as error:
+                ss.codecs.Video(pathlib.Path(name).read_bytes()).frames([7])
+            except ss.errors.OptionError as error:
                 print("pip install av" in str(error))
     """
     names = ["mkv", "fragments.mp4", "h264.mpg", "ts", "avi"]
@@ -189,13 +189,13 @@ def test_a_playlist_reads_no_file_and_reaches_no_host(
             scheme = f"subfile,,start,0,end,0,,:{secret}"
             urls += [str(secret), f"file:{secret}", scheme, "data:video/mp4;base64,AAAA"]
         for url, (name, head) in itertools.product(urls, DISGUISES.items()):
-            video = ss.Video(head + playlist(url), library)
+            video = ss.codecs.Video(head + playlist(url), library)
             for attack in (functools.partial(video.uniform, 1), video.audio):
-                with pytest.raises(ss.DecodeError) as raised:
+                with pytest.raises(ss.errors.DecodeError) as raised:
                     attack()
                 assert name != "none" or "begins with" in str(raised.value)
             for field in ("wav", "mp3", "ogg", "flac"):
-                with pytest.raises(ss.DecodeError):
+                with pytest.raises(ss.errors.DecodeError):
                     ss.decode_sample({field: head + playlist(url)}, "audio")
     assert served.requests == []
 
@@ -203,17 +203,17 @@ def test_a_playlist_reads_no_file_and_reaches_no_host(
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", ["mp4", "mkv", "webm"])
 def test_sound_is_that_of_ffmpeg(name: str, library: str) -> None:
-    samples, rate = ss.Video(FILES[name], library).audio()
+    samples, rate = ss.codecs.Video(FILES[name], library).audio()
     expected = ffmpeg_samples(FILES[name])
     assert (samples.dtype, rate) == (np.float32, 48_000 if name == "webm" else 44_100)
     assert samples.shape == expected.shape
     np.testing.assert_allclose(samples, expected, atol=1e-5)
-    assert ss.Video(FILES[name], library).audio(rate=16_000, mono=True).rate == 16_000
+    assert ss.codecs.Video(FILES[name], library).audio(rate=16_000, mono=True).rate == 16_000
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_uniform_frames_and_clips(library: str) -> None:
-    video = ss.Video(FILES["mp4"], library)
+    video = ss.codecs.Video(FILES["mp4"], library)
     frames = video.frames(range(50))
     np.testing.assert_array_equal(video.uniform(5), frames[[5, 15, 25, 35, 45]])
     np.testing.assert_array_equal(video.uniform(50), frames)
@@ -225,13 +225,13 @@ def test_uniform_frames_and_clips(library: str) -> None:
         (start,) = (n for n in range(5) if (frames[n : n + 46 : 3] == clip).all())
         starts.add(start)
     assert starts == {0, 1, 2, 3, 4}
-    with pytest.raises(ss.DecodeError, match="it has 50 frames, 51 are needed"):
+    with pytest.raises(ss.errors.DecodeError, match="it has 50 frames, 51 are needed"):
         video.uniform(51)
-    with pytest.raises(ss.DecodeError, match="it has 50 frames, 51 are needed"):
+    with pytest.raises(ss.errors.DecodeError, match="it has 50 frames, 51 are needed"):
         video.clip(26, stride=2)
-    with pytest.raises(ss.DecodeError, match="no frame 50, it has 50"):
+    with pytest.raises(ss.errors.DecodeError, match="no frame 50, it has 50"):
         video.frames([50])
-    with pytest.raises(ss.OptionError, match="1 or more, not 0"):
+    with pytest.raises(ss.errors.OptionError, match="1 or more, not 0"):
         video.clip(0)
 
 
@@ -241,12 +241,12 @@ def test_rotated_video_is_upright_and_deep_video_warns(library: str) -> None:
     matrix = data.index(b"tkhd") + 44  # the display matrix of the track: 1 0 0, 0 1 0, 0 0 1
     turned = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]
     data[matrix : matrix + 36] = b"".join(n.to_bytes(4, "big", signed=True) for n in turned)
-    video = ss.Video(bytes(data), library)
+    video = ss.codecs.Video(bytes(data), library)
     assert (video.metadata.height, video.metadata.width) == (WIDTH, HEIGHT)
     upright = np.rot90(ffmpeg_frames(video_file())[3], -1)
     np.testing.assert_array_equal(video.frames([3])[0], upright)
-    with pytest.warns(ss.ImageWarning, match="yuv420p10le loses bits"):
-        assert len(ss.Video(video_file(pixels="yuv420p10le"), library)) == 50
+    with pytest.warns(ss.errors.ImageWarning, match="yuv420p10le loses bits"):
+        assert len(ss.codecs.Video(video_file(pixels="yuv420p10le"), library)) == 50
 
 
 def test_field_is_lazy_picklable_and_located() -> None:
@@ -259,20 +259,22 @@ def test_field_is_lazy_picklable_and_located() -> None:
     }
     decoded = ss.decode_sample(sample, "video", "rgb8", "audio")
     video = decoded["mp4"]
-    assert isinstance(video, ss.Video)
+    assert isinstance(video, ss.codecs.Video)
     first = video.frames([0])
     again = pickle.loads(pickle.dumps(video))  # noqa: S301  (our own)
     np.testing.assert_array_equal(again.frames([0]), first)
     assert len(repr(video)) < 200
     with pytest.raises(
-        ss.DecodeError, match=r"cannot be decoded.*s3://b/0.tar.*sample '7', field 'webm'"
+        ss.errors.DecodeError, match=r"cannot be decoded.*s3://b/0.tar.*sample '7', field 'webm'"
     ):
         len(decoded["webm"])
     assert ss.decode_sample(sample)["mp4"] == FILES["mp4"]
-    chosen = ss.decode_sample(sample, ss.VideoDecoder(library="pyav"))["mp4"]
+    chosen = ss.decode_sample(sample, ss.codecs.VideoDecoder(library="pyav"))["mp4"]
     assert chosen.library == "pyav"
-    with pytest.raises(ss.OptionError, match="library must be one of torchcodec, pyav, not 'cv2'"):
-        ss.VideoDecoder(library="cv2")
+    with pytest.raises(
+        ss.errors.OptionError, match="library must be one of torchcodec, pyav, not 'cv2'"
+    ):
+        ss.codecs.VideoDecoder(library="cv2")
 
 
 def test_torch_video_is_that_of_torchvision() -> None:
@@ -290,11 +292,11 @@ def test_torch_video_is_that_of_torchvision() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_video_without_sound_and_sound_without_video(library: str) -> None:
-    with pytest.raises(ss.DecodeError, match="no sound"):
-        ss.Video(FILES["mov"], library).audio()
-    sound = ss.Video(sound_file("WAV"), library)
+    with pytest.raises(ss.errors.DecodeError, match="no sound"):
+        ss.codecs.Video(FILES["mov"], library).audio()
+    sound = ss.codecs.Video(sound_file("WAV"), library)
     assert sound.audio().samples.shape == (2, 44_100)
-    with pytest.raises(ss.DecodeError, match="video stream"):
+    with pytest.raises(ss.errors.DecodeError, match="video stream"):
         len(sound)
 
 
@@ -303,8 +305,8 @@ def test_video_without_sound_and_sound_without_video(library: str) -> None:
 @pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
 def test_cut_files_are_errors_and_never_fewer_frames(name: str, part: float, library: str) -> None:
     data = FILES[name][: int(part * len(FILES[name]))]
-    with pytest.raises(ss.DecodeError, match="cannot be decoded"):
-        len(ss.Video(data, library))
+    with pytest.raises(ss.errors.DecodeError, match="cannot be decoded"):
+        len(ss.codecs.Video(data, library))
 
 
 JOINED = {
@@ -319,26 +321,28 @@ JOINED = {
 def test_joined_files_are_read_whole_or_an_error(name: str, library: str) -> None:
     more = {"wmv": video_file("asf", codec="wmv2", options=())}
     first = (FILES | OTHER_FILES | more)[name]
-    video = ss.Video(first + first, library)
+    video = ss.codecs.Video(first + first, library)
     if JOINED[name]:
-        frames = ss.Video(first, library).frames(range(50))
+        frames = ss.codecs.Video(first, library).frames(range(50))
         np.testing.assert_array_equal(video.frames(range(50, 100)), frames)
         assert len(video) == 100
         return
     for read in (lambda: len(video), video.read_audio):
-        with pytest.raises(ss.DecodeError, match=f"second file begins at byte {len(first)} of"):
+        with pytest.raises(
+            ss.errors.DecodeError, match=f"second file begins at byte {len(first)} of"
+        ):
             read()
 
 
 def test_second_file_after_a_live_recording_is_found() -> None:
     live = without_length(FILES["mkv"])
-    with pytest.raises(ss.DecodeError, match=f"second file begins at byte {len(live)} of"):
-        len(ss.Video(live + live))
+    with pytest.raises(ss.errors.DecodeError, match=f"second file begins at byte {len(live)} of"):
+        len(ss.codecs.Video(live + live))
 
 
 def test_sound_of_a_cut_file_is_an_error() -> None:
-    with pytest.raises(ss.DecodeError, match="the file is cut short"):
-        ss.Video(FILES["mkv"][: len(FILES["mkv"]) * 3 // 4]).read_audio()
+    with pytest.raises(ss.errors.DecodeError, match="the file is cut short"):
+        ss.codecs.Video(FILES["mkv"][: len(FILES["mkv"]) * 3 // 4]).read_audio()
 
 
 def without_length(file: bytes) -> bytes:
@@ -351,28 +355,28 @@ def without_length(file: bytes) -> bytes:
 
 
 def test_live_recordings_declare_no_length_and_are_read() -> None:
-    assert len(ss.Video(without_length(FILES["mkv"]))) == 50
+    assert len(ss.codecs.Video(without_length(FILES["mkv"]))) == 50
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_hostile_video_is_a_bad_sample_in_bounded_memory(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, ss.Video, FRAMES_LIMIT_BYTES=MiB, FRAME_LIMIT_PIXELS=100 * 100)
+    set_limits(monkeypatch, ss.codecs.Video, FRAMES_LIMIT_BYTES=MiB, FRAME_LIMIT_PIXELS=100 * 100)
     large = video_file(size=(128, 128), count=2)
     file = bytearray(FILES["mp4"])
     for box, place, claim in ((b"stts", 12, 1 << 26), (b"stsz", 12, 1 << 26), (b"stsz", 8, 1)):
         at = file.index(box) + place
         file[at : at + 4] = claim.to_bytes(4)
     attacks = {
-        "its table names 67108864 frames": lambda: len(ss.Video(bytes(file), library)),
-        "the limit is 1048576": lambda: ss.Video(FILES["mp4"], library).frames([0] * 1000),
-        "frames of 16384 pixels": lambda: len(ss.Video(large, library)),
-        "cut short": lambda: len(ss.Video(b"\0\xff\xff\xffftyp", library)),
-        "cannot be decoded": lambda: len(ss.Video(b"\0\0\0\1mdat" + b"\0" * 8, library)),
-        "decoded: ": lambda: len(ss.Video(b"\x1a\x45\xdf\xa3\0", library)),
+        "its table names 67108864 frames": lambda: len(ss.codecs.Video(bytes(file), library)),
+        "the limit is 1048576": lambda: ss.codecs.Video(FILES["mp4"], library).frames([0] * 1000),
+        "frames of 16384 pixels": lambda: len(ss.codecs.Video(large, library)),
+        "cut short": lambda: len(ss.codecs.Video(b"\0\xff\xff\xffftyp", library)),
+        "cannot be decoded": lambda: len(ss.codecs.Video(b"\0\0\0\1mdat" + b"\0" * 8, library)),
+        "decoded: ": lambda: len(ss.codecs.Video(b"\x1a\x45\xdf\xa3\0", library)),
     }
-    len(ss.Video(FILES["mp4"], library))  # import the library here, not within the limit
+    len(ss.codecs.Video(FILES["mp4"], library))  # import the library here, not within the limit
     for message, attack in attacks.items():
         outcome = survived(attack, memory_bytes=1024 * MiB)
         assert outcome.startswith("DecodeError")
@@ -380,7 +384,7 @@ def test_hostile_video_is_a_bad_sample_in_bounded_memory(
 
 
 def test_missing_libraries_are_one_error_that_names_the_remedies() -> None:
-    code = "import sys; sys.modules['torchcodec'] = None; import shardstream as ss; print(len(ss.Video(sys.stdin.buffer.read())))"
+    code = "import sys; sys.modules['torchcodec'] = None; import shardstream as ss; print(len(ss.codecs.Video(sys.stdin.buffer.read())))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=FILES["mp4"], capture_output=True, check=True
     )
@@ -421,4 +425,6 @@ def test_clips_of_a_loader_are_the_same_with_any_workers(
     assert [batch["cls"].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert all(torch.equal(a["clip"], b) for a, b in zip(found, expected, strict=True))
     whole = next(iter(ss.ShardLoader(dataset.decode("video"), batch_size=2, **options)))
-    np.testing.assert_array_equal(whole["mp4"][1].frames([2]), ss.Video(FILES["mp4"]).frames([2]))
+    np.testing.assert_array_equal(
+        whole["mp4"][1].frames([2]), ss.codecs.Video(FILES["mp4"]).frames([2])
+    )

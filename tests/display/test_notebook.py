@@ -106,7 +106,7 @@ def test_sample_shows_its_fields_and_stays_a_dict(tmp_path: Path) -> None:
     assert default_collate([numbers[1], numbers[2]])[0].tolist() == [1, 2]
     batch = next(iter(DataLoader(Subset(decoded, [3, 4]), batch_size=2)))
     assert batch["cls"].tolist() == [3, 4]
-    assert ss.collate([decoded[3], decoded[4]])["cls"].tolist() == [3, 4]
+    assert ss.loader.collate([decoded[3], decoded[4]])["cls"].tolist() == [3, 4]
 
 
 def test_batches_and_timings_are_shown(tmp_path: Path) -> None:

@@ -145,28 +145,28 @@ def refusals(folder: str, out: Path) -> Any:
     said = []
     try:
         numbers(accelerator.skip_first_batches(loader, 3))
-    except ss.OptionError as error:
+    except ss.errors.OptionError as error:
         said.append(str(error))
     try:
         numbers(accelerator.prepare(ss.ShardLoader(dataset(folder), 8, device="meta")))
-    except ss.OptionError as error:
+    except ss.errors.OptionError as error:
         said.append(str(error))
     odd = dataset(folder).select(_is_odd)
     accelerator.prepare(ss.ShardLoader(odd, 8))
     try:
         accelerator.save_state(str(out / "checkpoint"))
-    except ss.StateError as error:
+    except ss.errors.StateError as error:
         said.append(str(error))
     wrapped = Accelerator().prepare(DataLoader(Wrapped(ss.ShardLoader(dataset(folder))), 8))
     try:
         numbers(wrapped)
-    except ss.OptionError as error:
+    except ss.errors.OptionError as error:
         said.append(str(error))
     options = DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
     try:
         plain = DataLoader(dataset(folder, microbatch=8), batch_size=8)
         numbers(Accelerator(dataloader_config=options).prepare(plain))
-    except ss.StateError as error:
+    except ss.errors.StateError as error:
         said.append(str(error))
     return said
 

@@ -42,7 +42,7 @@ def shard_loader(folder: str, out: Path) -> Any:
             next(iter(loader))
         try:
             said[way] = str([[ids.tolist() for (ids,) in loader] for _ in range(3)])
-        except ss.OptionError as error:
+        except ss.errors.OptionError as error:
             said[way] = str(error)
         dist.barrier()
     return said

@@ -68,7 +68,7 @@ def test_given_placement_is_refused_where_accelerate_splits(
     folder: str, workers: dict[str, Any]
 ) -> None:
     loader = DataLoader(dataset(folder, ss.Placement(1, 2)), batch_size=4, **workers)
-    with pytest.raises(ss.OptionError, match=r"Placement\(1, 2\).* split that part again"):
+    with pytest.raises(ss.errors.OptionError, match=r"Placement\(1, 2\).* split that part again"):
         numbers(prepared(loader, 1))
 
 
@@ -76,7 +76,7 @@ def test_shard_loader_of_a_given_placement_is_refused_where_accelerate_splits(
     folder: str,
 ) -> None:
     inner = ss.ShardLoader(dataset(folder, ss.Placement(1, 2)), 4)
-    with pytest.raises(ss.OptionError, match="split that part again"):
+    with pytest.raises(ss.errors.OptionError, match="split that part again"):
         list(prepared(DataLoader(Wrapped(inner), batch_size=2), 1))
 
 

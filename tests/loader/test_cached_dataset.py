@@ -179,7 +179,7 @@ def test_shard_replaced_after_the_listing_is_an_error_and_not_cached(
     write(0)
     listed = server.loader(tmp_path, url=url)
     write(1000)
-    with pytest.raises(ss.ChangedError, match="the file changed while it was read"):
+    with pytest.raises(ss.errors.ChangedError, match="the file changed while it was read"):
         epoch(listed)
     kept = [path.stat().st_size for path in tmp_path.glob("*/??/*")]
     assert max(kept) < 5000  # indexes and manifest, but no shard

@@ -460,7 +460,7 @@ GOING = """
             for seen, batch in enumerate(loader, 1):
                 if seen == 3:
                     os.kill(arguments["pid"], arguments["signal"])
-        except ss.StorageError as error:
+        except ss.errors.StorageError as error:
             children = len(multiprocessing.active_children())
             text = "; ".join([str(error), *getattr(error, "__notes__", ())])
             print(json.dumps([type(error).__name__, text, seen, children]))

@@ -162,7 +162,7 @@ def test_saving_a_step_again_replaces_it(folder: str) -> None:
 
 def test_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     for url in (tmp_path, tmp_path / "none", tmp_path / "one.pt"):
-        with pytest.raises(ss.NotFoundError, match=str(url)):
+        with pytest.raises(ss.errors.NotFoundError, match=str(url)):
             ss.load_checkpoint(url)
 
 
@@ -233,7 +233,7 @@ class Own:
 def test_values_that_need_code_to_load_are_refused_before_saving(
     value: Any, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         ss.save_checkpoint(tmp_path / "run", step=1, value=value)
     assert not (tmp_path / "run").exists()
 
@@ -250,7 +250,7 @@ def test_values_that_need_code_to_load_are_refused_before_saving(
 def test_invalid_arguments_are_refused(
     name: str, options: Any, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         ss.save_checkpoint(tmp_path / name, **options)
 
 
@@ -264,7 +264,7 @@ def test_pickle_with_code_is_refused_and_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"value": Bomb()}, "bad.pt")
-    with pytest.raises(ss.StateError, match=r"if you trust its source.*\[in bad\.pt\]"):
+    with pytest.raises(ss.errors.StateError, match=r"if you trust its source.*\[in bad\.pt\]"):
         ss.load_checkpoint("bad.pt")
     assert not Path("exploded").exists()
 
@@ -276,11 +276,11 @@ def test_every_damaged_byte_of_the_values_is_detected(tmp_path: Path) -> None:
     start = data.index(torch.arange(100).numpy().tobytes())
     for place in range(start, start + 800, 97):
         url.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
-        with pytest.raises(ss.StateError, match=r"damaged.*checksum.*one\.pt"):
+        with pytest.raises(ss.errors.StateError, match=r"damaged.*checksum.*one\.pt"):
             ss.load_checkpoint(url)
     for size in (0, 1, 100, len(data) // 2, len(data) - 1):
         url.write_bytes(data[:size])
-        with pytest.raises(ss.StateError, match=r"damaged, truncated.*one\.pt"):
+        with pytest.raises(ss.errors.StateError, match=r"damaged, truncated.*one\.pt"):
             ss.load_checkpoint(url)
 
 
@@ -301,20 +301,20 @@ def test_checkpoint_that_unpacks_to_more_than_it_holds_is_refused(
                 again = copy.copy(largest)
                 again.filename = f"{number}"
                 archive.filelist.append(again)
-    with pytest.raises(ss.StateError, match=r"damaged.*bytes in a file of.*one\.pt"):
+    with pytest.raises(ss.errors.StateError, match=r"damaged.*bytes in a file of.*one\.pt"):
         ss.load_checkpoint(url)
 
 
 def test_damaged_latest_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     ss.save_checkpoint(tmp_path, step=1)
     (tmp_path / "step-00000002.pt").write_bytes(b"cut")
-    with pytest.raises(ss.StateError, match=r"load an older one.*step-00000002"):
+    with pytest.raises(ss.errors.StateError, match=r"load an older one.*step-00000002"):
         ss.load_checkpoint(tmp_path)
 
 
 def test_file_with_other_content_is_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ss.StateError, match="holds a list"):
+    with pytest.raises(ss.errors.StateError, match="holds a list"):
         ss.load_checkpoint(tmp_path / "list.pt")
 
 
@@ -337,7 +337,7 @@ def test_checkpoint_on_s3_round_trips(
     found = ss.load_checkpoint(f"{bucket}/run")
     assert torch.equal(found["big"], big)
     assert found["model"].keys() == model.state_dict().keys()
-    with pytest.raises(ss.NotFoundError, match="none"):
+    with pytest.raises(ss.errors.NotFoundError, match="none"):
         ss.load_checkpoint(f"{bucket}/none/")
 
 
@@ -355,14 +355,14 @@ def test_faulty_server_gives_a_complete_checkpoint_or_an_error(
         try:
             ss.save_checkpoint(f"{bucket}/run", step=seed + 1, value=value, storage_options=options)
             error_text = None
-        except ss.StorageError as error:
+        except ss.errors.StorageError as error:
             error_text = str(error)
         there = f"step-{seed + 1:08d}.pt" in names(f"{bucket}/run")
         assert there or error_text is not None, "it was said to be saved, and is not there"
         assert torch.equal(ss.load_checkpoint(f"{bucket}/run")["value"], value)
         try:
             found = ss.load_checkpoint(f"{bucket}/run", storage_options=options)
-        except ss.StorageError:
+        except ss.errors.StorageError:
             continue
         assert torch.equal(found["value"], value)
 

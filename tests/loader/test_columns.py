@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_rows_of_the_columns_are_the_samples_in_order(folder: str) -> None:
-    table = ss.read_columns(folder)
+    table = ss.catalog.read_columns(folder)
     assert table.column_names == ["__key__", "cls", "width", "high", "name"]
     assert table.to_pylist()[5] == {
         "__key__": "k005",
@@ -68,7 +68,9 @@ def test_rows_of_the_columns_are_the_samples_in_order(folder: str) -> None:
         "name": "n2",
     }
     assert table["high"].null_count == COUNT // 4
-    assert ss.read_columns(folder, ["cls"])["cls"].to_pylist() == [i % 10 for i in range(COUNT)]
+    assert ss.catalog.read_columns(folder, ["cls"])["cls"].to_pylist() == [
+        i % 10 for i in range(COUNT)
+    ]
     numbers = np.flatnonzero(table["width"].to_numpy() > 900)
     assert keys_of(folder, subset=numbers) == [f"k{i:03d}" for i in range(91, 100)]
 
@@ -167,7 +169,7 @@ def test_states_of_a_condition_are_those_of_its_samples(folder: str) -> None:
         other.load_state_dict(first.state_dict())
         rest += flat(labels(other))
     assert sorted(begun + rest) == sorted(i % 10 for i in range(COUNT) if i % 10 < 5)
-    with pytest.raises(ss.StateError):
+    with pytest.raises(ss.errors.StateError):
         loader("cls < 6").load_state_dict(first.state_dict())
 
 
@@ -182,7 +184,7 @@ def test_columns_of_a_store_are_read_beside_the_index(
     assert keys_of(str(tmp_path / "mine"), where="cls = 3 and width < 200") == ["k003", "k013"]
     assert not ss.verify(tmp_path / "mine").problems
     ss.index(f"{bucket}/data", columns={"label": "cls"})
-    assert ss.read_columns(f"{bucket}/data").column_names == ["__key__", "label"]
+    assert ss.catalog.read_columns(f"{bucket}/data").column_names == ["__key__", "label"]
     assert keys_of(f"{bucket}/data", keys=["k077"]) == ["k077"]
 
 
@@ -204,8 +206,8 @@ def test_every_way_to_write_makes_the_same_columns(folder: str, tmp_path: Path) 
     ss.pack(f"{folder}/*.tar", tmp_path / "tars", **options)
     ss.reshard(folder, tmp_path / "reshard", **options)
     for part in (2, 1):
-        ss.pack(f"{folder}/*.tar", tmp_path / "parts", executor=ss.Parts(part, 2), **options)
-    ss.index(tmp_path / "reshard", columns=COLUMNS, executor=ss.LocalExecutor())
+        ss.pack(f"{folder}/*.tar", tmp_path / "parts", executor=ss.tasks.Parts(part, 2), **options)
+    ss.index(tmp_path / "reshard", columns=COLUMNS, executor=ss.tasks.LocalExecutor())
     ss.merge(tmp_path / "parts")
     expected = files(folder)
     assert sum(name.endswith(".tar.cols.parquet") for name in expected) == 7
@@ -238,12 +240,12 @@ def test_stopped_pack_is_resumed_with_the_same_columns_only(
     with pytest.raises(KeyboardInterrupt):
         ss.pack(Stopping(samples()), tmp_path / "data", **options)
     with pytest.raises(UnfinishedError):
-        ss.read_columns(tmp_path / "data")
+        ss.catalog.read_columns(tmp_path / "data")
     (tmp_path / "go").touch()
     with pytest.raises(OptionError, match="columns"):
         ss.pack(Stopping(samples()), tmp_path / "data", max_samples=15, columns="cls")
     ss.pack(Stopping(samples()), tmp_path / "data", **options)
-    assert ss.read_columns(tmp_path / "data").num_rows == COUNT
+    assert ss.catalog.read_columns(tmp_path / "data").num_rows == COUNT
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_values_that_do_not_fit_are_errors_that_name_the_sample(
         with pytest.raises(SampleError, match=message) as caught:
             writer.write(good | {"__key__": "k001"} | bad)
         assert caught.value.key == "k001"
-    assert ss.read_columns(tmp_path / "data").num_rows == 1
+    assert ss.catalog.read_columns(tmp_path / "data").num_rows == 1
     with ss.ShardWriter(tmp_path / "plain") as writer:
         writer.write(good)
         writer.write(good | {"__key__": "k001"} | bad)
@@ -309,7 +311,7 @@ def test_a_refused_sample_leaves_no_value(tmp_path: Path) -> None:
             writer.write({"__key__": "x", "cls": 7, "json": {"q": [1]}})
         writer.write({"__key__": "x", "json": {"q": 5}})
         writer.write({"__key__": "y", "cls": 1, "json": {"q": 6}})
-    assert ss.read_columns(tmp_path).to_pylist() == [
+    assert ss.catalog.read_columns(tmp_path).to_pylist() == [
         {"__key__": "x", "cls": None, "q": 5},
         {"__key__": "y", "cls": 1, "q": 6},
     ]
@@ -327,7 +329,7 @@ def test_the_type_of_a_refused_sample_is_not_that_of_the_column(tmp_path: Path) 
                     writer.write(row)
             else:
                 writer.write(row)
-    assert ss.read_columns(tmp_path)["w"].to_pylist() == [*range(6)]
+    assert ss.catalog.read_columns(tmp_path)["w"].to_pylist() == [*range(6)]
 
 
 @pytest.mark.parametrize("way", ["parts", "executor", "reshard", "index"])
@@ -338,16 +340,18 @@ def test_columns_without_values_are_errors_in_parts_too(
 
     def write_and_publish() -> None:
         if way == "parts":
-            ss.pack(f"{folder}/*.tar", tmp_path / "new", executor=ss.Parts(1, 1), **options)
+            ss.pack(f"{folder}/*.tar", tmp_path / "new", executor=ss.tasks.Parts(1, 1), **options)
             ss.merge(tmp_path / "new")
         elif way == "executor":
-            ss.pack(f"{folder}/*.tar", tmp_path / "new", executor=ss.LocalExecutor(), **options)
+            ss.pack(
+                f"{folder}/*.tar", tmp_path / "new", executor=ss.tasks.LocalExecutor(), **options
+            )
         elif way == "reshard":
             ss.reshard(folder, tmp_path / "new", **options)
         else:
             shutil.copytree(folder, tmp_path / "new")
             (tmp_path / "new" / "index.json").unlink()
-            ss.index(tmp_path / "new", columns="klass", executor=ss.LocalExecutor())
+            ss.index(tmp_path / "new", columns="klass", executor=ss.tasks.LocalExecutor())
 
     with pytest.raises(OptionError, match="no sample has a value for the column klass"):
         write_and_publish()
@@ -374,7 +378,7 @@ def test_fields_that_begin_alike_have_columns(tmp_path: Path) -> None:
         tmp_path / "{shard}.tar", columns="txt.json.w,txt,n=txt.json.m.n"
     ) as writer:
         writer.write({"txt": "a", "txt.json": {"w": 3, "m": {"n": 4}}})
-    assert ss.read_columns(tmp_path).to_pylist() == [
+    assert ss.catalog.read_columns(tmp_path).to_pylist() == [
         {"__key__": "00000000", "w": 3, "txt": "a", "n": 4}
     ]
 
@@ -388,7 +392,7 @@ def test_columns_need_the_checksums_of_a_manifest(folder: str, tmp_path: Path) -
 
 def test_text_and_keys_alone_are_columns(tmp_path: Path) -> None:
     folder = write(tmp_path, "txt,__key__")
-    assert ss.read_columns(folder).column_names == ["__key__", "txt"]
+    assert ss.catalog.read_columns(folder).column_names == ["__key__", "txt"]
     assert keys_of(folder, where="txt like '%tion 7'") == ["k007"]
     ss.index(folder, columns="__key__")
     assert keys_of(folder, keys=["k007"]) == ["k007"]
@@ -404,8 +408,8 @@ def test_types_of_two_shards_are_united_or_refused(tmp_path: Path) -> None:
                 writer.write({"json": {"size": size}})
         return str(tmp_path / name)
 
-    assert ss.read_columns(dataset("float", 0.5))["size"].to_pylist() == [1.0, 0.5]
-    assert ss.read_columns(dataset("none", None))["size"].to_pylist() == [1, None]
+    assert ss.catalog.read_columns(dataset("float", 0.5))["size"].to_pylist() == [1.0, 0.5]
+    assert ss.catalog.read_columns(dataset("none", None))["size"].to_pylist() == [1, None]
     for part in ("float", "text"):
         with ss.ShardWriter(tmp_path / "two" / part, columns="json.size") as writer:
             writer.write({"json": {"size": 1 if part == "float" else "wide"}})
@@ -415,7 +419,7 @@ def test_types_of_two_shards_are_united_or_refused(tmp_path: Path) -> None:
 
 def test_repeated_keys_of_a_dataset_cannot_be_chosen(tmp_path: Path) -> None:
     for number, key in enumerate(("other", "same", "same")):
-        ss.write_shard(tmp_path / f"{number}.tar", [{"__key__": key, "cls": number}])
+        ss.packing.write_shard(tmp_path / f"{number}.tar", [{"__key__": key, "cls": number}])
     (warning,) = ss.index(tmp_path, columns="cls").warnings
     assert "the key 'same' comes twice, in 1.tar and in 2.tar; keys must differ" in warning
     assert keys_of(str(tmp_path), keys=["other"]) == ["other"]
@@ -486,12 +490,12 @@ def test_columns_are_part_of_the_commands(folder: str, tmp_path: Path, capsys: A
 
     shutil.copytree(folder, tmp_path / "copy")
     assert main(["index", str(tmp_path / "copy"), "--columns", "cls,json.width"]) == 0
-    assert ss.read_columns(tmp_path / "copy").column_names == ["__key__", "cls", "width"]
+    assert ss.catalog.read_columns(tmp_path / "copy").column_names == ["__key__", "cls", "width"]
     target = str(tmp_path / "new")
     assert main(["reshard", folder, target, "--columns", "cls"]) == 0
-    assert ss.read_columns(target).num_rows == COUNT
+    assert ss.catalog.read_columns(target).num_rows == COUNT
     assert main(["pack", f"{folder}/000000.tar", target + "2", "--columns", "cls"]) == 0
-    assert ss.read_columns(target + "2").num_rows == 15
+    assert ss.catalog.read_columns(target + "2").num_rows == 15
 
 
 def counts_of(folder: str, epochs: int = 1, **options: Any) -> np.ndarray[Any, Any]:
@@ -504,7 +508,7 @@ def counts_of(folder: str, epochs: int = 1, **options: Any) -> np.ndarray[Any, A
 
 
 def test_classes_are_weighted_by_their_column(folder: str, tmp_path: Path) -> None:
-    few = ss.read_columns(folder)["cls"].to_numpy()
+    few = ss.catalog.read_columns(folder)["cls"].to_numpy()
     numbers = np.flatnonzero((few != 3) | (np.arange(COUNT) < 20))  # class 3 has 2 samples
     assert counts_of(folder, subset=numbers)[3] == 2
     balanced = counts_of(folder, 5, subset=numbers, weights="balanced")

@@ -99,7 +99,7 @@ def test_invalid_options_are_refused_at_construction(
 
 
 def test_missing_dataset_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ss.StorageError, match=str(tmp_path)):
+    with pytest.raises(ss.errors.StorageError, match=str(tmp_path)):
         ss.ShardDataset(str(tmp_path / "none"))
 
 

@@ -307,7 +307,7 @@ NOT_THERE = "cuda:99"
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         meta_loader(numbered(tmp_path, 8), 0, **options)
 
 
@@ -316,5 +316,7 @@ def test_another_device_than_the_trainer_s_is_refused() -> None:
     check_same_device(None, META, "Accelerate")
     check_same_device(cpu, META, "Accelerate")
     check_same_device(META, META, "Accelerate")
-    with pytest.raises(ss.OptionError, match="but Accelerate would copy them again to 'cpu'"):
+    with pytest.raises(
+        ss.errors.OptionError, match="but Accelerate would copy them again to 'cpu'"
+    ):
         check_same_device(META, cpu, "Accelerate")

@@ -103,5 +103,5 @@ def test_state_in_the_middle_continues_exactly(arrays: str) -> None:
 
 
 def test_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ss.OptionError, match="sees [0-9]+ CUDA devices"):
+    with pytest.raises(ss.errors.OptionError, match="sees [0-9]+ CUDA devices"):
         make_loader(numbered(tmp_path, 8), 0, device=f"cuda:{torch.cuda.device_count()}")

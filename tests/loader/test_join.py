@@ -280,7 +280,7 @@ def test_state_is_resumed_on_other_ranks(parts: dict[str, str]) -> None:
     assert sorted(set(found)) == wanted
     first = ss.ShardDataset(parts["images"], shuffle=True, lanes=8, block=2)
     other = ss.ShardLoader(ss.join(first, parts["vectors"]).decode(), 2)
-    with pytest.raises(ss.StateError):
+    with pytest.raises(ss.errors.StateError):
         other.load_state_dict(begun.state_dict())
 
 
@@ -342,7 +342,7 @@ def test_a_table_is_joined(parts: dict[str, str], tmp_path: Path) -> None:
             assert batch["npy"].dtype == torch.float32
     state = loader.state_dict()
     other = table(tmp_path / "other.parquet", shuffled(10))
-    with pytest.raises(ss.StateError):
+    with pytest.raises(ss.errors.StateError):
         ss.ShardLoader(
             ss.join(first, {other: fields}, parts["vectors"]).decode(), 8, num_workers=2
         ).load_state_dict(state)
@@ -451,7 +451,7 @@ def test_columns_that_are_large_in_memory_only_are_an_error(
     rows_of_one_text(file, count=7, metadata=pq.read_schema(file).metadata)
     set_limits(monkeypatch, read_parquet, PARQUET_BASE_BYTES=1 << 20)
     with pytest.raises(OptionError, match=r"the rows take \d+ MiB or more in memory, the limit is"):
-        ss.read_columns(tmp_path)
+        ss.catalog.read_columns(tmp_path)
 
 
 def test_subsets_are_joined(parts: dict[str, str]) -> None:
@@ -472,7 +472,7 @@ def test_damaged_sample_of_a_dataset_is_an_error_of_that_sample(
     data = bytearray(path.read_bytes())
     data[1024] ^= 0xFF  # the header of its second sample
     path.write_bytes(data)
-    with pytest.raises(ss.ShardError, match=r"000003\.tar"):
+    with pytest.raises(ss.errors.ShardError, match=r"000003\.tar"):
         rows(ss.join(parts["images"], str(folder)))
     tolerant = ss.join(ss.ShardDataset(parts["images"], on_error="skip"), str(folder))
     assert len(rows(tolerant)) == COUNT - 1

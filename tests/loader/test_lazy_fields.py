@@ -133,7 +133,7 @@ def test_workers_hand_files_out_and_orders_and_states_are_the_same(
     found += [sample for batch in rest for sample in batch]
     assert [sample["__key__"] for sample in found] == [sample["__key__"] for sample in whole]
     for one, other in zip(found, whole, strict=True):
-        assert isinstance(one["bin"], ss.FieldFile)
+        assert isinstance(one["bin"], ss.storage.FieldFile)
         assert one["bin"].read() == other["bin"]
         assert copied(one["bin"])[1:9] == other["bin"][1:9]
 
@@ -150,7 +150,7 @@ def test_other_readers_and_decoders(tmp_path: Path) -> None:
     part = ss.ShardDataset(folder, lazy=["bin"], subset=[4, 2])
     assert [sample["bin"][:5] for sample in part] == [FILE[4][:5], FILE[2][:5]]
     mixed = ss.mix({"a": part, "b": ss.ShardDataset(folder, lazy=["bin"])})
-    assert all(isinstance(s["bin"], ss.FieldFile) for s in mixed.slice(8))
+    assert all(isinstance(s["bin"], ss.storage.FieldFile) for s in mixed.slice(8))
 
 
 def test_augmentations_stay_the_same(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_store_that_fails_is_not_a_bad_sample(remote: CountingFileSystem) -> N
         remote.fails = True
         return bytes(sample["bin"][:9])
 
-    with pytest.raises(ss.AccessDeniedError, match="no longer"):
+    with pytest.raises(ss.errors.AccessDeniedError, match="no longer"):
         list(dataset.map(read_bytes))
 
 
@@ -190,15 +190,15 @@ def test_a_replaced_shard_is_noticed(tmp_path: Path) -> None:
     assert third[:4] == FILE[2][:4]
     whole = tar.read_bytes()
     overwrite(tar, lambda data: data.replace(b"002.bin", b"009.bin"))
-    with pytest.raises(ss.ChangedError, match=r"replaced.*002\.bin is no longer"):
+    with pytest.raises(ss.errors.ChangedError, match=r"replaced.*002\.bin is no longer"):
         copied(third).read()
     other = tar.with_name("other")
     other.write_bytes(whole)
     os.utime(other, ns=(tar.stat().st_atime_ns, tar.stat().st_mtime_ns))
     other.replace(tar)  # of equal size and time
-    with pytest.raises(ss.ChangedError, match="replaced"):
+    with pytest.raises(ss.errors.ChangedError, match="replaced"):
         first.read()
-    with pytest.raises(ss.ChangedError):
+    with pytest.raises(ss.errors.ChangedError):
         third[-4:]
 
 
@@ -238,7 +238,7 @@ def test_an_index_of_members_of_another_tar_is_an_error(
     ss.index("/data", filesystem=remote)
     remote.pipe_file("/data/000000.idx", index)
     dataset = ss.ShardDataset("/data", filesystem=remote, on_error="skip", **options)
-    with pytest.raises((ss.IndexMismatchError, ss.ChangedError)):
+    with pytest.raises((ss.errors.IndexMismatchError, ss.errors.ChangedError)):
         [bytes(sample["bin"]) for sample in dataset]
 
 
@@ -251,14 +251,14 @@ def test_options_that_exclude_it(tmp_path: Path) -> None:
         ({"lazy": ["bin"], "verify": "sha256"}, "verify="),
         ({"lazy": ["bin"], "index": "ignore"}, "lazy= need shards that are read by number"),
     ):
-        with pytest.raises(ss.OptionError, match=message):
+        with pytest.raises(ss.errors.OptionError, match=message):
             ss.ShardDataset(folder, **options)
-    with pytest.raises(ss.OptionError, match="cannot be joined"):
+    with pytest.raises(ss.errors.OptionError, match="cannot be joined"):
         ss.join(ss.ShardDataset(folder, lazy=["bin"]), folder)
     for index in Path(folder).glob("*.idx"):
         if not index.name.endswith(".tar.idx"):
             index.unlink()
-    with pytest.raises(ss.OptionError, match="shardstream index --members"):
+    with pytest.raises(ss.errors.OptionError, match="shardstream index --members"):
         ss.ShardDataset(folder, lazy=["bin"])
 
 
@@ -288,14 +288,16 @@ def test_a_clip_fetches_its_part_of_a_video(
     ss.index("/videos", members=True, filesystem=remote)
     remote.read_bytes = 0
     dataset = ss.ShardDataset("/videos", filesystem=remote, lazy=["mp4"])
-    for sample in dataset.decode(ss.VideoDecoder(library=library)):
+    for sample in dataset.decode(ss.codecs.VideoDecoder(library=library)):
         video = sample["mp4"]
-        assert video.metadata == ss.Video(long_video, library).metadata
+        assert video.metadata == ss.codecs.Video(long_video, library).metadata
         clip = video.clip(4)
-        np.testing.assert_array_equal(clip, ss.Video(long_video, library).clip(4))
+        np.testing.assert_array_equal(clip, ss.codecs.Video(long_video, library).clip(4))
         assert remote.read_bytes < (sample["cls"] + 1) * 0.6 * len(long_video)
         sound = copied(video).audio()
-        np.testing.assert_array_equal(sound.samples, ss.Video(long_video, library).audio().samples)
+        np.testing.assert_array_equal(
+            sound.samples, ss.codecs.Video(long_video, library).audio().samples
+        )
         remote.read_bytes = 0
 
 
@@ -308,19 +310,19 @@ def test_an_outage_during_decoding_is_an_error_of_the_store(
     ss.index("/videos", members=True, filesystem=remote)
     for library in ("torchcodec", "pyav"):
         dataset = ss.ShardDataset("/videos", filesystem=remote, lazy=["mp4"])
-        [sample] = dataset.decode(ss.VideoDecoder(library=library))
+        [sample] = dataset.decode(ss.codecs.VideoDecoder(library=library))
         assert sample["mp4"].metadata.num_frames == 60
         remote.fails = True
-        with pytest.raises(ss.AccessDeniedError):
+        with pytest.raises(ss.errors.AccessDeniedError):
             sample["mp4"].uniform(10)
         remote.fails = False
         # FFmpeg reads on after an error, and may hide it.
         for number in range(1, 100):
-            [sample] = dataset.decode(ss.VideoDecoder(library=library))
+            [sample] = dataset.decode(ss.codecs.VideoDecoder(library=library))
             remote.fails_at = number
             try:
                 sample["mp4"].frames([5, 40])
-            except ss.AccessDeniedError:
+            except ss.errors.AccessDeniedError:
                 continue
             assert remote.fails_at > 0, f"read {number} failed in silence"
             break
@@ -331,8 +333,8 @@ def test_an_outage_during_decoding_is_an_error_of_the_store(
 @pytest.mark.parametrize("name", FILES)
 def test_frames_of_a_file_are_those_of_its_bytes(name: str, library: str) -> None:
     whole, ranged = (
-        ss.Video(FILES[name], library),
-        ss.Video(ss.FieldFile(FILES[name]), library),
+        ss.codecs.Video(FILES[name], library),
+        ss.codecs.Video(ss.storage.FieldFile(FILES[name]), library),
     )
     assert ranged.metadata == whole.metadata
     numbers = [-1, 0, 17, 17, 3, *range(len(whole))]
@@ -375,14 +377,16 @@ def test_tables_that_do_not_tell_the_times_are_not_used(
     caplog.set_level("INFO", "shardstream")
     data = boxes_with(path, change)
 
-    def frames(video: ss.Video) -> Any:
+    def frames(video: ss.codecs.Video) -> Any:
         try:
             return video.frames(range(len(video))).tobytes()
-        except ss.DecodeError:
+        except ss.errors.DecodeError:
             return "refused"
 
-    assert frames(ss.Video(ss.FieldFile(data), "pyav")) == frames(ss.Video(data, "pyav"))
+    assert frames(ss.codecs.Video(ss.storage.FieldFile(data), "pyav")) == frames(
+        ss.codecs.Video(data, "pyav")
+    )
     assert "fetched whole" in caplog.text
     caplog.clear()
-    assert len(ss.Video(ss.FieldFile(FILES["faststart.mp4"]), "pyav")) == 50
+    assert len(ss.codecs.Video(ss.storage.FieldFile(FILES["faststart.mp4"]), "pyav")) == 50
     assert "fetched whole" not in caplog.text

@@ -695,7 +695,7 @@ def test_data_loader_over_the_internal_dataset_is_refused(folder: str, num_worke
     own = loader(folder, num_workers=num_workers)
     list(own)
     other = DataLoader(own.dataset, batch_size=None, num_workers=num_workers)
-    with pytest.raises(ss.OptionError, match="only its ShardLoader can read this dataset"):
+    with pytest.raises(ss.errors.OptionError, match="only its ShardLoader can read this dataset"):
         list(other)
     assert len(list(own)) == len(own)
 

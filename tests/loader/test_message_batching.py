@@ -349,7 +349,7 @@ def test_second_iteration_with_the_same_workers_raises_in_the_first(many: str) -
     first = iter(loader)
     next(first)
     assert len(batches_of(loader)) == 1000
-    with pytest.raises(ss.OptionError, match="use two loaders"):
+    with pytest.raises(ss.errors.OptionError, match="use two loaders"):
         list(first)
 
 
@@ -379,7 +379,7 @@ def test_unsendable_batch_raises_after_the_batches_before_it(many: str) -> None:
         return sample | {"x": (lambda: None) if sample["cls"] == 3001 else 0}
 
     came = 0
-    with pytest.raises(ss.SampleError, match="cannot be sent"):  # noqa: PT012  (an error ends the loop)
+    with pytest.raises(ss.errors.SampleError, match="cannot be sent"):  # noqa: PT012  (an error ends the loop)
         for _ in ss.ShardLoader(ss.ShardDataset(many).decode().map(odd), 4, num_workers=1):
             came += 1
     assert came == 750

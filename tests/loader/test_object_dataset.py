@@ -127,14 +127,14 @@ def test_prefix_may_end_inside_a_name(folder: str, tmp_path: Path) -> None:
     assert len(ss.ObjectDataset.from_prefix(folder)) == 30
     assert len(ss.ObjectDataset.from_prefix(f"{folder}/bi")) == 10
     assert len(ss.ObjectMapDataset.from_prefix(f"{folder}/cat/00")) == 3
-    with pytest.raises(ss.NotFoundError, match="no file or folder begins with this prefix"):
+    with pytest.raises(ss.errors.NotFoundError, match="no file or folder begins with this prefix"):
         ss.ObjectDataset.from_prefix(f"{folder}/mouse")
 
 
 def test_suffixes_select_files(folder: str) -> None:
     dataset = ss.ObjectDataset(folder, suffixes=".JSON")
     assert {tuple(sample) for sample in dataset} == {("__key__", "__url__", "json")}
-    with pytest.raises(ss.NotFoundError, match=r"ends in \.jpg or \.png"):
+    with pytest.raises(ss.errors.NotFoundError, match=r"ends in \.jpg or \.png"):
         ss.ObjectDataset(folder, suffixes=(".jpg", ".png"))
 
 
@@ -204,7 +204,7 @@ def test_state_is_refused_for_other_files_and_accepted_for_a_copy(
     copy.load_state_dict(state)
     assert sorted(flat(first) + flat(numbers(copy))) == list(range(30))
     (tmp_path / "cat" / "001.Bin").write_bytes(b"longer")
-    with pytest.raises(ss.StateError, match="fingerprint"):
+    with pytest.raises(ss.errors.StateError, match="fingerprint"):
         ss.ShardLoader(ss.ObjectDataset(str(tmp_path)), 4).load_state_dict(state)
 
 
@@ -265,7 +265,7 @@ def test_packed_bucket_has_the_samples_of_the_loose_files(bucket: str, s3_env: N
 def test_changed_object_raises_with_its_url(bucket: str, s3_env: None, data: bytes) -> None:
     dataset = ss.ObjectDataset(unpacked(f"{bucket}/train", 6))
     publish_bytes(Storage(), f"{bucket}/train/cat/004.Bin", data)
-    with pytest.raises(ss.ChangedError, match=r"changed after it was listed.*cat/004\.Bin"):
+    with pytest.raises(ss.errors.ChangedError, match=r"changed after it was listed.*cat/004\.Bin"):
         list(dataset)
 
 
@@ -276,12 +276,12 @@ def test_state_depends_on_object_md5_and_labels(bucket: str, s3_env: None, tmp_p
     url = unpacked(f"{bucket}/train", 6)
     state = loader(url, label="folder").state_dict()
     loader(unpacked(f"{bucket}/copy", 6), label="folder").load_state_dict(state)
-    with pytest.raises(ss.StateError, match="fingerprint"):
+    with pytest.raises(ss.errors.StateError, match="fingerprint"):
         loader(url, label=len).load_state_dict(state)
     with pytest.warns(UserWarning, match="the bytes were not compared"):  # a local file has no MD5
         loader(unpacked(tmp_path, 6), label="folder").load_state_dict(state)
     publish_bytes(Storage(), f"{bucket}/train/cat/004.Bin", b"other")
-    with pytest.raises(ss.StateError, match="checksums of the dataset"):
+    with pytest.raises(ss.errors.StateError, match="checksums of the dataset"):
         loader(url, label="folder").load_state_dict(state)
 
 
@@ -316,7 +316,7 @@ def test_epoch_completes_on_a_server_with_stalls_cuts_and_errors(
 def test_deleted_file_raises_with_its_path(tmp_path: Path, on_error: Any) -> None:
     dataset = ss.ObjectDataset(unpacked(tmp_path), on_error=on_error)
     (tmp_path / "cat" / "004.json").unlink()
-    with pytest.raises(ss.NotFoundError, match=r"cat/004\.json"):
+    with pytest.raises(ss.errors.NotFoundError, match=r"cat/004\.json"):
         list(ss.ShardLoader(dataset, 4))
 
 
@@ -324,7 +324,7 @@ def test_deleted_file_raises_with_its_path(tmp_path: Path, on_error: Any) -> Non
 def test_changed_file_raises_with_its_path(tmp_path: Path, data: bytes) -> None:
     dataset = ss.ObjectDataset(unpacked(tmp_path), on_error="skip")
     (tmp_path / "cat" / "004.Bin").write_bytes(data)
-    with pytest.raises(ss.ChangedError, match=r"changed after it was listed.*cat/004\.Bin"):
+    with pytest.raises(ss.errors.ChangedError, match=r"changed after it was listed.*cat/004\.Bin"):
         list(ss.ShardLoader(dataset, 4))
 
 
@@ -336,16 +336,16 @@ def test_empty_file_is_a_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "options", "kind", "message"),
     [
-        (["a.tar", "a.tar.idx", "b.tar"], {}, ss.OptionError, "read them with ss.ShardDataset"),
-        (["a.jpg", "a.jpeg"], {}, ss.SourceError, r"a\.jpeg and a\.jpg would both be the field 'jpg'"),
-        (["README", ".hidden/a.jpg"], {}, ss.SourceError, "no file here has an extension"),
-        (["a.jpg"], {"label": "folder"}, ss.OptionError, r"a\.jpg is not in a folder of a class"),
-        (["a.jpg"], {"label": "class"}, ss.OptionError, "label must be 'folder' or a function"),
-        (["a.jpg"], {"label": lambda _: 0.5}, ss.OptionError, "names or numbers, not float"),
-        (["a.jpg", "a.cls"], {"label": lambda _: 1}, ss.OptionError, "has a file for 'cls'"),
-        (["a.jpg"], {"microbatch": 0}, ss.OptionError, "microbatch must be at least 1"),
-        (["a.jpg"], {"remainder": "some"}, ss.OptionError, "remainder"),
-        (["a.jpg"], {"on_error": "ignore"}, ss.OptionError, "on_error"),
+        (["a.tar", "a.tar.idx", "b.tar"], {}, ss.errors.OptionError, "read them with ss.ShardDataset"),
+        (["a.jpg", "a.jpeg"], {}, ss.errors.SourceError, r"a\.jpeg and a\.jpg would both be the field 'jpg'"),
+        (["README", ".hidden/a.jpg"], {}, ss.errors.SourceError, "no file here has an extension"),
+        (["a.jpg"], {"label": "folder"}, ss.errors.OptionError, r"a\.jpg is not in a folder of a class"),
+        (["a.jpg"], {"label": "class"}, ss.errors.OptionError, "label must be 'folder' or a function"),
+        (["a.jpg"], {"label": lambda _: 0.5}, ss.errors.OptionError, "names or numbers, not float"),
+        (["a.jpg", "a.cls"], {"label": lambda _: 1}, ss.errors.OptionError, "has a file for 'cls'"),
+        (["a.jpg"], {"microbatch": 0}, ss.errors.OptionError, "microbatch must be at least 1"),
+        (["a.jpg"], {"remainder": "some"}, ss.errors.OptionError, "remainder"),
+        (["a.jpg"], {"on_error": "ignore"}, ss.errors.OptionError, "on_error"),
     ],
 )  # fmt: skip
 def test_invalid_options_are_refused_at_construction(
@@ -366,9 +366,9 @@ def test_failing_label_function_raises_with_the_file(folder: str) -> None:
 
 @pytest.mark.parametrize("urls", ["no-such-folder", "no-such-folder/"])
 def test_missing_folder_is_an_error(urls: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.NotFoundError, match=urls):
+    with pytest.raises(ss.errors.NotFoundError, match=urls):
         ss.ObjectDataset(f"{tmp_path}/{urls}")
-    with pytest.raises(ss.OptionError, match="no folder or file is named"):
+    with pytest.raises(ss.errors.OptionError, match="no folder or file is named"):
         ss.ObjectDataset([])
 
 
@@ -378,11 +378,11 @@ def test_packed_folder_is_refused(folder: str, tmp_path: Path) -> None:
         writer.write({"cls": 1})
     (tmp_path / folder / "README.md").write_text("with notes beside")
     (tmp_path / folder / "more.txt").write_text("")
-    with pytest.raises(ss.OptionError, match=r"tar shards.*000000\.tar.*ss\.ShardDataset"):
+    with pytest.raises(ss.errors.OptionError, match=r"tar shards.*000000\.tar.*ss\.ShardDataset"):
         ss.ObjectDataset(str(tmp_path))
-    with pytest.raises(ss.OptionError, match="tar shards"):
+    with pytest.raises(ss.errors.OptionError, match="tar shards"):
         ss.ObjectMapDataset.from_prefix(f"{tmp_path}/")
-    with pytest.raises(ss.OptionError, match="pack them again as tars"):
+    with pytest.raises(ss.errors.OptionError, match="pack them again as tars"):
         ss.pack(tmp_path, tmp_path / "again", kind="files")
     assert len(ss.ObjectDataset(str(tmp_path), suffixes=(".md", ".txt"))) == 2
 

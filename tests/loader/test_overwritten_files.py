@@ -179,7 +179,7 @@ def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Pat
         os.utime(tar)
     assert dataset[3]["cls"] == 1003
     overwrite(in_place, pair, folder)
-    with pytest.raises(ss.IndexMismatchError, match="its sha256 is"):
+    with pytest.raises(ss.errors.IndexMismatchError, match="its sha256 is"):
         dataset[3]
 
 

@@ -207,7 +207,7 @@ def test_numpy_arrays_are_writable_as_with_torch() -> None:
 
 
 def test_unpicklable_value_raises_at_once() -> None:
-    with pytest.raises(ss.SampleError, match="cannot be sent to the main process"):
+    with pytest.raises(ss.errors.SampleError, match="cannot be sent to the main process"):
         RingBuffer().pack({"x": lambda: None}, 0)
 
 

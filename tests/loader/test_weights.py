@@ -257,7 +257,7 @@ def test_loose_files_and_other_catalogs_have_weights(folder: str, tmp_path: Path
     assert Counter(flat(labels(ss.ShardLoader(dataset.decode(), 4)))) == {1: 1, 3: 2, 5: 3}
     storage = Storage()
     catalog = ShardCatalog(locate_shards(folder, storage), storage)
-    other = ss.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
+    other = ss.loader.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
     assert flat(labels(ss.ShardLoader(other.decode(), 5))) == [4] * 5
 
 
@@ -355,7 +355,7 @@ def test_a_loader_takes_no_weights(folder: str) -> None:
 
 def not_seven(sample: dict[str, Any]) -> dict[str, Any]:
     if sample["cls"] == 7:
-        raise ss.SampleError("bad")
+        raise ss.errors.SampleError("bad")
     return sample
 
 

@@ -202,7 +202,7 @@ def test_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None
 def test_function_that_no_spawned_worker_can_import_is_named(folder: str) -> None:
     one = loader(folder, lambda sample: sample, multiprocessing_context="spawn")
     with pytest.raises(
-        ss.OptionError, match=r"worker that is spawned .*lambda.*importable"
+        ss.errors.OptionError, match=r"worker that is spawned .*lambda.*importable"
     ) as info:
         list(one)
     assert "0x" not in str(info.value)

@@ -171,7 +171,9 @@ def test_one_shard_never_has_the_index_of_the_replaced_one(
     sides = []
     watched = disk()
     for count in (2, 3):
-        ss.write_shard(tmp_path / "a.tar", [{"__key__": f"{n}", "cls": n} for n in range(count)])
+        ss.packing.write_shard(
+            tmp_path / "a.tar", [{"__key__": f"{n}", "cls": n} for n in range(count)]
+        )
         sides.append(published(tmp_path))
     for tree in itertools.chain.from_iterable(watched.moments):
         tar, index = tree.get("a.tar"), tree.get("a.tar.idx")

@@ -573,14 +573,14 @@ def class_folders(root: Path, pixels: np.ndarray[Any, Any]) -> Path:
 
 
 @pytest.mark.parametrize("shades", [(0, 255, 255), (0, 90, 200)])
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()])
 def test_grey_pictures_of_few_shades_in_folders_of_classes_are_averaged_with_a_warning(
     shades: tuple[int, ...], executor: Any, tmp_path: Path
 ) -> None:
     root = class_folders(
         tmp_path / "in", np.array(shades, np.uint8)[np.searchsorted(np.unique(IDS), IDS)]
     )
-    with pytest.warns(ss.ImageWarning, match=r"taken for pictures.*pass masks=\['png'\]"):
+    with pytest.warns(ss.errors.ImageWarning, match=r"taken for pictures.*pass masks=\['png'\]"):
         assert ss.pack(root, tmp_path / "out", max_side=50, executor=executor).samples == 4
     ss.pack(root, tmp_path / "masks", max_side=50, masks=["png"], executor=executor)
     counts = [
@@ -602,7 +602,7 @@ def test_only_image_of_a_labelled_row_is_a_picture(
     pixels = np.array([0, 90, 200], np.uint8)[np.searchsorted(np.unique(IDS), IDS)]
     samples = [{"png": file_of(pixels), field: b"1"}]
     if is_picture:
-        with pytest.warns(ss.ImageWarning, match="they have a class"):
+        with pytest.warns(ss.errors.ImageWarning, match="they have a class"):
             ss.pack(samples, tmp_path / "out", max_side=50)
         samples[0]["x.png"] = samples[0]["png"]
     with pytest.raises(SourceError, match="3 shades of grey, as a mask has"):

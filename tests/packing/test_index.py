@@ -173,7 +173,7 @@ def test_no_threads_is_an_option_error(tmp_path: Path) -> None:
 def test_parts_are_refused(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     with pytest.raises(OptionError, match=r"cannot be cut into parts.*LocalExecutor, --processes"):
-        index(str(tmp_path), executor=ss.Parts(1, 2))
+        index(str(tmp_path), executor=ss.tasks.Parts(1, 2))
     assert not list(tmp_path.glob("*.idx"))
 
 
@@ -181,7 +181,7 @@ def test_parts_are_refused(tmp_path: Path) -> None:
 def test_threads_beside_an_executor_are_refused(door: Any, tmp_path: Path) -> None:
     make_dataset(tmp_path)
     with pytest.raises(OptionError, match="no effect with an executor"):
-        door(str(tmp_path), threads=2, executor=ss.LocalExecutor())
+        door(str(tmp_path), threads=2, executor=ss.tasks.LocalExecutor())
 
 
 def test_file_system_is_used_as_given() -> None:

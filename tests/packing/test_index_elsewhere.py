@@ -61,7 +61,10 @@ def test_tars_of_a_folder_that_is_read_only_are_read_by_number(
 def test_tars_of_a_store_have_their_index_here_or_in_another_bucket_folder(
     s3_theirs: str, tmp_path: Path
 ) -> None:
-    places = {str(tmp_path / "mine"): None, f"{s3_theirs}-mine": ss.LocalExecutor(processes=2)}
+    places = {
+        str(tmp_path / "mine"): None,
+        f"{s3_theirs}-mine": ss.tasks.LocalExecutor(processes=2),
+    }
     for mine, executor in places.items():
         ss.index(s3_theirs, to=mine, executor=executor)
         assert names_in(s3_theirs) == {f"00000{n}.tar" for n in range(3)}

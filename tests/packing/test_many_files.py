@@ -198,7 +198,7 @@ def test_threads_and_forked_processes_read_one_listing(
 ) -> None:
     options, expected = JOBS[job]
     with pool() as executor:
-        pack(tree, tmp_path / "out", max_samples=7, executor=ss.FuturesExecutor(executor), **options)  # fmt: skip
+        pack(tree, tmp_path / "out", max_samples=7, executor=ss.tasks.FuturesExecutor(executor), **options)  # fmt: skip
     assert digest(tmp_path / "out") == expected
 
 

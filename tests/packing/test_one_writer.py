@@ -113,9 +113,13 @@ def test_local_folder_is_locked_by_its_writer(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path, max_samples=10) as first:
         write(first, "a")
         for overwrite in (False, True):
-            with pytest.raises(ss.StorageError, match="of this process has this folder open"):
+            with pytest.raises(
+                ss.errors.StorageError, match="of this process has this folder open"
+            ):
                 ss.ShardWriter(tmp_path, overwrite=overwrite)
-            with pytest.raises(ss.StorageError, match="of this process has this folder open"):
+            with pytest.raises(
+                ss.errors.StorageError, match="of this process has this folder open"
+            ):
                 ss.pack([{"txt": "b"}], tmp_path, overwrite=overwrite)
     assert verify(tmp_path).problems == ()
     assert len(ss.ShardDataset(str(tmp_path))) == 25
@@ -137,7 +141,7 @@ def test_later_writer_takes_over_a_remote_folder(remote: str) -> None:
     first.drain()  # a shard that is being published now could replace one of the second writer
     with ss.ShardWriter(remote, max_samples=10, overwrite=True) as second:
         write(second, "b", 12)
-        with pytest.raises(ss.StorageError, match=ANOTHER), first:
+        with pytest.raises(ss.errors.StorageError, match=ANOTHER), first:
             write(first, "a")
         write(second, "b", 13)
     assert [problem.what for problem in verify(remote).problems] == []
@@ -150,7 +154,9 @@ def test_paused_writer_publishes_nothing_after_another_has_finished(remote: str)
     write(first, "a", 5)
     with ss.ShardWriter(remote, overwrite=True) as second:
         write(second, "b", 12)
-    with pytest.raises(ss.StorageError, match="journal of this pack or ShardWriter was deleted"):
+    with pytest.raises(
+        ss.errors.StorageError, match="journal of this pack or ShardWriter was deleted"
+    ):
         first.close()
     assert verify(remote).problems == ()
     assert len(ss.ShardDataset(remote)) == 12
@@ -160,7 +166,7 @@ def test_error_of_a_storage_option_is_not_told_as_a_deleted_journal(
     s3: S3Server, bucket: str
 ) -> None:
     options = s3.storage_options | {"s3_client": "http", "s3_additional_kwargs": {}}
-    with pytest.raises(ss.OptionError, match="s3_client='http' cannot read this"):
+    with pytest.raises(ss.errors.OptionError, match="s3_client='http' cannot read this"):
         ss.pack([{"txt": "a"}], f"{bucket}/{uuid.uuid4().hex}", storage_options=options)
 
 
@@ -168,7 +174,7 @@ def test_displaced_pack_keeps_the_journal_of_the_other(remote: str) -> None:
     first = ss.ShardWriter(remote)
     second = ss.ShardWriter(remote)  # nothing has been written, so it may continue
     first.abort()
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(remote)
     write(second, "b")
     second.close()
@@ -186,9 +192,9 @@ def test_shard_replaced_by_another_writer_is_detected(remote: str) -> None:
         filesystem.pipe_file(path, bytes(storage.info(f"{remote}/000000.tar").size))
     else:
         filesystem.rm_file(path)
-    with pytest.raises(ss.StorageError, match=r"replaced or deleted.*000000\.tar"):
+    with pytest.raises(ss.errors.StorageError, match=r"replaced or deleted.*000000\.tar"):
         writer.close()
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(remote)
 
 
@@ -208,7 +214,7 @@ def test_takeover_during_the_manifest_write_prevents_publication() -> None:
     url, filesystem, later = f"memory://{uuid.uuid4().hex}", Hooked(), list[ss.ShardWriter]()
     filesystem.before_manifest = lambda: later.append(ss.ShardWriter(url, overwrite=True))
     with (
-        pytest.raises(ss.StorageError, match=ANOTHER),
+        pytest.raises(ss.errors.StorageError, match=ANOTHER),
         ss.ShardWriter(url, filesystem=filesystem) as writer,
     ):
         write(writer, "a")
@@ -231,7 +237,7 @@ def test_manifest_of_a_failed_write_is_removed() -> None:
 
     url = f"memory://{uuid.uuid4().hex}"
     with (
-        pytest.raises(ss.StorageError, match="broke off"),
+        pytest.raises(ss.errors.StorageError, match="broke off"),
         ss.ShardWriter(url, filesystem=Losing()) as writer,
     ):
         write(writer, "a")
@@ -240,10 +246,10 @@ def test_manifest_of_a_failed_write_is_removed() -> None:
 
 def test_folder_is_unlocked_after_success_and_failure(tmp_path: Path) -> None:
     ss.ShardWriter(tmp_path).abort()
-    with pytest.raises(ss.SampleError), ss.ShardWriter(tmp_path) as writer:
+    with pytest.raises(ss.errors.SampleError), ss.ShardWriter(tmp_path) as writer:
         writer.write({"cls": "no number"})
     (tmp_path / "000000.tar").write_bytes(b"")
-    with pytest.raises(ss.OptionError, match=r"without an index\.json"):
+    with pytest.raises(ss.errors.OptionError, match=r"without an index\.json"):
         ss.ShardWriter(tmp_path)
     dropped: ss.ShardWriter | None = ss.ShardWriter(tmp_path, overwrite=True)
     assert dropped is not None
@@ -266,7 +272,7 @@ def test_pack_after_a_stopped_writer_requires_overwrite(
     before = sorted(path.name for path in tmp_path.iterdir())
     assert "a-0.tar" in before
     for begin in (ss.ShardWriter, lambda dest: ss.pack([{"cls": 1}], dest)):
-        with pytest.raises(ss.OptionError, match="writing here, or was stopped"):
+        with pytest.raises(ss.errors.OptionError, match="writing here, or was stopped"):
             begin(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -275,7 +281,7 @@ def test_overwrite_deletes_shards_of_other_names_left_by_another_pack(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "notes.tar").write_bytes(b"not of any pack")
-    with pytest.raises(ss.SourceError):
+    with pytest.raises(ss.errors.SourceError):
         ss.pack([{"cls": value} for value in (1, 2, 3, 4, 5, "no number")], tmp_path / "a-{shard}.tar", max_samples=2)  # fmt: skip
     ss.pack([{"cls": 1}], tmp_path, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -291,12 +297,12 @@ def test_conditional_put_replaces_only_the_known_version(bucket: str) -> None:
     storage, url = Storage(), f"{bucket}/x"
     publish_bytes_over(storage, url, b"1", old=None)
     for old in (None, b"0"):
-        with pytest.raises(ss.ChangedError, match="replaced meanwhile"):
+        with pytest.raises(ss.errors.ChangedError, match="replaced meanwhile"):
             publish_bytes_over(storage, url, b"2", old=old)
     publish_bytes_over(storage, url, b"2", old=b"1")
     publish_bytes_over(storage, url, b"2", old=b"1")  # as after a lost response
     storage.resolve(url)[0].rm_file(url)
-    with pytest.raises(ss.ChangedError, match="replaced meanwhile"):
+    with pytest.raises(ss.errors.ChangedError, match="replaced meanwhile"):
         publish_bytes_over(storage, url, b"3", old=b"2")
 
 
@@ -331,14 +337,14 @@ def test_a_conditional_write_that_is_refused_is_not_sent_without_its_condition(
     filesystem.code = "AccessDenied"
     storage, url = Storage(filesystem=filesystem), f"{bucket}/x"
     publish_bytes_over(storage, url, b"1", old=None)
-    with pytest.raises(ss.AccessDeniedError):
+    with pytest.raises(ss.errors.AccessDeniedError):
         publish_bytes_over(storage, url, b"2", old=b"1")
     assert storage.read(url) == b"1"
 
 
 def test_second_writer_in_a_process_is_refused_with_advice(tmp_path: Path) -> None:
     writer = ss.ShardWriter(tmp_path)
-    with pytest.raises(ss.StorageError, match=r"of this process has this folder open; call"):
+    with pytest.raises(ss.errors.StorageError, match=r"of this process has this folder open; call"):
         ss.ShardWriter(tmp_path, overwrite=True)
     writer.abort()
     ss.ShardWriter(tmp_path).abort()
@@ -356,7 +362,7 @@ def test_forked_child_neither_holds_nor_releases_the_lock(tmp_path: Path) -> Non
         os._exit(0)
     try:
         os.close(done)
-        with pytest.raises(ss.StorageError, match="has this folder open"):
+        with pytest.raises(ss.errors.StorageError, match="has this folder open"):
             other.lock()
         folder.unlock()
         other.lock()

@@ -96,10 +96,12 @@ def test_parts_write_the_dataset_of_one_process(
     source = request.getfixturevalue(fixture)
     plain = ss.pack(source, tmp_path / "plain", **options)
     own = job == "split"
-    executor = ss.LocalExecutor(processes=2) if own else ss.FuturesExecutor(two_processes)
+    executor = (
+        ss.tasks.LocalExecutor(processes=2) if own else ss.tasks.FuturesExecutor(two_processes)
+    )
     report = ss.pack(source, tmp_path / "two", executor=executor, **options)
     for part in (2, 3, 1):
-        ss.pack(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
+        ss.pack(source, tmp_path / "parts", executor=ss.tasks.Parts(part, 3), **options)
     merged = ss.merge(tmp_path / "parts")
     assert sorted(split.name for split in merged.splits) == sorted(options.get("split", [""]))
     assert (merged.samples, merged.fields) == (plain.samples, plain.fields)
@@ -159,10 +161,10 @@ def test_no_split_is_published_while_parts_of_another_are_missing(
     photos: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = JOBS["split"][1]
-    ss.pack(photos, tmp_path, executor=ss.Parts(1, 2), **options)
+    ss.pack(photos, tmp_path, executor=ss.tasks.Parts(1, 2), **options)
     with pytest.raises(UnfinishedError, match="part 2/2"):
         ss.merge(tmp_path)
-    ss.pack(photos, tmp_path, executor=ss.Parts(2, 2), **options)
+    ss.pack(photos, tmp_path, executor=ss.tasks.Parts(2, 2), **options)
     (tmp_path / "val" / ".shardstream-pack-part-000000.json").unlink()
     with pytest.raises(UnfinishedError, match="/val"):
         ss.merge(tmp_path)
@@ -170,7 +172,7 @@ def test_no_split_is_published_while_parts_of_another_are_missing(
 
 
 def test_no_split_is_published_where_another_was_not_begun(photos: str, tmp_path: Path) -> None:
-    ss.pack(photos, tmp_path, executor=ss.Parts(1, 1), **JOBS["split"][1])
+    ss.pack(photos, tmp_path, executor=ss.tasks.Parts(1, 1), **JOBS["split"][1])
     (tmp_path / ".DS_Store").write_bytes(b"")  # hides no split
     kept = (tmp_path / "val").rename(tmp_path.parent / f"{tmp_path.name}-val")
     with pytest.raises(UnfinishedError, match="split val has been run"):
@@ -184,9 +186,9 @@ def test_no_split_is_published_where_another_was_not_begun(photos: str, tmp_path
 def test_merge_leaves_other_jobs_in_the_folders_beside_the_splits_alone(
     photos: str, tmp_path: Path
 ) -> None:
-    ss.pack(photos, tmp_path, executor=ss.Parts(1, 1), **JOBS["split"][1])
+    ss.pack(photos, tmp_path, executor=ss.tasks.Parts(1, 1), **JOBS["split"][1])
     ss.pack(
-        photos, tmp_path / "other", max_samples=8, executor=ss.Parts(1, 2)
+        photos, tmp_path / "other", max_samples=8, executor=ss.tasks.Parts(1, 2)
     )  # its other part is missing
     writer = ss.ShardWriter(tmp_path / "mine" / "{shard:06d}.tar")
     writer.write({"txt": "a"})
@@ -199,23 +201,23 @@ def test_merge_leaves_other_jobs_in_the_folders_beside_the_splits_alone(
 def test_merge_warns_of_a_split_that_numbers_its_classes_differently(
     photos: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ss.pack(photos, tmp_path / "val", executor=ss.Parts(1, 1))
+    ss.pack(photos, tmp_path / "val", executor=ss.tasks.Parts(1, 1))
     ss.pack(photos, tmp_path / "train", classes=[*reversed(CLASSES)])
     ss.merge(tmp_path / "val")
     assert "class numbers differ among splits" in caplog.text
 
 
 def test_exact_sizes_fill_shards_up_to_the_limit(photos: str, tmp_path: Path) -> None:
-    ss.pack(photos, tmp_path / "new", max_bytes="30kB", executor=ss.LocalExecutor())
+    ss.pack(photos, tmp_path / "new", max_bytes="30kB", executor=ss.tasks.LocalExecutor())
     sizes = [path.stat().st_size for path in sorted((tmp_path / "new").glob("*.tar"))]
     assert max(sizes) <= 30_000
     assert min(sizes[:-1]) > 26_000
     assert not list((tmp_path / "new").glob("*_01.tar"))
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 def test_shards_of_unknown_sizes_are_filled_to_nine_tenths_of_the_limit(
-    executor: ss.LocalExecutor | None, tmp_path: Path
+    executor: ss.tasks.LocalExecutor | None, tmp_path: Path
 ) -> None:
     """Sizes that grow are measured all over the source; where they exceed the mean, further shards begin."""
     folder = tmp_path / "files"
@@ -257,7 +259,7 @@ def pictures_with_paths(folder: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 @pytest.mark.parametrize(
     ("cells", "has_dictionary", "num_shards"),
     [
@@ -271,7 +273,7 @@ def test_parquet_is_cut_by_the_sizes_that_its_metadata_tell_else_by_some_rows(
     cells: Callable[[Path], list[Any]],
     has_dictionary: bool,
     num_shards: int,
-    executor: ss.LocalExecutor | None,
+    executor: ss.tasks.LocalExecutor | None,
     tmp_path: Path,
 ) -> None:
     rows = pa.table({"image": cells(tmp_path), "label": [*range(100)]})
@@ -293,13 +295,13 @@ def test_skipped_records_are_reported_by_all_executors(photos: str, tmp_path: Pa
     shutil.copytree(photos, source)
     (source / "ant" / "000.jpg").write_bytes(b"no image")
     (source / "bee" / "058.jpg").write_bytes(jpeg(1)[:200])
-    with pytest.raises(ss.SourceError, match="000.jpg"):
-        ss.pack(str(source), tmp_path / "none", executor=ss.LocalExecutor(), shuffle=False)
+    with pytest.raises(ss.errors.SourceError, match="000.jpg"):
+        ss.pack(str(source), tmp_path / "none", executor=ss.tasks.LocalExecutor(), shuffle=False)
     assert not (tmp_path / "none" / "index.json").exists()
     options: Mapping[str, Any] = {"max_samples": 10, "on_error": "skip"}
     plain = ss.pack(str(source), tmp_path / "plain", **options)
     report = ss.pack(
-        str(source), tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options
+        str(source), tmp_path / "two", executor=ss.tasks.LocalExecutor(processes=2), **options
     )
     assert sorted(report.skipped) == sorted(plain.skipped)
     assert report.samples == plain.samples == 60 - len(plain.skipped)
@@ -317,24 +319,26 @@ def test_a_pack_goes_on_after_a_bad_record_with_skips_and_not_back_without(
     shutil.copytree(photos, source)
     (source / "bee" / "058.jpg").write_bytes(b"no image")
     job: Mapping[str, Any] = {"max_samples": 10, "shuffle": False, "max_side": 8}
-    for executor in (ss.LocalExecutor(), ss.Parts(1, 1)):
+    for executor in (ss.tasks.LocalExecutor(), ss.tasks.Parts(1, 1)):
         options = {**job, "executor": executor}
         out = tmp_path / type(executor).__name__
-        with pytest.raises(ss.SourceError, match=r"058\.jpg"):
+        with pytest.raises(ss.errors.SourceError, match=r"058\.jpg"):
             ss.pack(str(source), out, **options)
         report = ss.pack(str(source), out, **options, on_error="skip")
         assert (len(report.skipped), report.samples) == (1, 59)
-    with pytest.raises(ss.OptionError, match=r"stopped run skipped 1 record, .*--skip-errors"):
-        ss.pack(str(source), tmp_path / "Parts", **job, executor=ss.Parts(1, 1))
+    with pytest.raises(
+        ss.errors.OptionError, match=r"stopped run skipped 1 record, .*--skip-errors"
+    ):
+        ss.pack(str(source), tmp_path / "Parts", **job, executor=ss.tasks.Parts(1, 1))
 
 
 def test_source_that_changes_between_parts_is_refused(photos: str, tmp_path: Path) -> None:
     source = tmp_path / "photos"
     shutil.copytree(photos, source)
-    ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.Parts(1, 2))
+    ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.tasks.Parts(1, 2))
     (source / "ant" / "999.jpg").write_bytes(jpeg(3))
-    with pytest.raises(ss.OptionError, match="the source has changed"):
-        ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.Parts(2, 2))
+    with pytest.raises(ss.errors.OptionError, match="the source has changed"):
+        ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.tasks.Parts(2, 2))
 
 
 @pytest.fixture
@@ -359,11 +363,11 @@ def test_equal_tables_of_two_folders_are_two_sources(
     """A process of a pool has the source of an earlier job open; a stopped job is not continued with other files."""
     for table in equal_tables:
         out = tmp_path / f"{table.parent.name}.out"
-        ss.pack(table, out, executor=ss.FuturesExecutor(two_processes), **BINS)
+        ss.pack(table, out, executor=ss.tasks.FuturesExecutor(two_processes), **BINS)
         texts = {sample["bin"] for sample in ss.ShardDataset(str(out))}
         assert texts == {table.parent.name.encode()}
-    ss.pack(equal_tables[0], tmp_path / "mixed", executor=ss.Parts(1, 2), **BINS)
-    with pytest.raises(ss.OptionError, match="the source has changed"):
+    ss.pack(equal_tables[0], tmp_path / "mixed", executor=ss.tasks.Parts(1, 2), **BINS)
+    with pytest.raises(ss.errors.OptionError, match="the source has changed"):
         ss.pack(equal_tables[1], tmp_path / "mixed", **BINS)
 
 
@@ -371,12 +375,12 @@ def test_a_pack_with_relative_paths_is_continued_here(
     equal_tables: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(equal_tables[0].parent)
-    ss.pack("t.csv", "out", root="../new", executor=ss.Parts(1, 2), **BINS)
+    ss.pack("t.csv", "out", root="../new", executor=ss.tasks.Parts(1, 2), **BINS)
     assert ss.pack("t.csv", "out", root="../new", **BINS).kept == 2
 
 
 def test_half_written_files_of_a_killed_publication_are_deleted(table: str, tmp_path: Path) -> None:
-    ss.pack(table, tmp_path, fields={"txt": "caption"}, executor=ss.Parts(1, 1))
+    ss.pack(table, tmp_path, fields={"txt": "caption"}, executor=ss.tasks.Parts(1, 1))
     files = (
         ".shardstream-pack-000000.json",
         ".shardstream-pack-part-000000.json",
@@ -391,11 +395,11 @@ def test_half_written_files_of_a_killed_publication_are_deleted(table: str, tmp_
     assert set(files_of(tmp_path)) == left
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 def test_a_new_shard_is_never_next_to_the_old_index(
     table: str,
     tmp_path: Path,
-    executor: ss.LocalExecutor | None,
+    executor: ss.tasks.LocalExecutor | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job: dict[str, Any] = {"fields": {"txt": "caption"}, "overwrite": True}
@@ -414,8 +418,8 @@ def test_a_new_shard_is_never_next_to_the_old_index(
 def test_records_of_a_replaced_job_are_not_parts_of_the_next(table: str, tmp_path: Path) -> None:
     """A kill while the folder is taken over leaves some of them."""
     job: dict[str, Any] = {"fields": {"txt": "caption"}}
-    ss.pack(table, tmp_path / "old", executor=ss.Parts(1, 1), max_samples=10, **job)
-    ss.pack(table, tmp_path / "new", executor=ss.Parts(1, 2), max_samples=30, **job)
+    ss.pack(table, tmp_path / "old", executor=ss.tasks.Parts(1, 1), max_samples=10, **job)
+    ss.pack(table, tmp_path / "new", executor=ss.tasks.Parts(1, 2), max_samples=30, **job)
     for number in range(1, 5):
         name = f".shardstream-pack-part-{number:06d}.json"
         shutil.copy(tmp_path / "old" / name, tmp_path / "new" / name)
@@ -423,17 +427,17 @@ def test_records_of_a_replaced_job_are_not_parts_of_the_next(table: str, tmp_pat
     assert set(files_of(tmp_path / "new")) == {"000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "index.json"}  # fmt: skip
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 def test_parts_without_their_columns_are_run_again(
-    table: str, tmp_path: Path, executor: ss.LocalExecutor | None
+    table: str, tmp_path: Path, executor: ss.tasks.LocalExecutor | None
 ) -> None:
     """And further shards that a killed run has left, and the next one did not need, are deleted."""
     job: dict[str, Any] = {"max_samples": 25, "fields": {"cls": "score"}, "columns": "cls"}
-    ss.pack(table, tmp_path, executor=ss.Parts(1, 1), **job)
+    ss.pack(table, tmp_path, executor=ss.tasks.Parts(1, 1), **job)
     shutil.copy(tmp_path / "000000.tar", tmp_path / "000000_01.tar")
     (tmp_path / "000001.tar.cols.parquet").unlink()
     with pytest.raises(
-        ss.StorageError, match=r"file is missing .* \[in .*/000001.tar.cols.parquet"
+        ss.errors.StorageError, match=r"file is missing .* \[in .*/000001.tar.cols.parquet"
     ):
         ss.merge(tmp_path)
     assert ss.pack(table, tmp_path, executor=executor, **job).kept == 1
@@ -445,9 +449,13 @@ def test_key_that_two_parts_have_is_refused_by_merge(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path / "tars", max_samples=10) as writer:
         for number in range(20):
             writer.write({"__key__": f"{number // 10}/{number % 10}", "txt": "a"})
-    options: dict[str, Any] = {"max_samples": 10, "key": "{stem}", "executor": ss.LocalExecutor()}
+    options: dict[str, Any] = {
+        "max_samples": 10,
+        "key": "{stem}",
+        "executor": ss.tasks.LocalExecutor(),
+    }
     with pytest.raises(
-        ss.SourceError,
+        ss.errors.SourceError,
         match=r"the key '0' comes twice, in 000000.tar and in 000001.tar, and so do 9 other keys",
     ):
         ss.pack(str(tmp_path / "tars"), tmp_path / "new", **options)
@@ -458,14 +466,16 @@ def test_key_that_two_parts_have_is_refused_by_merge(tmp_path: Path) -> None:
     "samples", [[{"txt": "a"}], iter([{"txt": "a"}])], ids=["list", "iterator"]
 )
 def test_samples_from_python_are_refused(samples: Any, tmp_path: Path) -> None:
-    with pytest.raises(ss.OptionError, match="samples from Python are packed in this process"):
-        ss.pack(samples, tmp_path / "new", executor=ss.LocalExecutor(processes=2))
+    with pytest.raises(
+        ss.errors.OptionError, match="samples from Python are packed in this process"
+    ):
+        ss.pack(samples, tmp_path / "new", executor=ss.tasks.LocalExecutor(processes=2))
 
 
 def test_part_of_another_job_is_refused(photos: str, tmp_path: Path) -> None:
-    ss.pack(photos, tmp_path / "new", max_samples=20, executor=ss.Parts(1, 2))
-    with pytest.raises(ss.OptionError, match="seed was 0, now 1"):
-        ss.pack(photos, tmp_path / "new", max_samples=20, seed=1, executor=ss.Parts(2, 2))
+    ss.pack(photos, tmp_path / "new", max_samples=20, executor=ss.tasks.Parts(1, 2))
+    with pytest.raises(ss.errors.OptionError, match="seed was 0, now 1"):
+        ss.pack(photos, tmp_path / "new", max_samples=20, seed=1, executor=ss.tasks.Parts(2, 2))
     # The same pack in one process goes on where the parts have stopped, also if the last part is done and an earlier one is not.
     report = ss.pack(photos, tmp_path / "new", max_samples=20)
     assert (report.kept, report.shards, report.samples) == (2, 3, 60)
@@ -485,9 +495,9 @@ def test_no_split_is_published_if_a_check_of_another_fails(
     table = tmp_path / "t.csv"
     table.write_text("k,v\n" + "".join(f"{'x' if i in twice else i},v\n" for i in range(20)))
     options: dict[str, Any] = {"key": "k", "split": split, "max_samples": 4}
-    options |= {"executor": ss.LocalExecutor()}
+    options |= {"executor": ss.tasks.LocalExecutor()}
     for _ in range(2):
-        with pytest.raises(ss.SourceError, match="the key 'x' comes twice"):
+        with pytest.raises(ss.errors.SourceError, match="the key 'x' comes twice"):
             ss.pack(table, tmp_path / "out", **options)
         assert not list((tmp_path / "out").rglob("index.json"))
 
@@ -536,24 +546,24 @@ def test_publication_of_splits_that_was_stopped_goes_on(
     again: str, *, killed: bool, photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"split": {"a": 0.7, "b": 0.3}, "max_samples": 20}
-    ss.pack(photos, tmp_path / "clean", executor=ss.LocalExecutor(), **options)
+    ss.pack(photos, tmp_path / "clean", executor=ss.tasks.LocalExecutor(), **options)
     clean = files_of(tmp_path / "clean")
     number = 0
     for number in itertools.count(1, 2):
         dest = tmp_path / f"out{number}"
         for part in (1, 2):
-            ss.pack(photos, dest, executor=ss.Parts(part, 2), **options)
+            ss.pack(photos, dest, executor=ss.tasks.Parts(part, 2), **options)
         if not merge_stopped(dest, number, killed=killed, monkeypatch=monkeypatch):
             break
         # Between two manifests a killed process leaves one of them; an error leaves none.
         assert published_in(dest) in (set(), {"a", "b"}, *[{"a"}] * killed)
         if not list(dest.rglob(".shardstream-pack-*")):
-            with pytest.raises(ss.OptionError, match="published already"):
+            with pytest.raises(ss.errors.OptionError, match="published already"):
                 ss.merge(dest)
-            with pytest.raises(ss.OptionError, match="a dataset is published here"):
-                ss.pack(photos, dest, executor=ss.LocalExecutor(), **options)
+            with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):
+                ss.pack(photos, dest, executor=ss.tasks.LocalExecutor(), **options)
         elif again == "same command":
-            executor = None if killed else ss.LocalExecutor()
+            executor = None if killed else ss.tasks.LocalExecutor()
             report = ss.pack(photos, dest, executor=executor, **options)
             assert ([one.name for one in report.splits], report.samples) == (["a", "b"], 60)
         else:
@@ -562,7 +572,7 @@ def test_publication_of_splits_that_was_stopped_goes_on(
         assert files_of(dest) == clean
     dest = tmp_path / f"out{number}"  # not stopped
     assert files_of(dest) == clean
-    with pytest.raises(ss.OptionError, match="published already"):
+    with pytest.raises(ss.errors.OptionError, match="published already"):
         ss.merge(dest)
 
 
@@ -596,7 +606,9 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
         with pytest.raises(StoppedError):
             pack("out")
     before = files_of(tmp_path / "out")
-    with pytest.raises(ss.OptionError, match=r"complete it with merge .* or replace it with over"):
+    with pytest.raises(
+        ss.errors.OptionError, match=r"complete it with merge .* or replace it with over"
+    ):
         pack("out")
     assert files_of(tmp_path / "out") == before
     shutil.copytree(tmp_path / "out", tmp_path / "replaced")
@@ -613,7 +625,7 @@ class OvertakenExecutor:
         self.overtake = overtake
 
     def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
-        ss.LocalExecutor().run(tasks, done)
+        ss.tasks.LocalExecutor().run(tasks, done)
         self.overtake()
 
 
@@ -625,7 +637,9 @@ def test_pack_whose_dataset_another_process_publishes_first_reports_it(
     report = ss.pack(table, tmp_path, executor=merging, **job)
     assert (report.samples, report.shards, report.fields) == (50, 3, {"txt": 50})
     other = OvertakenExecutor(lambda: ss.pack([{"cls": 1}], tmp_path, overwrite=True))
-    with pytest.raises(ss.OptionError, match="another run has published another dataset here"):
+    with pytest.raises(
+        ss.errors.OptionError, match="another run has published another dataset here"
+    ):
         ss.pack(table, tmp_path, executor=other, overwrite=True, **job)
     assert len(ss.ShardDataset(str(tmp_path))) == 1
 

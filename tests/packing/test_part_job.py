@@ -42,32 +42,34 @@ def source(tars: Path) -> str:
 
 
 def reshard_part(source: str, dest: Path, part: int, of: int, max_samples: int = 2) -> int:
-    report = ss.reshard(source, dest, max_samples=max_samples, executor=ss.Parts(part, of))
+    report = ss.reshard(source, dest, max_samples=max_samples, executor=ss.tasks.Parts(part, of))
     return report.unfinished
 
 
 def test_merge_names_the_missing_parts(source: str, tmp_path: Path) -> None:
     assert [reshard_part(source, tmp_path / "new", part, 4) for part in (1, 4)] == [4, 3]
-    with pytest.raises(ss.UnfinishedError, match=r"3 of 6 tasks .* part 2/4, 3/4; run these parts"):
+    with pytest.raises(
+        ss.errors.UnfinishedError, match=r"3 of 6 tasks .* part 2/4, 3/4; run these parts"
+    ):
         ss.merge(tmp_path / "new")
     assert not (tmp_path / "new" / "index.json").exists()
     assert [reshard_part(source, tmp_path / "new", part, 4) for part in (3, 2)] == [2, 0]
     report = ss.merge(tmp_path / "new")
     assert (report.samples, report.shards) == (12, 6)
     assert not list((tmp_path / "new").glob(".*"))
-    with pytest.raises(ss.OptionError, match="published already"):
+    with pytest.raises(ss.errors.OptionError, match="published already"):
         ss.merge(tmp_path / "new")
-    with pytest.raises(ss.OptionError, match="a dataset is published here"):
+    with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):
         reshard_part(source, tmp_path / "new", 1, 4)
 
 
 def test_parts_of_another_job_are_refused(source: str, tmp_path: Path) -> None:
     reshard_part(source, tmp_path / "new", 1, 2)
-    with pytest.raises(ss.OptionError, match="max_samples was 2, now 3"):
+    with pytest.raises(ss.errors.OptionError, match="max_samples was 2, now 3"):
         reshard_part(source, tmp_path / "new", 2, 2, max_samples=3)
-    with pytest.raises(ss.OptionError, match="exists without an index.json"):
+    with pytest.raises(ss.errors.OptionError, match="exists without an index.json"):
         ss.ShardWriter(tmp_path / "new")
-    with pytest.raises(ss.OptionError, match="unfinished pack with another source"):
+    with pytest.raises(ss.errors.OptionError, match="unfinished pack with another source"):
         ss.pack([{"txt": "a"}], tmp_path / "new")
     assert reshard_part(source, tmp_path / "new", 2, 2) == 0
     assert ss.merge(tmp_path / "new").samples == 12
@@ -82,7 +84,7 @@ def test_part_stops_when_another_writer_takes_the_folder_over(source: str, tmp_p
         "000000.tar.idx",
         "index.json",
     ]
-    with pytest.raises(ss.OptionError, match="published here"):
+    with pytest.raises(ss.errors.OptionError, match="published here"):
         reshard_part(source, tmp_path / "new", 2, 2)
 
 
@@ -102,8 +104,8 @@ def test_part_that_loses_the_folder_leaves_no_record_in_the_dataset_of_the_other
         pipe_file(filesystem, path, value, *args, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", overtake)
-    with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
-        ss.reshard(source, url, executor=ss.Parts(1, 2))
+    with pytest.raises(ss.errors.StorageError, match="another pack or ShardWriter writes here"):
+        ss.reshard(source, url, executor=ss.tasks.Parts(1, 2))
     with later[0] as writer:
         writer.write({"txt": "other"})
     assert sorted(name.rpartition("/")[2] for name in MemoryFileSystem().ls(url, detail=False)) == [
@@ -130,8 +132,8 @@ def test_job_that_loses_the_folder_before_a_record_leaves_that_of_the_other(
             pipe_file(filesystem, record, b"of the other")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", overtake)
-    with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
-        ss.reshard(source, f"memory://{folder}", executor=ss.Parts(1, 2))
+    with pytest.raises(ss.errors.StorageError, match="another pack or ShardWriter writes here"):
+        ss.reshard(source, f"memory://{folder}", executor=ss.tasks.Parts(1, 2))
     assert MemoryFileSystem().cat_file(record) == b"of the other"
     later[0].abort()
 
@@ -163,7 +165,7 @@ def test_job_that_loses_the_folder_at_its_end_publishes_nothing(
         overtake_after(Journal, "write", lambda journal: journal.published is not None)
     names = {"record file": "-part-", "classes": "classes.json", "manifest": "index.json"}
     overtake_after(RemoteFolder, "write", lambda _, name, *__: names.get(moment, "?") in name)
-    with pytest.raises(ss.StorageError, match="another pack or ShardWriter writes here"):
+    with pytest.raises(ss.errors.StorageError, match="another pack or ShardWriter writes here"):
         ss.pack(tmp_path, url)
     assert ("index.json" in written) == (moment == "manifest")
     assert ("classes.json" in written) == (moment in ("classes", "manifest"))
@@ -174,15 +176,17 @@ def test_job_that_loses_the_folder_at_its_end_publishes_nothing(
 
 
 def test_overwrite_of_one_part_is_refused(source: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.OptionError, match="overwrite cannot be used for one part"):
-        ss.reshard(source, tmp_path / "new", executor=ss.Parts(1, 2), overwrite=True)
+    with pytest.raises(ss.errors.OptionError, match="overwrite cannot be used for one part"):
+        ss.reshard(source, tmp_path / "new", executor=ss.tasks.Parts(1, 2), overwrite=True)
 
 
 def test_deleted_shard_is_detected_and_rewritten(source: str, tmp_path: Path) -> None:
     for part in (1, 2):
         reshard_part(source, tmp_path / "new", part, 2)
     (tmp_path / "new" / "000003.tar").unlink()
-    with pytest.raises(ss.StorageError, match=r"missing although its part is done.*000003\.tar"):
+    with pytest.raises(
+        ss.errors.StorageError, match=r"missing although its part is done.*000003\.tar"
+    ):
         ss.merge(tmp_path / "new")
     (tmp_path / "new" / "000004.tar.idx").write_bytes(b"")
     for part in (1, 2):
@@ -197,7 +201,9 @@ def test_damaged_record_is_an_error(source: str, tmp_path: Path) -> None:
     record = tmp_path / "new" / ".shardstream-pack-part-000001.json"
     document = json.loads(record.read_text())
     record.write_text(json.dumps(document)[:-20])
-    with pytest.raises(ss.ShardError, match=r"record of a part cannot be read.*part-000001\.json"):
+    with pytest.raises(
+        ss.errors.ShardError, match=r"record of a part cannot be read.*part-000001\.json"
+    ):
         ss.merge(tmp_path / "new")
     reshard_part(source, tmp_path / "new", 2, 2)  # writes the record again
     assert ss.merge(tmp_path / "new").samples == 12
@@ -207,7 +213,7 @@ def test_merges_at_the_same_time_leave_the_dataset_published(
     source: str, bucket: str, s3_env: None
 ) -> None:
     dest = f"{bucket}/new"
-    ss.reshard(source, dest, max_samples=2, executor=ss.Parts(1, 1))
+    ss.reshard(source, dest, max_samples=2, executor=ss.tasks.Parts(1, 1))
     results: list[object] = []
 
     def run() -> None:
@@ -243,7 +249,7 @@ def test_parts_at_the_same_time_on_s3_write_one_dataset(
 ) -> None:
     code = (
         "import sys, shardstream as ss\n"
-        "ss.reshard(sys.argv[1], sys.argv[2], max_samples=1, executor=ss.Parts.parse(sys.argv[3]))"
+        "ss.reshard(sys.argv[1], sys.argv[2], max_samples=1, executor=ss.tasks.Parts.parse(sys.argv[3]))"
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", code, source, f"{bucket}/new", part], cwd=ROOT)
@@ -265,14 +271,15 @@ def test_merge_without_a_job_is_refused(tmp_path: Path, content: str) -> None:
     if content == "pack":
         writer = ss.ShardWriter(folder, max_samples=1)
         writer.write({"txt": "a"})
-        with pytest.raises(ss.StorageError, match="has this folder open"):
+        with pytest.raises(ss.errors.StorageError, match="has this folder open"):
             ss.merge(folder)
         for _ in range(3):
             writer.write({"txt": "a"})
         writer.drain()
         writer.abort()
     with pytest.raises(
-        ss.OptionError, match="not a job in parts" if content == "pack" else "nothing to merge"
+        ss.errors.OptionError,
+        match="not a job in parts" if content == "pack" else "nothing to merge",
     ):
         ss.merge(folder)
     assert folder.exists() == (content != "nothing")
@@ -280,18 +287,18 @@ def test_merge_without_a_job_is_refused(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize(("part", "of"), [(0, 3), (4, 3), (1, 0), (-1, 3)])
 def test_part_that_does_not_exist_is_refused(part: int, of: int) -> None:
-    with pytest.raises(ss.OptionError, match="does not exist"):
-        ss.Parts(part, of)
+    with pytest.raises(ss.errors.OptionError, match="does not exist"):
+        ss.tasks.Parts(part, of)
 
 
 @pytest.mark.parametrize("text", ["3", "3/", "a/b", "3/16/2", "-1/3", ""])
 def test_invalid_part_text_is_refused(text: str) -> None:
-    with pytest.raises(ss.OptionError, match="3/16"):
-        ss.Parts.parse(text)
+    with pytest.raises(ss.errors.OptionError, match="3/16"):
+        ss.tasks.Parts.parse(text)
 
 
 def test_verify_in_parts_reads_each_shard_once(source: str) -> None:
-    reports = [ss.verify(source, executor=ss.Parts(part, 2)) for part in (1, 2)]
+    reports = [ss.verify(source, executor=ss.tasks.Parts(part, 2)) for part in (1, 2)]
     assert sum(report.samples for report in reports) == 12
     assert [report.unchecked for report in reports] == [
         reports[1].shards // 2,
@@ -299,7 +306,7 @@ def test_verify_in_parts_reads_each_shard_once(source: str) -> None:
     ]
     damaged = sorted(Path(source).glob("*.tar"))[1]
     damaged.write_bytes(damaged.read_bytes()[:-600])
-    found = [ss.verify(source, executor=ss.Parts(part, 2)).errors for part in (1, 2)]
+    found = [ss.verify(source, executor=ss.tasks.Parts(part, 2)).errors for part in (1, 2)]
     assert not found[0]
     assert damaged.name in str(found[1][0])
 

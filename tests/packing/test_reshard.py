@@ -160,11 +160,15 @@ def test_executors_and_parts_write_the_same_bytes(
     limits: dict[str, Any] = {"max_samples": 100, "max_bytes": "50kB"}
     ss.reshard(source, tmp_path / "one", **limits, **options)
     own = "batch_size" in options
-    executor = ss.LocalExecutor(processes=2) if own else ss.FuturesExecutor(two_processes)
+    executor = (
+        ss.tasks.LocalExecutor(processes=2) if own else ss.tasks.FuturesExecutor(two_processes)
+    )
     ss.reshard(source, tmp_path / "two", executor=executor, **limits, **options)
     for part in (3, 1, 2, 1):
-        ss.reshard(source, tmp_path / "parts", executor=ss.Parts(part, 3), **limits, **options)
-    with pytest.raises(ss.UnfinishedError):
+        ss.reshard(
+            source, tmp_path / "parts", executor=ss.tasks.Parts(part, 3), **limits, **options
+        )
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(str(tmp_path / "parts"))
     ss.merge(tmp_path / "parts")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "parts")
@@ -203,19 +207,19 @@ def test_growing_samples_begin_further_shards_within_the_limit(source: str, tmp_
     assert keys_of(tmp_path / "new") == keys_of(source)
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor(processes=2)])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor(processes=2)])
 def test_error_of_a_function_names_shard_and_key(
-    source: str, tmp_path: Path, executor: ss.Executor | None
+    source: str, tmp_path: Path, executor: ss.tasks.Executor | None
 ) -> None:
     with pytest.raises(
-        ss.SourceError, match=r"no caption.*map\(raise_at_77\).*'0077' of .*000001.tar"
+        ss.errors.SourceError, match=r"no caption.*map\(raise_at_77\).*'0077' of .*000001.tar"
     ):
         ss.reshard(source, tmp_path / "new", map=raise_at_77, max_samples=30, executor=executor)
     assert not (tmp_path / "new" / "index.json").exists()
-    with pytest.raises(ss.UnfinishedError, match="written in parts"):
+    with pytest.raises(ss.errors.UnfinishedError, match="written in parts"):
         ss.ShardDataset(str(tmp_path / "new"))
     # A corrected function is another job: it must not be mixed with the shards of the first.
-    with pytest.raises(ss.OptionError, match="map was"):
+    with pytest.raises(ss.errors.OptionError, match="map was"):
         ss.reshard(source, tmp_path / "new", max_samples=30, map=double_bytes)
     ss.reshard(source, tmp_path / "new", max_samples=30, map=double_bytes, overwrite=True)
     assert keys_of(tmp_path / "new") == keys_of(source)
@@ -250,26 +254,28 @@ def test_bad_options_and_results_are_refused(
 def test_function_that_other_processes_cannot_import_is_refused(
     source: str, tmp_path: Path
 ) -> None:
-    executor = ss.LocalExecutor(processes=2)
-    with pytest.raises(ss.OptionError, match="importable"):
+    executor = ss.tasks.LocalExecutor(processes=2)
+    with pytest.raises(ss.errors.OptionError, match="importable"):
         ss.reshard(source, tmp_path / "new", map=lambda sample: sample, executor=executor)
 
 
 def test_key_that_two_new_shards_have_is_refused(source: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.SourceError, match=r"comes twice, in .*nothing is published; .*map="):
+    with pytest.raises(
+        ss.errors.SourceError, match=r"comes twice, in .*nothing is published; .*map="
+    ):
         ss.reshard(source, tmp_path / "new", max_samples=2, map=name_by_twos)
     assert not (tmp_path / "new" / "index.json").exists()
 
 
 def test_source_must_not_be_the_destination(source: str) -> None:
-    with pytest.raises(ss.OptionError, match="write elsewhere"):
+    with pytest.raises(ss.errors.OptionError, match="write elsewhere"):
         ss.reshard(source, source, overwrite=True)
     assert len(keys_of(source)) == NSAMPLES
 
 
 def test_published_dataset_is_replaced_only_with_overwrite(source: str, tmp_path: Path) -> None:
     ss.reshard(source, tmp_path / "new", max_samples=20)
-    with pytest.raises(ss.OptionError, match="overwrite"):
+    with pytest.raises(ss.errors.OptionError, match="overwrite"):
         ss.reshard(source, tmp_path / "new", max_samples=100)
     report = ss.reshard(source, tmp_path / "new", max_samples=100, overwrite=True)
     assert report.shards == len(list((tmp_path / "new").glob("*.tar"))) == 3
@@ -279,10 +285,10 @@ def test_published_dataset_is_replaced_only_with_overwrite(source: str, tmp_path
 def test_source_that_changes_between_parts_is_detected(source: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     ss.reshard(source, copy, max_samples=60)
-    ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(1, 2))
+    ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.tasks.Parts(1, 2))
     ss.reshard(source, copy, max_samples=60, seed=1, overwrite=True)  # same sizes, other samples
-    with pytest.raises(ss.OptionError, match="the source has changed"):
-        ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(2, 2))
+    with pytest.raises(ss.errors.OptionError, match="the source has changed"):
+        ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.tasks.Parts(2, 2))
 
 
 def test_tar_that_is_replaced_between_parts_is_detected_without_checksums(
@@ -291,20 +297,20 @@ def test_tar_that_is_replaced_between_parts_is_detected_without_checksums(
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     (copy / "index.json").unlink()
-    ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(1, 2))
+    ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.tasks.Parts(1, 2))
     first = min(copy.glob("*.tar"))
     data = bytearray(first.read_bytes())
     data[512] ^= 1  # a body: same names and sizes
     first.write_bytes(data)
-    with pytest.raises(ss.OptionError, match="the source has changed"):
-        ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(2, 2))
+    with pytest.raises(ss.errors.OptionError, match="the source has changed"):
+        ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.tasks.Parts(2, 2))
 
 
 def test_tasks_are_small_whatever_the_number_of_shards(source: str, tmp_path: Path) -> None:
     class Measures:
         sizes: ClassVar[list[int]] = []
 
-        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+        def run(self, tasks: Iterable[ss.tasks.Task], done: Callable[..., None]) -> None:
             for task in tasks:
                 self.sizes.append(len(pickle.dumps(task)))
                 done(task, task.run())
@@ -318,7 +324,7 @@ def test_progress_has_the_retries_of_the_executor(source: str, tmp_path: Path) -
     class RunsEachTaskTwice:
         retries = 5  # of an earlier job
 
-        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+        def run(self, tasks: Iterable[ss.tasks.Task], done: Callable[..., None]) -> None:
             for task in tasks:
                 task.run()
                 self.retries += 1
@@ -342,12 +348,12 @@ def test_progress_has_the_retries_of_the_executor(source: str, tmp_path: Path) -
 
 def test_executor_that_loses_a_task_publishes_nothing(source: str, tmp_path: Path) -> None:
     class LosesOne:
-        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+        def run(self, tasks: Iterable[ss.tasks.Task], done: Callable[..., None]) -> None:
             for number, task in enumerate(tasks):
                 if number != 2:
                     done(task, task.run())
 
-    with pytest.raises(ss.UnfinishedError, match="1 of 4 tasks are not done: number 2"):
+    with pytest.raises(ss.errors.UnfinishedError, match="1 of 4 tasks are not done: number 2"):
         ss.reshard(source, tmp_path / "new", max_samples=60, executor=LosesOne())
     assert not (tmp_path / "new" / "index.json").exists()
 
@@ -380,7 +386,7 @@ def test_reshard_on_s3_with_the_same_bytes(
     ss.reshard(source, f"{bucket}/copy", max_samples=50)
     options: dict[str, Any] = {"max_samples": 100, "max_bytes": "50kB", "seed": 2}
     for part in (2, 1):
-        ss.reshard(f"{bucket}/copy", f"{bucket}/new", executor=ss.Parts(part, 2), **options)
+        ss.reshard(f"{bucket}/copy", f"{bucket}/new", executor=ss.tasks.Parts(part, 2), **options)
     ss.merge(f"{bucket}/new")
     ss.reshard(source, tmp_path / "new", **options)
     assert fields_of(f"{bucket}/new") == fields_of(tmp_path / "new")
@@ -504,12 +510,12 @@ def test_functions_that_hold_other_values_are_other_jobs(
 ) -> None:
     dest = tmp_path / "new"
     for part, n in ((1, 1), (2, 1)):
-        executor = ss.Parts(part, 3)
+        executor = ss.tasks.Parts(part, 3)
         ss.reshard(source, dest, map=MAKERS[kind](n), max_samples=5, executor=executor)
-    with pytest.raises(ss.OptionError, match="map was .*, now "):
-        ss.reshard(source, dest, map=MAKERS[kind](2), max_samples=5, executor=ss.Parts(3, 3))
+    with pytest.raises(ss.errors.OptionError, match="map was .*, now "):
+        ss.reshard(source, dest, map=MAKERS[kind](2), max_samples=5, executor=ss.tasks.Parts(3, 3))
     lock = threading.Lock()
-    with pytest.raises(ss.OptionError, match="map was .*, now "):  # what cannot be compared
+    with pytest.raises(ss.errors.OptionError, match="map was .*, now "):  # what cannot be compared
         ss.reshard(source, dest, map=lambda sample: (lock, sample)[1], max_samples=5)
 
 
@@ -522,7 +528,7 @@ import shardstream as ss
 from tests.packing.test_reshard import MAKERS
 source, dest, part = sys.argv[1:]
 for kind in MAKERS:
-    executor = ss.Parts(int(part), 2)
+    executor = ss.tasks.Parts(int(part), 2)
     ss.reshard(source, f"{dest}/{kind}", map=MAKERS[kind](1), max_samples=120, executor=executor)
 """
     for part in ("1", "2"):

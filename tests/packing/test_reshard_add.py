@@ -163,7 +163,7 @@ def test_fields_of_shards_and_tables_in_other_orders_are_joined_by_key(
 def test_threads_share_no_sources(
     places: dict[str, str], tmp_path: Path, memory_captions: str, with_pool: bool
 ) -> None:
-    def reshard(number: int, executor: ss.Executor) -> None:
+    def reshard(number: int, executor: ss.tasks.Executor) -> None:
         ss.reshard(
             places["train"],
             tmp_path / f"{number}",
@@ -175,9 +175,9 @@ def test_threads_share_no_sources(
 
     with ThreadPoolExecutor(4) as pool:
         if with_pool:
-            reshard(0, ss.FuturesExecutor(pool))
+            reshard(0, ss.tasks.FuturesExecutor(pool))
         else:  # two jobs, each in two parts
-            jobs = [(number, ss.Parts(part, 2)) for number in (0, 1) for part in (1, 2)]
+            jobs = [(number, ss.tasks.Parts(part, 2)) for number in (0, 1) for part in (1, 2)]
             list(pool.map(reshard, *zip(*jobs, strict=True)))
             assert ss.merge(tmp_path / "0").samples == ss.merge(tmp_path / "1").samples == NSAMPLES
     assert {one["__key__"]: one["txt"].decode() for one in samples_of(tmp_path / "0")} == {
@@ -232,10 +232,12 @@ def test_executors_and_parts_write_the_same_bytes(
     source = places["train"]
     ss.reshard(source, tmp_path / "one", **options)
     own = "map" in options
-    executor = ss.LocalExecutor(processes=2) if own else ss.FuturesExecutor(two_processes)
+    executor = (
+        ss.tasks.LocalExecutor(processes=2) if own else ss.tasks.FuturesExecutor(two_processes)
+    )
     ss.reshard(source, tmp_path / "two", executor=executor, **options)
     for part in (3, 1, 2, 1):
-        ss.reshard(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
+        ss.reshard(source, tmp_path / "parts", executor=ss.tasks.Parts(part, 3), **options)
     ss.merge(tmp_path / "parts")
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "parts")
     for sample in samples_of(tmp_path / "one"):
@@ -250,9 +252,9 @@ def test_field_that_the_sample_has_is_an_error_or_replaced(
     places: dict[str, str], tmp_path: Path
 ) -> None:
     add: dict[str, Any] = {places["scores"]: {"cls": "score"}}
-    with pytest.raises(ss.OptionError, match=r"two datasets have the field 'cls'.*new\.cls"):
+    with pytest.raises(ss.errors.OptionError, match=r"two datasets have the field 'cls'.*new\.cls"):
         ss.reshard(places["train"], tmp_path / "new", add=add)
-    with pytest.raises(ss.OptionError, match="two datasets have the field 'cls'"):
+    with pytest.raises(ss.errors.OptionError, match="two datasets have the field 'cls'"):
         ss.reshard(places["train"], tmp_path / "b", add=add, fields=["bin", "cls"])
     ss.reshard(places["train"], tmp_path / "c", add=add, fields=["bin"])
     for sample in samples_of(tmp_path / "c"):
@@ -284,7 +286,9 @@ def test_missing_keys_are_an_error_kept_or_dropped(
         add: dict[str, Any] = {write_captions(tmp_path / "some", known): ["txt"]}
     else:
         add = {write_parquet(tmp_path / "some.parquet", known): {"txt": "score"}}
-    with pytest.raises(ss.OptionError, match=r"80 keys of 240 missing .*'0000'; .*missing=.*some"):
+    with pytest.raises(
+        ss.errors.OptionError, match=r"80 keys of 240 missing .*'0000'; .*missing=.*some"
+    ):
         ss.reshard(places["train"], tmp_path / "new", add=add)
     assert not (tmp_path / "new" / "index.json").exists()
     ss.reshard(places["train"], tmp_path / "kept", add=add, missing="keep")
@@ -301,12 +305,12 @@ def test_missing_field_of_one_sample_is_an_error(places: dict[str, str], tmp_pat
     table = pa.table({"key": KEYS, "tag": [None if key == "0007" else "x" for key in KEYS]})
     pq.write_table(table, tmp_path / "tags.parquet")
     new = tmp_path / "new"
-    with pytest.raises(ss.SampleError, match=r"has no such field.*'0005'.*field 'md'"):
+    with pytest.raises(ss.errors.SampleError, match=r"has no such field.*'0005'.*field 'md'"):
         ss.reshard(places["train"], new, add={str(tmp_path / "some"): ["txt", "md"]})
     add = {str(tmp_path / "tags.parquet"): {"tag.txt": "tag"}}
-    with pytest.raises(ss.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
+    with pytest.raises(ss.errors.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
         ss.reshard(places["train"], new, add=add, overwrite=True)
-    with pytest.raises(ss.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
+    with pytest.raises(ss.errors.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
         ss.reshard(places["train"], new, add=add, missing="drop", overwrite=True)
     ss.reshard(places["train"], new, add=str(tmp_path / "some"), overwrite=True)
     assert [s["__key__"] for s in samples_of(new) if "md" not in s] == ["0005"]
@@ -328,7 +332,9 @@ def test_repeated_key_in_the_added_source_is_an_error(
         (tmp_path / "twice.csv").write_text("key,tag\n" + "".join(f"{k},t\n" for k in keys))
         add = {str(tmp_path / "twice.csv"): {"txt": "tag"}}
     where = "000001.tar and .*000099.tar" if kind == "shards" else "row 43 and .*row 241"
-    with pytest.raises(ss.OptionError, match=f"several samples have the key '0042', in .*{where}"):
+    with pytest.raises(
+        ss.errors.OptionError, match=f"several samples have the key '0042', in .*{where}"
+    ):
         ss.reshard(places["train"], tmp_path / "new", add=add)
     assert not (tmp_path / "new" / "index.json").exists()
 
@@ -340,7 +346,11 @@ def test_keys_without_a_sample_are_counted_in_a_warning(
     add = {captions: ["txt"], places["tags"]: {"__key__": "id", "tag.txt": "tag"}}
     for part in (1, 2):
         ss.reshard(
-            places["train"], tmp_path / "new", max_samples=50, add=add, executor=ss.Parts(part, 2)
+            places["train"],
+            tmp_path / "new",
+            max_samples=50,
+            add=add,
+            executor=ss.tasks.Parts(part, 2),
         )
     report = ss.merge(tmp_path / "new")
     assert report.warnings == (f"{captions}: 2 keys of 242 without a sample in the source",)
@@ -350,7 +360,9 @@ def test_source_without_any_key_of_the_samples_is_an_error(
     places: dict[str, str], tmp_path: Path
 ) -> None:
     captions = write_captions(tmp_path / "other", ["8000", "8001"])
-    with pytest.raises(ss.OptionError, match="no sample of .* has a key of this dataset.*other"):
+    with pytest.raises(
+        ss.errors.OptionError, match="no sample of .* has a key of this dataset.*other"
+    ):
         ss.reshard(places["train"], tmp_path / "new", add=captions, missing="keep")
     assert not (tmp_path / "new" / "index.json").exists()
 
@@ -365,13 +377,13 @@ def test_added_source_that_changes_between_parts_is_an_error(
         options["add"] = {write_captions(path, KEYS): ["txt"]}
     else:
         options["add"] = {write_parquet(path, KEYS): {"txt": "score"}}
-    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.tasks.Parts(1, 2), **options)
     if kind == "shards":
         write_captions(path, shuffled(7), overwrite=True)
     else:
         write_parquet(path, shuffled(7))
-    with pytest.raises(ss.OptionError, match="the source has changed"):
-        ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
+    with pytest.raises(ss.errors.OptionError, match="the source has changed"):
+        ss.reshard(places["train"], tmp_path / "new", executor=ss.tasks.Parts(2, 2), **options)
 
 
 @pytest.mark.parametrize(
@@ -399,11 +411,11 @@ def test_wrong_sources_are_refused_before_anything_is_written(
 
 
 def test_wrong_options_are_refused(places: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ss.OptionError, match="missing must be 'error', 'drop', 'keep'"):
+    with pytest.raises(ss.errors.OptionError, match="missing must be 'error', 'drop', 'keep'"):
         ss.reshard(places["train"], tmp_path / "new", add=places["captions"], missing="skip")  # type: ignore[arg-type]
-    with pytest.raises(ss.OptionError, match="missing is used with add only"):
+    with pytest.raises(ss.errors.OptionError, match="missing is used with add only"):
         ss.reshard(places["train"], tmp_path / "new", missing="keep")
-    with pytest.raises(ss.OptionError, match="write elsewhere"):
+    with pytest.raises(ss.errors.OptionError, match="write elsewhere"):
         ss.reshard(places["train"], places["captions"], add=places["captions"], overwrite=True)
     assert len(samples_of(places["captions"])) == NSAMPLES
 
@@ -414,7 +426,7 @@ def test_tasks_are_small_whatever_the_number_of_keys(
     sizes = []
 
     class Measures:
-        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+        def run(self, tasks: Iterable[ss.tasks.Task], done: Callable[..., None]) -> None:
             for task in tasks:
                 sizes.append(len(pickle.dumps(task)))
                 done(task, task.run())
@@ -461,7 +473,7 @@ def test_reshard_with_added_fields_on_s3(
     add = {f"{bucket}/captions": ["txt"], f"{bucket}/scores.parquet": score}
     options: dict[str, Any] = {"max_samples": 100, "seed": 2}
     for part in (2, 1):
-        executor = ss.Parts(part, 2)
+        executor = ss.tasks.Parts(part, 2)
         ss.reshard(f"{bucket}/train", f"{bucket}/new", add=add, executor=executor, **options)
     ss.merge(f"{bucket}/new")
     add = {places["captions"]: ["txt"], places["scores"]: score}

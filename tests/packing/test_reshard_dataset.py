@@ -109,14 +109,14 @@ def test_samples_are_those_of_the_dataset_with_any_executor(
     for sample in ss.ShardDataset(str(tmp_path / "one")):
         assert sample.get("jpg", raw[sample["__key__"]]) == raw[sample["__key__"]]
     assert ss.ShardDataset(str(tmp_path / "one")).classes == ("a", "b", "c")
-    executor = ss.FuturesExecutor(two_processes)
+    executor = ss.tasks.FuturesExecutor(two_processes)
     ss.reshard(make(), tmp_path / "two", executor=executor, **limits)
     ss.reshard(make(), tmp_path / "shuffled", seed=3, **limits)
     ss.reshard(make(), tmp_path / "shuffled 2", seed=3, executor=executor, **limits)
     assert files_of(tmp_path / "shuffled") == files_of(tmp_path / "shuffled 2")
     dataset = make()
     for part in (2, 1):
-        ss.reshard(dataset, tmp_path / "parts", executor=ss.Parts(part, 2), **limits)
+        ss.reshard(dataset, tmp_path / "parts", executor=ss.tasks.Parts(part, 2), **limits)
         next(iter(dataset))  # a used dataset is the same source
         dataset.set_epoch(3 * (name == "epoch"))
     ss.merge(tmp_path / "parts")
@@ -188,7 +188,7 @@ def test_png_that_loses_its_transparency_is_named_in_a_warning(tmp_path: Path) -
         (lambda url: ss.ShardDataset(url, weights=[1] * COUNT), "weights= draws samples several times"),
         (lambda url: ss.ShardDataset(url, on_error="skip"), "on_error= would leave bad samples out"),
         (lambda url: ss.ShardDataset(url, index="ignore"), "read without an index; run 'shardstream index'"),
-        (lambda url: ss.ShardDataset(url, placement=ss.Placement(1, 2)), r"executor=ss\.Parts\(part, of\)"),
+        (lambda url: ss.ShardDataset(url, placement=ss.Placement(1, 2)), r"executor=ss\.tasks\.Parts\(part, of\)"),
         (lambda url: ss.mix([ss.ShardDataset(url), ss.ShardDataset(url)]), "a mix has no order of its own"),
         (lambda url: ss.ShardDataset(url).batched(4), "the step Batched needs several samples.*batch_size="),
         (lambda url: ss.ShardDataset(url).shuffle(10), "the step Shuffle needs several samples"),
@@ -221,7 +221,7 @@ def test_step_that_ends_early_is_an_error(images: str, tmp_path: Path) -> None:
 
     cases: tuple[dict[str, Any], ...] = ({}, {"batch_size": 7})
     for options in cases:
-        with pytest.raises(ss.SourceError, match="StopIteration"):
+        with pytest.raises(ss.errors.SourceError, match="StopIteration"):
             ss.reshard(images, tmp_path / "new", map=end, overwrite=True, **options)
 
 
@@ -230,17 +230,17 @@ def test_steps_with_other_values_are_another_job(images: str, tmp_path: Path) ->
         dataset = ss.ShardDataset(images, seed=seed).map(partial(add_text, text=text))
         write = partial(ss.reshard, dataset, tmp_path / "new", max_samples=8)
         if part == 1:
-            write(executor=ss.Parts(1, 2))
+            write(executor=ss.tasks.Parts(1, 2))
             continue
-        with pytest.raises(ss.OptionError, match=r"steps.* was .*, now "):
-            write(executor=ss.Parts(2, 2))
+        with pytest.raises(ss.errors.OptionError, match=r"steps.* was .*, now "):
+            write(executor=ss.tasks.Parts(2, 2))
 
 
 def write_a_part(images: str, dest: str, part: str) -> None:
     dataset = ss.ShardDataset(images).decode(only=("cls", "json"), masks=("a.png", "b.png"))
     dataset = dataset.rename(True, **{"label.json": "json"}).select(is_even)
     dataset = dataset.map(partial(add_text, text="a"))
-    ss.reshard(dataset, dest, executor=ss.Parts.parse(part), max_samples=20)
+    ss.reshard(dataset, dest, executor=ss.tasks.Parts.parse(part), max_samples=20)
 
 
 def test_equal_steps_are_one_job_in_all_processes(images: str, tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_equal_steps_are_one_job_in_all_processes(images: str, tmp_path: Path) -
 
 def test_join_is_not_added_to(images: str, scores: str, tmp_path: Path) -> None:
     for dataset in (joined(images, scores), ss.ShardDataset(images, fields=["cls"])):
-        with pytest.raises(ss.OptionError, match="join first, ss.join"):
+        with pytest.raises(ss.errors.OptionError, match="join first, ss.join"):
             ss.reshard(dataset, tmp_path / "new", add={scores: ["score.cls"]})
-    with pytest.raises(ss.OptionError, match="write elsewhere"):
+    with pytest.raises(ss.errors.OptionError, match="write elsewhere"):
         ss.reshard(ss.join(images, scores), scores, overwrite=True)
 
 
@@ -266,7 +266,7 @@ def test_tasks_of_a_dataset_hold_what_their_samples_need(images: str, tmp_path: 
     sizes = []
 
     class Measures:
-        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+        def run(self, tasks: Iterable[ss.tasks.Task], done: Callable[..., None]) -> None:
             for task in tasks:
                 sizes.append(len(pickle.dumps(task)))
                 done(task, task.run())

@@ -424,11 +424,11 @@ FAILING: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kept", [0, 500_000], ids=["compared at the end", "compared at once"])
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 @pytest.mark.parametrize("failing", FAILING)
 def test_check_that_failed_fails_again(
     failing: str,
-    executor: ss.LocalExecutor | None,
+    executor: ss.tasks.LocalExecutor | None,
     kept: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -471,10 +471,10 @@ def test_repeated_keys_of_python_samples_are_not_published(tmp_path: Path) -> No
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 @pytest.mark.parametrize("said", [0, 3, 9])
 def test_tar_with_another_count_than_its_index_fails_again(
-    said: int, executor: ss.LocalExecutor | None, tmp_path: Path
+    said: int, executor: ss.tasks.LocalExecutor | None, tmp_path: Path
 ) -> None:
     with ShardWriter(tmp_path / "tars", max_samples=5) as writer:
         for number in range(15):
@@ -751,9 +751,9 @@ def test_overwrite_packs_records_again_that_a_stopped_run_has_skipped(
         pack(bad_rows, tmp_path / "out", overwrite=True, **options)
 
 
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 def test_publication_that_was_stopped_is_completed_with_its_whole_report(
-    executor: ss.LocalExecutor | None,
+    executor: ss.tasks.LocalExecutor | None,
     bad_rows: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -430,7 +430,7 @@ def test_tars_of_others_are_replaced_only_with_overwrite(
     for write in (
         lambda: ShardWriter(dest),
         lambda: ss.pack(samples, dest),
-        lambda: ss.pack(tmp_path / "source", dest, executor=ss.LocalExecutor()),
+        lambda: ss.pack(tmp_path / "source", dest, executor=ss.tasks.LocalExecutor()),
         lambda: ss.reshard(tmp_path / "source", dest),
     ):
         with pytest.raises(OptionError, match=r"without an index\.json.*--overwrite"):
@@ -452,9 +452,9 @@ def test_key_in_two_shards_is_refused_before_publication(tmp_path: Path) -> None
     for key in ("a", "b", "c", "d", "e", "b", "a"):
         writer.write({"__key__": key, "txt": key})
     repeated = r"'b' comes twice, in 000000\.tar and in 000002\.tar, and so do 1 other key; nothing"
-    with pytest.raises(ss.SourceError, match=repeated):
+    with pytest.raises(ss.errors.SourceError, match=repeated):
         writer.close()
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(str(tmp_path))
     write_some(tmp_path, overwrite=True)
     assert ss.verify(str(tmp_path)).problems == ()

@@ -864,7 +864,9 @@ def test_files_outside_the_folder_of_a_remote_table_are_allowed_by_name(tmp_path
     assert packed("root", root=store) == 1
     assert packed("one", allow=f"{tmp_path}/local") == 1
     assert packed("other", allow=["memory://", f"file://{tmp_path}"]) == 2
-    assert packed("parts", allow=["memory://", str(tmp_path)], executor=ss.LocalExecutor()) == 2
+    assert (
+        packed("parts", allow=["memory://", str(tmp_path)], executor=ss.tasks.LocalExecutor()) == 2
+    )
     with pytest.raises(SourceError, match="no sample is left"):
         packed("none", allow=f"{tmp_path}/loc")
     with pytest.raises(OptionError, match=r"--allow, --header\) apply to tables"):
@@ -946,7 +948,7 @@ def test_fifos_and_sockets_are_skipped_or_an_error(
 @pytest.mark.parametrize(
     "url", ["s3:/bucket/x", "s3:bucket/x", "S3:/b", "https:/host/x", "gs:/b/x"]
 )
-@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()])
+@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()])
 def test_url_that_lacks_a_slash_is_no_folder(
     url: str, executor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -397,7 +397,7 @@ import shardstream as ss
 url, dest, table = sys.argv[1:]
 try:
     ss.reshard(url, dest, add={table: {"txt": "caption"}})
-except ss.OptionError as error:
+except ss.errors.OptionError as error:
     print(error)
 (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
 print(int(line.split()[1]) // 1000)

@@ -50,7 +50,7 @@ def stop_pack(dest: str) -> None:
 
 
 def stop_writer(dest: str) -> None:
-    with pytest.raises(ss.SampleError):
+    with pytest.raises(ss.errors.SampleError):
         write([*NUMBERS, {"cls": "no number"}], dest)
 
 
@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "index of named tars": lambda url: index([f"{url}/000000.tar"]),
     "index elsewhere": lambda url: index(url, to=f"{url}-mine"),
     "index of named tars elsewhere": lambda url: index(f"{url}/000000.tar", to=f"{url}-mine"),
-    "read_columns": ss.read_columns,
+    "read_columns": ss.catalog.read_columns,
     "reshard": lambda url: ss.reshard(url, f"{url}-mine"),
     "pack": pack_again,
 }  # fmt: skip
@@ -91,7 +91,7 @@ READERS: dict[str, Callable[[str], object]] = {
 def is_refused(read: Callable[[str], object], url: str) -> bool:
     try:
         read(url)
-    except ss.UnfinishedError:
+    except ss.errors.UnfinishedError:
         return True
     return False
 
@@ -131,11 +131,11 @@ def test_named_tars_of_an_unfinished_dataset_can_be_read(stop: Write, tmp_path: 
 
 def test_running_pack_is_unfinished_until_it_ends(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path, max_samples=10) as writer:
-        with pytest.raises(ss.UnfinishedError):
+        with pytest.raises(ss.errors.UnfinishedError):
             ss.ShardDataset(str(tmp_path))
         for sample in NUMBERS:
             writer.write(sample)
-        with pytest.raises(ss.UnfinishedError):
+        with pytest.raises(ss.errors.UnfinishedError):
             ss.ShardDataset(str(tmp_path))
     assert len(ss.ShardDataset(str(tmp_path))) == 50
     assert not list(tmp_path.glob(".shardstream*"))
@@ -148,10 +148,12 @@ def test_dataset_is_unfinished_during_overwrite(tmp_path: Path) -> None:
     for sample in NUMBERS[:11]:
         writer.write(sample)
     writer.drain()
-    with pytest.raises(ss.UnfinishedError, match=r"run the same command again .* delete \.shard"):
+    with pytest.raises(
+        ss.errors.UnfinishedError, match=r"run the same command again .* delete \.shard"
+    ):
         ss.ShardDataset(str(tmp_path))
     writer.abort()
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(str(tmp_path))
 
 
@@ -172,7 +174,7 @@ def test_displaced_overwrite_keeps_the_journal_of_the_other_writer() -> None:
         Storage().resolve(f"{url}/index.json")[1]
     )  # by the other writer
     late.abort()
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(url)
 
 
@@ -188,7 +190,7 @@ def test_splits_killed_between_two_journals_are_completed(
         path.unlink()
     (tmp_path / "train" / "index.json").rename(tmp_path / "kept")
     shutil.copy(tmp_path / "val" / "index.json", tmp_path / "train" / "index.json")
-    with pytest.raises(ss.OptionError, match="a dataset is published here"):  # another one
+    with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):  # another one
         ss.pack(numbers, tmp_path, **options)
     (tmp_path / "kept").rename(tmp_path / "train" / "index.json")
     assert ss.pack(numbers, tmp_path, **options).samples == len(NUMBERS)
@@ -196,17 +198,17 @@ def test_splits_killed_between_two_journals_are_completed(
 
 
 def test_writer_without_samples_leaves_the_folder_unchanged(tmp_path: Path) -> None:
-    with pytest.raises(ss.SampleError, match="no samples"), ss.ShardWriter(tmp_path):
+    with pytest.raises(ss.errors.SampleError, match="no samples"), ss.ShardWriter(tmp_path):
         pass
     ss.ShardWriter(tmp_path).abort()
-    with pytest.raises(ss.SourceError):
+    with pytest.raises(ss.errors.SourceError):
         ss.pack([], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_pack_without_samples_leaves_loose_files_readable(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("loose")
-    with pytest.raises(ss.SourceError):
+    with pytest.raises(ss.errors.SourceError):
         ss.pack([{"cls": "no number"}], tmp_path)
     assert len(ss.ObjectDataset(str(tmp_path))) == 1
 
@@ -225,13 +227,15 @@ def test_partial_tar_without_a_journal_is_unfinished(tmp_path: Path) -> None:
         len(ss.ShardDataset(str(tmp_path))) <= 50
     )  # without a journal the finished tars are readable
     (tmp_path / "000009.tar.part-0123456789ab").write_bytes(b"")
-    with pytest.raises(ss.UnfinishedError, match=r"000009\.tar\.part-0123456789ab is a half-writ"):
+    with pytest.raises(
+        ss.errors.UnfinishedError, match=r"000009\.tar\.part-0123456789ab is a half-writ"
+    ):
         ss.ShardDataset(str(tmp_path))
 
 
 def test_unfinished_folder_without_tars_is_reported(tmp_path: Path) -> None:
     writer = ss.ShardWriter(tmp_path)
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(str(tmp_path))
     writer.abort()
 
@@ -271,7 +275,7 @@ def test_journal_is_requested_from_servers_that_hide_dot_files(web: str, tmp_pat
     stop_writer(f"{tmp_path}/out")
     assert [file.url for file in Storage().list_folder(f"{web}/out")[0]]
     for url in (f"{web}/out", f"{web}/out/*.tar"):
-        with pytest.raises(ss.UnfinishedError):
+        with pytest.raises(ss.errors.UnfinishedError):
             ss.ShardDataset(url)
     (tmp_path / "out" / journal_name(0)).unlink()
     assert len(list_shards(f"{web}/out/*.tar").shards) >= 3

@@ -138,7 +138,7 @@ def test_report_has_one_json_line_per_bad_sample(folder: str, tmp_path: Path) ->
     list(one)
     found = lines(report)
     assert [line["number"] for line in found] == [bad.number for bad in one.bad_samples]
-    assert [ss.BadSample(**line) for line in found] == one.bad_samples
+    assert [ss.pipeline.BadSample(**line) for line in found] == one.bad_samples
 
 
 def test_report_is_written_after_a_break(folder: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_unwritable_report_does_not_replace_the_error(
 def test_unwritable_report_causes_a_warning(folder: str, tmp_path: Path) -> None:
     one = loader(folder, ss.SkipBudget(report=nowhere(tmp_path)))
     with pytest.warns(
-        ss.ReportWarning, match=r"cannot be written: .*bad.jsonl.*training continues"
+        ss.errors.ReportWarning, match=r"cannot be written: .*bad.jsonl.*training continues"
     ):
         assert len(list(one)) == 10
     assert len(one.bad_samples) == 4

@@ -324,7 +324,7 @@ def test_sequential_dataset_decodes_samples(threads: int, tmp_path: Path) -> Non
 
 def test_message_of_a_bad_image_has_no_address(tmp_path: Path) -> None:
     folder = make_shards(tmp_path, samples=[{"__key__": "a", "jpg": b"no image"}])
-    with pytest.raises(ss.DecodeError, match="cannot identify image file; ") as caught:
+    with pytest.raises(ss.errors.DecodeError, match="cannot identify image file; ") as caught:
         next(iter(ss.ShardDataset(folder).decode("rgb8")))
     assert "0x" not in caught.value.what
 

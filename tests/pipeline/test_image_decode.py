@@ -45,7 +45,7 @@ PICTURES = {
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*turns a palette image into shades of grey:shardstream.ImageWarning"
+    "ignore:.*turns a palette image into shades of grey:shardstream.errors.ImageWarning"
 )
 @pytest.mark.parametrize("name", sorted(PICTURES))
 @pytest.mark.parametrize("spec", sorted(imagespecs))
@@ -256,9 +256,9 @@ def test_resume_draws_the_same_replacements(num_workers: int, tmp_path: Path) ->
 def test_refill_without_effect_is_refused(tmp_path: Path) -> None:
     budget = ss.SkipBudget(refill=True)
     dataset = ss.ShardDataset(bad_every_fifth(tmp_path, 10), on_error=budget).decode("rgb8")
-    with pytest.raises(ss.OptionError, match="no effect with batch_size=None"):
+    with pytest.raises(ss.errors.OptionError, match="no effect with batch_size=None"):
         ss.ShardLoader(dataset, None)
-    with pytest.raises(ss.OptionError, match="no effect after steps that change"):
+    with pytest.raises(ss.errors.OptionError, match="no effect after steps that change"):
         ss.ShardLoader(dataset.select(bool), 4)
 
 
@@ -289,7 +289,7 @@ def test_rank_with_only_bad_samples_raises_if_there_are_several_ranks(tmp_path: 
     samples = [{"__key__": f"{i:02d}", "png": b"bad"} for i in range(8)]
     folder = make_shards(tmp_path, samples=samples)
     dataset = ss.ShardDataset(folder, on_error="skip", placement=ss.Placement(1, 2))
-    with pytest.raises(ss.SampleError, match="have fewer batches than the others"):
+    with pytest.raises(ss.errors.SampleError, match="have fewer batches than the others"):
         list(ss.ShardLoader(dataset.decode("rgb8"), batch_size=4))
 
 

@@ -80,7 +80,7 @@ def test_installed_decoders_are_inactive_until_they_are_named(
         OptionError, match="no decoder is called 'dcm'.*packages .jpg, json, l8, rev"
     ):
         decoded("dcm")
-    with pytest.raises(ss.DecodeError, match="UnidentifiedImage"):  # an image name stays one
+    with pytest.raises(ss.errors.DecodeError, match="UnidentifiedImage"):  # an image name stays one
         decoded("l8")
 
 

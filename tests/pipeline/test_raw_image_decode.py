@@ -445,7 +445,11 @@ def test_bit_depth_error_names_sample_field_and_remedy(tmp_path: Path) -> None:
             "no decoder is called 'sound'; available: .*mask.*rgb8.*torch_audio.*fields=",
         ),
         (("rgb8", "l8"), {}, r"takes one image name, not \['rgb8', 'l8'\]"),
-        (("audio", ss.AudioDecoder(mono=True)), {}, r"takes one audio name, not \['audio', Audio"),
+        (
+            ("audio", ss.codecs.AudioDecoder(mono=True)),
+            {},
+            r"takes one audio name, not \['audio', Audio",
+        ),
         ((), {"fields": {"png": None}}, "not None"),
         ((), {"fields": {"wav": "sound"}}, "no decoder is called 'sound'"),
     ],

@@ -50,7 +50,7 @@ class DiesOnce(Square):
 
 class Fails(Square):
     def run(self) -> Mapping[str, Any]:
-        raise ss.ShardError("the tar is damaged", shard="s3://b/a.tar", offset=512)
+        raise ss.errors.ShardError("the tar is damaged", shard="s3://b/a.tar", offset=512)
 
 
 class ImportsMissing(Square):
@@ -66,7 +66,7 @@ class DiesAlways(Square):
         raise AssertionError
 
 
-def squares(executor: ss.Executor, tasks: list[Any]) -> dict[int, Any]:
+def squares(executor: ss.tasks.Executor, tasks: list[Any]) -> dict[int, Any]:
     results: dict[int, Any] = {}
     executor.run(tasks, lambda task, result: results.update({int(task.name.split()[1]): result}))
     return results
@@ -100,23 +100,25 @@ def test_task_whose_worker_dies_is_run_again(cluster: None, tmp_path: Path) -> N
 
 
 def test_error_of_a_task_keeps_its_type_and_names_the_task(cluster: None) -> None:
-    with pytest.raises(ss.ShardError, match="at byte 512") as caught:
+    with pytest.raises(ss.errors.ShardError, match="at byte 512") as caught:
         squares(RayExecutor(), [Square(0), Fails(1), Square(2)])
     assert caught.value.__notes__ == ["in task 'square 1'"]
 
 
 def test_worker_that_always_dies_is_one_error(cluster: None) -> None:
-    with pytest.raises(ss.WorkerError, match="'square 1' died more often than it is retried"):
+    with pytest.raises(
+        ss.errors.WorkerError, match="'square 1' died more often than it is retried"
+    ):
         squares(RayExecutor(max_retries=0), [DiesAlways(1)])
 
 
 def test_missing_package_on_a_worker_is_named(cluster: None) -> None:
-    with pytest.raises(ss.WorkerError, match="cannot import 'no_such_package'"):
+    with pytest.raises(ss.errors.WorkerError, match="cannot import 'no_such_package'"):
         squares(RayExecutor(), [ImportsMissing(1)])
 
 
 def test_task_that_no_node_can_run_is_refused(cluster: None) -> None:
-    with pytest.raises(ss.OptionError, match="a task needs 64 CPUs"):
+    with pytest.raises(ss.errors.OptionError, match="a task needs 64 CPUs"):
         squares(RayExecutor(num_cpus=64), [Square(1)])
 
 
@@ -124,7 +126,7 @@ def test_task_that_no_node_can_run_is_refused(cluster: None) -> None:
     "options", [{"num_cpus": 0}, {"in_flight": 0}, {"max_retries": -1}], ids=str
 )
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ss.OptionError):
+    with pytest.raises(ss.errors.OptionError):
         RayExecutor(**options)
 
 
@@ -181,7 +183,9 @@ def test_error_of_a_function_on_ray_names_the_sample(
     def fails_at_50(sample: dict[str, Any]) -> dict[str, Any]:
         return {"__key__": sample["__key__"], "cls": 1 // (int(sample["__key__"]) - 50)}
 
-    with pytest.raises(ss.SourceError, match=r"ZeroDivisionError.*sample '0050' of .*000001\.tar"):
+    with pytest.raises(
+        ss.errors.SourceError, match=r"ZeroDivisionError.*sample '0050' of .*000001\.tar"
+    ):
         ss.reshard(source, tmp_path / "new", map=fails_at_50, executor=RayExecutor())
     assert not (tmp_path / "new" / "index.json").exists()
 
@@ -218,7 +222,7 @@ def test_address_that_does_not_answer_is_an_error_within_seconds() -> None:
         "begin = time.monotonic()\n"
         "try:\n"
         "    ss.ray.RayExecutor('127.0.0.1:9').run([], print)\n"
-        "except ss.StorageError as error:\n"
+        "except ss.errors.StorageError as error:\n"
         "    print(error)\n"
         "print('bounded', time.monotonic() - begin < 60)\n"
     )

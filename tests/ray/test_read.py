@@ -143,7 +143,7 @@ def test_loose_files_are_rows(tmp_path: Path) -> None:
 
 def test_an_error_in_a_task_keeps_its_type_and_names_the_sample(tmp_path: Path) -> None:
     folder = make_shards(tmp_path / "bad", samples=[{"cls": b"x"}])
-    with pytest.raises(ss.DecodeError, match=r"000000\.tar, sample '00000000', field 'cls'"):
+    with pytest.raises(ss.errors.DecodeError, match=r"000000\.tar, sample '00000000', field 'cls'"):
         ss.ray.read(ss.ShardDataset(folder).decode()).take_all()
 
     def fail(sample: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def test_an_error_in_a_task_keeps_its_type_and_names_the_sample(tmp_path: Path) 
     def strange(sample: dict[str, Any]) -> dict[str, Any]:
         return {"__key__": sample["__key__"], "thing": Exception}
 
-    with pytest.raises(ss.SampleError, match="a column of type does not fit one Arrow type"):
+    with pytest.raises(ss.errors.SampleError, match="a column of type does not fit one Arrow type"):
         ss.ray.read(ss.ShardDataset(folder).map(strange)).take_all()
 
 
@@ -170,20 +170,26 @@ def test_large_functions_travel_with_the_tasks(folder: str) -> None:
 
 
 def test_arguments_are_checked_before_anything_is_read(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.StorageError, match="nowhere"):
+    with pytest.raises(ss.errors.StorageError, match="nowhere"):
         ss.ray.read(str(tmp_path / "nowhere"))
-    with pytest.raises(ss.OptionError, match=r"has no field 'jpg'; its fields are cls, npy"):
+    with pytest.raises(ss.errors.OptionError, match=r"has no field 'jpg'; its fields are cls, npy"):
         ss.ray.read(folder, fields=["jpg"])
     dataset = ss.ShardDataset(folder)
-    with pytest.raises(ss.OptionError, match=r"shuffle must be given to ShardDataset\(...\)"):
+    with pytest.raises(
+        ss.errors.OptionError, match=r"shuffle must be given to ShardDataset\(...\)"
+    ):
         ss.ray.read(dataset, shuffle=True)
-    with pytest.raises(ss.OptionError, match="storage_options must be given to ShardDataset"):
+    with pytest.raises(
+        ss.errors.OptionError, match="storage_options must be given to ShardDataset"
+    ):
         ss.ray.read(dataset, storage_options={})
-    with pytest.raises(ss.OptionError, match=r"streaming_split\(\)"):
+    with pytest.raises(ss.errors.OptionError, match=r"streaming_split\(\)"):
         ss.ray.read(ss.ShardDataset(folder, placement=ss.Placement(0, 2)))
-    with pytest.raises(ss.OptionError, match="ShardMapDataset reads single samples by number"):
+    with pytest.raises(
+        ss.errors.OptionError, match="ShardMapDataset reads single samples by number"
+    ):
         ss.ray.read(ss.ShardMapDataset(folder))  # type: ignore[arg-type]
-    with pytest.raises(ss.OptionError, match="'many' is not a size"):
+    with pytest.raises(ss.errors.OptionError, match="'many' is not a size"):
         ss.ray.read(folder, task_bytes="many")
     with pytest.raises(TypeError, match="nonsense"):
         ss.ray.read(folder, nonsense=1)
@@ -197,7 +203,7 @@ import shardstream as ss
 ss.ray
 try:
     ss.ray.read("x")
-except ss.OptionError as error:
+except ss.errors.OptionError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

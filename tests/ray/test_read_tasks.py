@@ -97,7 +97,7 @@ def test_a_shuffled_task_of_large_shards_is_small(tmp_path: Path) -> None:
         shards.append(ShardInfo(url=str(path), nsamples=10_000, filesize=1 << 30, sha256=sha256))
     located = LocatedShards(shards=tuple(shards), indexed=frozenset(one.url for one in shards))
     catalog = ShardCatalog(located, Storage())
-    dataset = ss.CatalogDataset(catalog, ss.ReadOptions(shuffle=True)).decode()
+    dataset = ss.loader.CatalogDataset(catalog, ss.pipeline.ReadOptions(shuffle=True)).decode()
     job = ss.ray.plan_read(dataset)
     assert max(len(pickle.dumps(task)) for task, _ in job.tasks()) < 16_000
 
@@ -185,14 +185,14 @@ def test_values_get_the_types_of_their_kind() -> None:
 )  # fmt: skip
 def test_a_column_without_one_type_is_an_error_that_names_it(values: list[Any]) -> None:
     with pytest.raises(
-        ss.SampleError, match=r"fit one Arrow type.*in a\.tar, sample '5', field 'x'"
+        ss.errors.SampleError, match=r"fit one Arrow type.*in a\.tar, sample '5', field 'x'"
     ):
         rows_table([{"__key__": "5", "__url__": "a.tar", "x": value} for value in values], None)
 
 
 def test_a_key_that_is_not_utf8_is_an_error(tmp_path: Path) -> None:
     table = [{"__key__": "\udcff", "__url__": "a.tar", "x": b"1"}]
-    with pytest.raises(ss.SampleError, match=r"not valid UTF-8 .* field '__key__'"):
+    with pytest.raises(ss.errors.SampleError, match=r"not valid UTF-8 .* field '__key__'"):
         rows_table(table, None)
 
 
@@ -231,12 +231,12 @@ def test_bad_samples_are_skipped_by_the_policy_and_then_not_counted_in_advance(
 ) -> None:
     given = [{"cls": b"x" if n in (3, 7) else b"1"} for n in range(10)]
     folder = make_shards(tmp_path / "bad", samples=given)
-    with pytest.raises(ss.DecodeError, match=r"000000\.tar, sample '00000003', field 'cls'"):
+    with pytest.raises(ss.errors.DecodeError, match=r"000000\.tar, sample '00000003', field 'cls'"):
         rows(ss.ShardDataset(folder).decode())
     tolerant = ss.ShardDataset(folder, on_error="skip").decode()
     assert len(rows(tolerant, num_tasks=2)) == 8
     assert [meta.num_rows for _, meta in ss.ray.plan_read(tolerant).tasks()] == [None]
-    with pytest.raises(ss.SkipBudgetError):
+    with pytest.raises(ss.errors.SkipBudgetError):
         rows(ss.ShardDataset(folder, on_error=ss.SkipBudget(samples=1)).decode())
 
 
@@ -245,7 +245,7 @@ def test_a_damaged_tar_is_an_error_or_skipped(tmp_path: Path) -> None:
     with (tmp_path / "torn" / "000000.tar").open("r+b") as tar:
         tar.seek(1024 * 5)
         tar.write(b"\xff" * 512)
-    with pytest.raises(ss.ShardError, match=r"000000\.tar"):
+    with pytest.raises(ss.errors.ShardError, match=r"000000\.tar"):
         rows(ss.ShardDataset(folder))
     assert len(rows(ss.ShardDataset(folder, on_error="skip"))) == 99
 
@@ -256,7 +256,7 @@ def test_data_that_change_between_planning_and_reading_are_an_error(tmp_path: Pa
     path = tmp_path / "data" / "000000.tar"
     path.write_bytes(path.read_bytes())
     os.utime(path, ns=(1, 1))
-    with pytest.raises(ss.ChangedError, match="overwritten after the dataset was opened"):
+    with pytest.raises(ss.errors.ChangedError, match="overwritten after the dataset was opened"):
         list(tasks[0].read())
 
 
@@ -271,10 +271,10 @@ def test_shards_without_an_index_are_read_whole(tmp_path: Path) -> None:
     dataset = ss.ShardDataset(str(folder), index="ignore").decode()
     assert rows(dataset, num_tasks=2) == samples(dataset)
     assert rows(dataset, fields=["cls"], num_tasks=2) == samples(dataset)
-    with pytest.raises(ss.OptionError, match="has no field 'nope'; its fields are cls"):
+    with pytest.raises(ss.errors.OptionError, match="has no field 'nope'; its fields are cls"):
         rows(dataset, fields=["nope"])
     shuffled = ss.ShardDataset(str(folder), index="ignore", shuffle=True)
-    with pytest.raises(ss.OptionError, match=r"run 'shardstream index' on them"):
+    with pytest.raises(ss.errors.OptionError, match=r"run 'shardstream index' on them"):
         rows(shuffled)
 
 
@@ -295,21 +295,21 @@ def test_verified_data_are_verified_in_the_tasks(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_steps_that_rows_cannot_have_are_refused(folder: str, change: Any, message: str) -> None:
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         rows(change(ss.ShardDataset(folder)))
 
 
 def test_wrong_arguments_are_refused(folder: str) -> None:
     dataset = ss.ShardDataset(folder)
-    with pytest.raises(ss.OptionError, match="has no field 'jpg'; its fields are cls, npy"):
+    with pytest.raises(ss.errors.OptionError, match="has no field 'jpg'; its fields are cls, npy"):
         rows(dataset, fields=["jpg"])
-    with pytest.raises(ss.OptionError, match="must be a list of names"):
+    with pytest.raises(ss.errors.OptionError, match="must be a list of names"):
         rows(dataset, fields="cls")
-    with pytest.raises(ss.OptionError, match=r"none of the 107 rows .* has a column 'jpg'"):
+    with pytest.raises(ss.errors.OptionError, match=r"none of the 107 rows .* has a column 'jpg'"):
         rows(dataset.map(dict), fields=["jpg"])
-    with pytest.raises(ss.OptionError, match="epoch must be"):
+    with pytest.raises(ss.errors.OptionError, match="epoch must be"):
         rows(dataset, epoch=-1)
-    with pytest.raises(ss.OptionError, match="override_num_blocks must be at least 1"):
+    with pytest.raises(ss.errors.OptionError, match="override_num_blocks must be at least 1"):
         rows(dataset, num_tasks=0)
 
 
@@ -323,7 +323,7 @@ def test_rows_of_a_store_are_those_of_a_disk(folder: str, bucket: str, s3_env: N
             assert rows(decoded, num_tasks=3) == samples(decoded)
     tasks = [task for task, _ in ss.ray.plan_read(ss.ShardDataset(f"{url}/")).tasks()]
     make_shards(f"{bucket}/data", samples=given[::-1], per_shard=16, overwrite=True)
-    with pytest.raises(ss.ChangedError):
+    with pytest.raises(ss.errors.ChangedError):
         [list(task.read()) for task in tasks]
 
 
@@ -343,7 +343,11 @@ def test_rows_have_the_fields_that_the_dataset_keeps(folder: str) -> None:
         for dataset in (kept, kept.decode()):
             assert rows(dataset, num_tasks=3) == samples(dataset)
             assert rows(dataset, fields=["cls"]) == samples(dataset)
-            with pytest.raises(ss.OptionError, match="has no field 'npy'; its fields are cls, jpg"):
+            with pytest.raises(
+                ss.errors.OptionError, match="has no field 'npy'; its fields are cls, jpg"
+            ):
                 rows(dataset, fields=["npy"])
-    with pytest.raises(ss.OptionError, match="has no field 'npy;jpg'; its fields are cls, npy"):
+    with pytest.raises(
+        ss.errors.OptionError, match="has no field 'npy;jpg'; its fields are cls, npy"
+    ):
         rows(ss.ShardDataset(folder), fields=["npy;jpg"])

@@ -117,9 +117,11 @@ def test_collate_keeps_what_is_no_tensor() -> None:
     assert found["r"][0].dtype == torch.float64
     by_column = ss.ray.Collate({"n": torch.int8}, device="cpu")(batch)
     assert (by_column["n"].dtype, by_column["r"][0].dtype) == (torch.int8, torch.float32)
-    with pytest.raises(ss.OptionError, match="dtypes names 'x', but the columns are n, t, b"):
+    with pytest.raises(
+        ss.errors.OptionError, match="dtypes names 'x', but the columns are n, t, b"
+    ):
         ss.ray.Collate({"x": torch.int8})(batch)
-    with pytest.raises(ss.OptionError, match="'t', which is not a column of numbers"):
+    with pytest.raises(ss.errors.OptionError, match="'t', which is not a column of numbers"):
         ss.ray.Collate({"t": torch.int8})(batch)
     read_only = np.arange(3)
     read_only.flags.writeable = False

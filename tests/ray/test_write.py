@@ -263,7 +263,7 @@ def test_predictions_of_a_pool_are_written_with_the_keys_of_their_samples(
 def test_rows_that_cannot_be_written_are_named(
     rows: list[dict[str, Any]], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ss.SampleError, match=message):
+    with pytest.raises(ss.errors.SampleError, match=message):
         ss.ray.write(ray.data.from_items(rows), tmp_path / "new")
     assert not is_published(tmp_path / "new")
 
@@ -277,11 +277,11 @@ def test_a_bad_row_late_publishes_nothing_and_is_overwritten(tmp_path: Path) -> 
     bad = ray.data.from_items(
         [*good[:77], {"key": "77", "x.cls": 1.5}, *good[78:]], override_num_blocks=10
     )
-    with pytest.raises(ss.SampleError, match=r"row 7\d, "):
+    with pytest.raises(ss.errors.SampleError, match=r"row 7\d, "):
         ss.ray.write(bad, tmp_path / "new", max_samples=10)
-    with pytest.raises(ss.UnfinishedError):
+    with pytest.raises(ss.errors.UnfinishedError):
         ss.ShardDataset(str(tmp_path / "new"))
-    with pytest.raises(ss.OptionError, match="overwrite=True"):
+    with pytest.raises(ss.errors.OptionError, match="overwrite=True"):
         ss.ray.write(ray.data.from_items(items), tmp_path / "new")
     ss.ray.write(ray.data.from_items(items), tmp_path / "new", max_samples=60, overwrite=True)
     assert len(list(ss.ShardDataset(str(tmp_path / "new")))) == 100
@@ -294,7 +294,7 @@ def test_keys_that_shards_share_are_refused(tmp_path: Path) -> None:
     items = [{"key": f"{n % 25}", "cls": n} for n in range(30)]
     rows = ray.data.from_items(items, override_num_blocks=4)
     first = r"the key '0' comes twice, in 000000\.tar and in 000002\.tar, and so do 4 other keys"
-    with pytest.raises(ss.SourceError, match=first):
+    with pytest.raises(ss.errors.SourceError, match=first):
         ss.ray.write(rows, tmp_path / "new", max_samples=10)
     assert not is_published(tmp_path / "new")
 
@@ -321,19 +321,19 @@ def test_an_error_upstream_is_passed_on_and_leaves_the_old_dataset(
     with pytest.raises((RayError, ValueError), match="no model for 0"):
         ss.ray.write(ss.ray.read(source).map(fails), tmp_path / "data", overwrite=True)
     assert files_of(tmp_path / "data") == before
-    with pytest.raises(ss.OptionError, match="a dataset is published here"):
+    with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):
         ss.ray.write(ss.ray.read(source), tmp_path / "data")
 
 
 def test_wrong_arguments_are_refused(source: str, tmp_path: Path) -> None:
     rows = ss.ray.read(source)
-    with pytest.raises(ss.OptionError, match="the dataset has no rows"):
+    with pytest.raises(ss.errors.OptionError, match="the dataset has no rows"):
         ss.ray.write(rows.limit(0), tmp_path / "new")
-    with pytest.raises(ss.OptionError, match="takes a Ray dataset, not ShardDataset"):
+    with pytest.raises(ss.errors.OptionError, match="takes a Ray dataset, not ShardDataset"):
         ss.ray.write(ss.ShardDataset(source), tmp_path / "new")
-    with pytest.raises(ss.OptionError, match="concurrency must be at least 1"):
+    with pytest.raises(ss.errors.OptionError, match="concurrency must be at least 1"):
         ss.ray.write(rows, tmp_path / "new", concurrency=0)
-    with pytest.raises(ss.OptionError, match="max_samples must be 1 or more"):
+    with pytest.raises(ss.errors.OptionError, match="max_samples must be 1 or more"):
         ss.ray.write(rows, tmp_path / "new", max_samples=0)
     assert not (tmp_path / "new").exists()
 

@@ -912,4 +912,4 @@ def test_replaced_file_can_be_read_whole_but_not_by_range(bucket: str, s3: S3Ser
 
 
 def test_cache_warning_is_public() -> None:
-    assert ss.CacheWarning is CacheWarning
+    assert ss.errors.CacheWarning is CacheWarning

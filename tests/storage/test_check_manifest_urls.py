@@ -123,7 +123,9 @@ def test_false_count_is_reported_quickly(count: int) -> None:
     lie = {"url": "0.tar", "nsamples": count, "filesize": len(tar)}
     text = json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [lie]})
     publish_bytes(Storage(), f"{folder}/index.json", text.encode())
-    with pytest.raises(ss.IndexMismatchError, match=f"{count} samples, .* do not fit in a tar of"):
+    with pytest.raises(
+        ss.errors.IndexMismatchError, match=f"{count} samples, .* do not fit in a tar of"
+    ):
         ss.ShardDataset(f"{folder}/index.json", shuffle=True)
 
 
@@ -131,7 +133,9 @@ def test_index_larger_than_its_tar_allows_is_not_read(tmp_path: Path) -> None:
     folder = Path(make_shards(tmp_path / "data", samples=4))
     os.truncate(folder / "000000.tar.idx", 3 << 30)  # sparse
     (folder / "index.json").unlink()
-    with pytest.raises(ss.IndexMismatchError, match="402653183 samples, .* do not fit in a tar of"):
+    with pytest.raises(
+        ss.errors.IndexMismatchError, match="402653183 samples, .* do not fit in a tar of"
+    ):
         ss.ShardDataset(folder)
 
 
@@ -139,7 +143,7 @@ def test_index_longer_than_its_manifest_says_is_not_read(tmp_path: Path) -> None
     folder = Path(make_shards(tmp_path / "data", samples=4))
     os.truncate(folder / "000000.tar.idx", 3 << 30)
     dataset = ss.ShardDataset(folder)
-    with pytest.raises(ss.IndexMismatchError, match="the index has more than 4 samples"):
+    with pytest.raises(ss.errors.IndexMismatchError, match="the index has more than 4 samples"):
         list(dataset)
 
 

@@ -145,7 +145,9 @@ def test_joins_and_lists_keep_their_order(folder: str) -> None:
 def test_shard_that_is_named_twice_is_refused(urls: str | list[str], folder: str) -> None:
     put_tars(folder)
     urls = urls.format(folder=folder) if isinstance(urls, str) else [u.format(folder=folder) for u in urls]  # fmt: skip
-    with pytest.raises(ss.OptionError, match=r"named twice.* weights= or use ss.mix.*/0\d\.tar"):
+    with pytest.raises(
+        ss.errors.OptionError, match=r"named twice.* weights= or use ss.mix.*/0\d\.tar"
+    ):
         ss.ShardDataset(urls)
 
 
@@ -155,14 +157,14 @@ def test_spellings_of_a_path_name_one_shard(
     put_tars(f"{tmp_path}/a")
     monkeypatch.chdir(tmp_path)
     for other in ("./a/00.tar", f"{tmp_path}/a/00.tar", f"file://{tmp_path}/a/00.tar", "a/../a/00.tar"):  # fmt: skip
-        with pytest.raises(ss.OptionError, match="named twice"):
+        with pytest.raises(ss.errors.OptionError, match="named twice"):
             ss.ShardDataset(["a/00.tar", other], index="ignore")
 
 
 @pytest.mark.parametrize("folder", ["s3"], indirect=True)
 def test_names_of_a_protocol_name_one_shard(folder: str) -> None:
     put_tars(folder)
-    with pytest.raises(ss.OptionError, match="named twice"):
+    with pytest.raises(ss.errors.OptionError, match="named twice"):
         ss.ShardDataset([f"{folder}/00.tar", f"s3a{folder[2:]}/00.tar"], index="ignore")
 
 

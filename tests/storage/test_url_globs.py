@@ -100,7 +100,7 @@ def test_home_folder_is_expanded_by_every_door(
     make_shards(tmp_path / "data", samples=4)
     ss.reshard("~/data", "~/again")
     ss.index("~/data", to="~/mine")
-    assert ss.verify("~/again", executor=ss.LocalExecutor(processes=1)).samples == 4
+    assert ss.verify("~/again", executor=ss.tasks.LocalExecutor(processes=1)).samples == 4
     for folder in ("~/data", "~/mine"):
         assert len(ss.ShardMapDataset(folder)) == 4
 

@@ -42,7 +42,7 @@ class Square:
 
 class Fails(Square):
     def run(self) -> Mapping[str, Any]:
-        raise ss.ShardError("the tar is damaged", shard="s3://b/a.tar", offset=512)
+        raise ss.errors.ShardError("the tar is damaged", shard="s3://b/a.tar", offset=512)
 
 
 class DiesOfSigkill(Square):
@@ -58,25 +58,25 @@ class Sleeps(Square):
 
 
 @contextmanager
-def local_1() -> Iterator[ss.Executor]:
-    yield ss.LocalExecutor()
+def local_1() -> Iterator[ss.tasks.Executor]:
+    yield ss.tasks.LocalExecutor()
 
 
 @contextmanager
-def local_2() -> Iterator[ss.Executor]:
-    yield ss.LocalExecutor(processes=2)
+def local_2() -> Iterator[ss.tasks.Executor]:
+    yield ss.tasks.LocalExecutor(processes=2)
 
 
 @contextmanager
-def threads() -> Iterator[ss.Executor]:
+def threads() -> Iterator[ss.tasks.Executor]:
     with ThreadPoolExecutor(2) as pool:
-        yield ss.FuturesExecutor(pool)
+        yield ss.tasks.FuturesExecutor(pool)
 
 
 @contextmanager
-def forked() -> Iterator[ss.Executor]:
+def forked() -> Iterator[ss.tasks.Executor]:
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
-        yield ss.FuturesExecutor(pool)
+        yield ss.tasks.FuturesExecutor(pool)
 
 
 OPENED = {one.__name__: one for one in (local_1, local_2, threads, forked)}
@@ -84,20 +84,20 @@ PROCESSES = ("local_2", "forked", "spawned")
 
 
 @pytest.fixture(params=[*OPENED, "spawned"])
-def executor(request: pytest.FixtureRequest) -> Iterator[ss.Executor]:
+def executor(request: pytest.FixtureRequest) -> Iterator[ss.tasks.Executor]:
     if request.param == "spawned":
-        yield ss.FuturesExecutor(request.getfixturevalue("two_processes"), in_flight=3)
+        yield ss.tasks.FuturesExecutor(request.getfixturevalue("two_processes"), in_flight=3)
     else:
         with OPENED[request.param]() as opened:
             yield opened
 
 
 def test_each_task_runs_once_and_done_is_called_in_the_callers_thread(
-    executor: ss.Executor, request: pytest.FixtureRequest
+    executor: ss.tasks.Executor, request: pytest.FixtureRequest
 ) -> None:
     results: dict[str, Mapping[str, Any]] = {}
 
-    def done(task: ss.Task, result: Mapping[str, Any]) -> None:
+    def done(task: ss.tasks.Task, result: Mapping[str, Any]) -> None:
         assert threading.current_thread() is threading.main_thread()
         assert task.name not in results
         results[task.name] = result
@@ -111,8 +111,8 @@ def test_each_task_runs_once_and_done_is_called_in_the_callers_thread(
     assert (os.getpid() in {result["process"] for result in results.values()}) != has_processes
 
 
-def test_error_keeps_its_type_and_names_its_task(executor: ss.Executor) -> None:
-    with pytest.raises(ss.ShardError, match="is damaged") as caught:
+def test_error_keeps_its_type_and_names_its_task(executor: ss.tasks.Executor) -> None:
+    with pytest.raises(ss.errors.ShardError, match="is damaged") as caught:
         executor.run([Square(1), Fails(2), Square(3)], lambda _task, _result: None)
     assert caught.value.__notes__ == ["in task 'square 2'"]
     assert (caught.value.shard, caught.value.offset) == ("s3://b/a.tar", 512)
@@ -120,21 +120,21 @@ def test_error_keeps_its_type_and_names_its_task(executor: ss.Executor) -> None:
 
 @pytest.mark.parametrize("opened", [local_2, forked])
 def test_killed_process_raises_without_hanging(
-    opened: Callable[[], AbstractContextManager[ss.Executor]],
+    opened: Callable[[], AbstractContextManager[ss.tasks.Executor]],
 ) -> None:
-    with opened() as executor, pytest.raises(ss.WorkerError, match="died: killed.*square 7"):
+    with opened() as executor, pytest.raises(ss.errors.WorkerError, match="died: killed.*square 7"):
         executor.run([DiesOfSigkill(7), *map(Square, range(50))], lambda _task, _result: None)
 
 
 def test_after_an_error_local_processes_are_not_waited_for() -> None:
     begin = time.monotonic()
-    with pytest.raises(ss.ShardError):
-        ss.LocalExecutor(processes=2).run([Sleeps(1), Fails(2)], lambda _task, _result: None)
+    with pytest.raises(ss.errors.ShardError):
+        ss.tasks.LocalExecutor(processes=2).run([Sleeps(1), Fails(2)], lambda _task, _result: None)
     assert time.monotonic() - begin < 30
 
 
-def test_error_of_done_ends_the_run(executor: ss.Executor) -> None:
-    def fail(_task: ss.Task, _result: Mapping[str, Any]) -> None:
+def test_error_of_done_ends_the_run(executor: ss.tasks.Executor) -> None:
+    def fail(_task: ss.tasks.Task, _result: Mapping[str, Any]) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -152,7 +152,7 @@ def test_tasks_are_consumed_lazily() -> None:
 
     first: list[int] = []
     with ThreadPoolExecutor(1) as pool:
-        executor = ss.FuturesExecutor(pool, in_flight=4)
+        executor = ss.tasks.FuturesExecutor(pool, in_flight=4)
         executor.run(tasks(), lambda _task, _result: first.append(len(taken)))
     assert first[0] <= 5
     assert len(first) == 100
@@ -160,10 +160,13 @@ def test_tasks_are_consumed_lazily() -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_counts_under_one_are_refused(count: int) -> None:
-    with pytest.raises(ss.OptionError, match="processes must be 1 or more"):
-        ss.LocalExecutor(processes=count)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(ss.OptionError, match="in_flight must be"):
-        ss.FuturesExecutor(pool, in_flight=count)
+    with pytest.raises(ss.errors.OptionError, match="processes must be 1 or more"):
+        ss.tasks.LocalExecutor(processes=count)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(ss.errors.OptionError, match="in_flight must be"),
+    ):
+        ss.tasks.FuturesExecutor(pool, in_flight=count)
 
 
 def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         "import shardstream as ss\n"
         "from tests.tasks.test_executor import Square\n"
         "if __name__ == '__main__':\n"
-        "    ss.LocalExecutor(processes=2).run(map(Square, range(10**9)),"
+        "    ss.tasks.LocalExecutor(processes=2).run(map(Square, range(10**9)),"
         " lambda task, result: os.kill(os.getpid(), signal.SIGKILL))\n"
     )
     script = tmp_path / "script.py"
@@ -185,9 +188,9 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-_VERIFY = "ss.verify(sys.argv[-1], executor=ss.LocalExecutor(processes=2))"
+_VERIFY = "ss.verify(sys.argv[-1], executor=ss.tasks.LocalExecutor(processes=2))"
 _MAP = """def change(sample): return sample
-ss.reshard(sys.argv[-1], sys.argv[-1] + "/out", map=change, executor=ss.LocalExecutor(processes=2))"""
+ss.reshard(sys.argv[-1], sys.argv[-1] + "/out", map=change, executor=ss.tasks.LocalExecutor(processes=2))"""
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_process_that_cannot_import_the_program_is_explained(
 
 
 def test_index_and_verify_are_equal_with_all_executors(
-    executor: ss.Executor, tmp_path: Path
+    executor: ss.tasks.Executor, tmp_path: Path
 ) -> None:
     paths = make_dataset(tmp_path)
     expected = ss.index(str(tmp_path), members=True)
@@ -250,7 +253,7 @@ def test_index_and_verify_are_equal_with_all_executors(
 
 def test_bad_tar_keeps_its_type_through_processes(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"x" * 1024)
-    with pytest.raises(ss.ShardError, match="a.tar") as caught:
-        ss.index(str(tmp_path), executor=ss.LocalExecutor(processes=2))
+    with pytest.raises(ss.errors.ShardError, match="a.tar") as caught:
+        ss.index(str(tmp_path), executor=ss.tasks.LocalExecutor(processes=2))
     assert caught.value.__notes__ == [f"in task 'index {tmp_path}/a.tar'"]
     assert not (tmp_path / "index.json").exists()

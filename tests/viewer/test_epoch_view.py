@@ -121,13 +121,13 @@ def test_a_state_that_no_plan_continues_is_refused(
     folder: str, catalog: ShardCatalog, change: dict[str, Any], message: str
 ) -> None:
     state = loader(folder, 8).state_dict() | change
-    with pytest.raises(ss.StateError, match=message):
+    with pytest.raises(ss.errors.StateError, match=message):
         read_state(json.dumps(state), catalog)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kind": "plan"}', "[" * 5000])
 def test_what_is_no_state_is_refused(catalog: ShardCatalog, text: str) -> None:
-    with pytest.raises(ss.StateError, match="JSON|not a state"):
+    with pytest.raises(ss.errors.StateError, match="JSON|not a state"):
         read_state(text, catalog)
 
 
@@ -135,7 +135,9 @@ def test_a_state_of_other_data_names_both_fingerprints(
     tmp_path: Path, catalog: ShardCatalog
 ) -> None:
     state = loader(numbered(tmp_path, 50), 8).state_dict()
-    with pytest.raises(ss.StateError, match=f"{state['fingerprint']}.*{catalog.fingerprint}"):
+    with pytest.raises(
+        ss.errors.StateError, match=f"{state['fingerprint']}.*{catalog.fingerprint}"
+    ):
         read_state(json.dumps(state), catalog)
 
 
@@ -168,5 +170,5 @@ def test_shards_and_shares_of_classes_are_those_of_the_step(catalog: ShardCatalo
 def test_impossible_trainings_are_refused(
     folder: str, values: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         viewed(folder).epoch(values)

@@ -198,7 +198,7 @@ def test_a_missing_dataset_ends_the_command(capsys: pytest.CaptureFixture[str]) 
     [("json", "module:function"), ("json:no", "no attribute"), ("no_such:f", "No module")],
 )
 def test_a_wrong_function_is_an_error(name: str, message: str) -> None:
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         load_function(name)
 
 

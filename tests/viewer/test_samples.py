@@ -59,13 +59,13 @@ def test_a_condition_chooses_the_samples_of_the_dataset(shapes: str, where: str)
     page = session(shapes).page(0, 200, where=where)
     try:
         expected = [sample["__key__"] for sample in ss.ShardMapDataset(shapes, where=where)]
-    except ss.OptionError:  # it chooses no sample
+    except ss.errors.OptionError:  # it chooses no sample
         expected = []
     assert [one["key"] for one in page["samples"]] == expected
 
 
 def test_an_invalid_condition_names_the_columns(shapes: str) -> None:
-    with pytest.raises(ss.OptionError, match="Columns: cls, width, light"):
+    with pytest.raises(ss.errors.OptionError, match="Columns: cls, width, light"):
         session(shapes).page(0, 50, where="klass = 1")
 
 
@@ -83,7 +83,7 @@ def test_a_jump_shows_the_page_of_a_number(shapes: str) -> None:
     assert viewed.page(0, 50, at=77)["first"] == 50
     page = viewed.page(0, 10, at=77, where="cls = 1")
     assert 77 in [one["number"] for one in page["samples"]]
-    with pytest.raises(ss.OptionError, match="numbered from 0 to 119"):
+    with pytest.raises(ss.errors.OptionError, match="numbered from 0 to 119"):
         viewed.page(0, 50, at=120)
 
 
@@ -107,7 +107,7 @@ def test_exact_histograms_count_all_samples(shapes: str) -> None:
     assert found["exact"] and found["of"] == 120  # noqa: PT018
     by_name = {one["name"]: one for one in found["histograms"]}
     assert [bar["count"] for bar in by_name["cls"]["bars"]] == [30, 30, 30, 30]
-    light = ss.read_columns(shapes)["light"].to_numpy()
+    light = ss.catalog.read_columns(shapes)["light"].to_numpy()
     assert sum(bar["count"] for bar in by_name["light"]["bars"]) == len(light)
     viewed = session(shapes)
     for bar in by_name["light"]["bars"]:  # a click shows as many samples as the bar counts
@@ -130,7 +130,7 @@ def test_a_damaged_sample_has_the_message_of_the_dataset(tmp_path: Path) -> None
     viewed, dataset = session(str(tmp_path)), ss.ShardMapDataset(str(tmp_path))
     cards = viewed.page(0, 50)["samples"]
     assert ["error" in one for one in cards] == [False, False, True, False]
-    with pytest.raises(ss.ShardError) as caught:
+    with pytest.raises(ss.errors.ShardError) as caught:
         dataset[2]
     assert cards[2]["error"].partition(";")[0] == str(caught.value).partition(";")[0]
     assert viewed.details(2)["error"] == cards[2]["error"]
@@ -167,7 +167,7 @@ def test_compressed_tars_show_their_first_samples(tmp_path: Path) -> None:
     assert len(viewed.samples) == 200
     assert "the first 200 samples" in viewed.dataset()["hint"]
     assert [one["key"] for one in viewed.page(100, 3)["samples"]] == ["0100", "0101", "0102"]
-    with pytest.raises(ss.OptionError, match="without an index"):
+    with pytest.raises(ss.errors.OptionError, match="without an index"):
         viewed.epoch({})
 
 
@@ -189,7 +189,7 @@ def test_the_report_of_bad_samples_finds_its_samples(tmp_path: Path) -> None:
 
 def test_another_file_is_no_report(tmp_path: Path, shapes: str) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps({"a": 1}))
-    with pytest.raises(ss.OptionError, match="line 1 is no entry of a report"):
+    with pytest.raises(ss.errors.OptionError, match="line 1 is no entry of a report"):
         session(shapes, bad=(str(tmp_path / "x.jsonl"),))
 
 
@@ -227,5 +227,5 @@ def test_an_overwritten_shard_is_an_error_and_not_an_old_sample(tmp_path: Path) 
     viewed.page(0, 4)
     path = tmp_path / "train-000000.tar"
     path.write_bytes(path.read_bytes().replace(b"0001.cls", b"0009.cls"))
-    with pytest.raises(ss.ChangedError):
+    with pytest.raises(ss.errors.ChangedError):
         viewed.page(0, 4)

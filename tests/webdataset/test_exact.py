@@ -21,7 +21,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("indexed")
     for shard in range(SHARDS):
         samples = ({"__key__": f"{shard}-{n}", "cls": shard * SAMPLES + n} for n in range(SAMPLES))
-        ss.write_shard(folder / f"{shard}.tar", samples)
+        ss.packing.write_shard(folder / f"{shard}.tar", samples)
     return f"{folder}/{{0..{SHARDS - 1}}}.tar"
 
 
@@ -108,14 +108,14 @@ def test_what_a_plan_cannot_follow_is_refused(shards: str, tmp_path: Path) -> No
         "rename_files": str,
         "handler": bool,
     }.items():
-        with pytest.raises(ss.OptionError, match=f"does not go with.*{name}"):
+        with pytest.raises(ss.errors.OptionError, match=f"does not go with.*{name}"):
             dataset(shards, **{"shardshuffle": False, name: value})
-    with pytest.raises(ss.OptionError, match="set_epoch needs"):
+    with pytest.raises(ss.errors.OptionError, match="set_epoch needs"):
         dataset(shards, exact=False).set_epoch(1)
-    ss.write_shard(tmp_path / "a.tar", [{"__key__": "a", "cls": 1}])
+    ss.packing.write_shard(tmp_path / "a.tar", [{"__key__": "a", "cls": 1}])
     packed = tmp_path / "a.tgz"
     packed.write_bytes(gzip.compress((tmp_path / "a.tar").read_bytes()))
-    with pytest.raises(ss.OptionError, match="shardstream index"):
+    with pytest.raises(ss.errors.OptionError, match="shardstream index"):
         dataset(str(packed))
 
 

@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[str], object], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusal_says_what_to_do(name: str, tmp_path: Path) -> None:
     function, message = REFUSED[name]
-    with pytest.raises(ss.OptionError, match=message):
+    with pytest.raises(ss.errors.OptionError, match=message):
         function(shard(tmp_path / "a.tar", pyd=pickle.dumps({})))
 
 
@@ -125,7 +125,7 @@ def test_cut_shard_is_an_error_and_a_handler_loses_at_most_its_last_sample(
 
 def test_shard_without_its_end_is_read_with_a_warning(tmp_path: Path) -> None:
     url = cut(Path(shard(tmp_path / "0.tar", "ab")), 4096)
-    with pytest.warns(ss.ShardWarning, match="may have been cut between two samples"):
+    with pytest.warns(ss.errors.ShardWarning, match="may have been cut between two samples"):
         assert keys(url) == "ab"
 
 
@@ -318,7 +318,7 @@ def test_sample_of_a_stream_that_breaks_is_left_out(
 def test_wrong_option_is_no_bad_sample(tmp_path: Path) -> None:
     url = shard(tmp_path / "a.tar")
     stage = wds.tarfile_to_samples(handler=wds.ignore_and_continue, storage_option={})
-    with pytest.raises(ss.OptionError, match="gopen does not take"):
+    with pytest.raises(ss.errors.OptionError, match="gopen does not take"):
         list(wds.DataPipeline(wds.SimpleShardList(url), stage))
 
 
@@ -336,7 +336,7 @@ def test_workers_read_remote_shards_that_their_parent_has_read(s3: S3Server) -> 
     with new_bucket(s3) as bucket:
         urls = [f"s3://{bucket}/{name}.tar" for name in "ab"]
         for url in urls:
-            ss.write_shard(
+            ss.packing.write_shard(
                 url, [{"__key__": url[-5], "cls": 1}], storage_options=s3.storage_options
             )
         options: dict[str, Any] = {"storage_options": s3.storage_options}
