@@ -16,7 +16,7 @@ A batch passes through these files:
     worker_errors                   report a worker that died
     iterator, stats                 position and timing of an epoch
     notebook_view                   datasets, samples and batches in notebooks
-    stats_advice                    what limits an epoch, by its timings, and what to change
+    worker_timings, stats_advice    time by phase; what limits an epoch, and what to change
     trial                           measure a dataset with different numbers of workers
     checkpoint                      save and load training checkpoints
 

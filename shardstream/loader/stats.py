@@ -4,82 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
 
 from shardstream.display import Bars, bars_html
 from shardstream.errors import plural
-from shardstream.loader.stats_advice import Verdict, judge
-
-
-@dataclass(slots=True, kw_only=True)
-class WorkerTimings:
-    """Seconds, bytes and requests so far, of one worker or summed over all.
-
-    Args:
-        samples: Samples passed to the collate function.
-        read_s: Seconds of planning, parsing and waiting for bytes.
-        wait_s: Of these, seconds of waiting for bytes.
-        steps_s: Seconds of the pipeline's steps: decode, map, …
-        decode_s: Of these, seconds of ``decode``.
-        collate_s: Seconds of making batches.
-        mixed_s: Of ``read_s``, seconds of reading and of steps that were not timed apart, as steps change counts.
-        read_bytes: Bytes of shards that were read.
-        requests: Range requests for them; 0 for local shards, which are memory-mapped.
-        throttled: Number of throttling responses of servers.
-    """
-
-    samples: int = 0
-    read_s: float = 0.0
-    wait_s: float = 0.0
-    steps_s: float = 0.0
-    decode_s: float = 0.0
-    collate_s: float = 0.0
-    mixed_s: float = 0.0
-    read_bytes: float = 0
-    requests: float = 0
-    throttled: float = 0
-
-    def add_batch(self, samples: int, read_s: float, steps_s: float, collate_s: float) -> None:
-        """Add the timings of a batch."""
-        self.samples += samples
-        self.read_s += read_s
-        self.steps_s += steps_s
-        self.collate_s += collate_s
-
-    def add_mixed_batch(self, samples: int, mixed_s: float, collate_s: float) -> None:
-        """Add the timings of a batch whose reading and steps were not timed apart."""
-        self.add_batch(samples, mixed_s, 0.0, collate_s)
-        self.mixed_s += mixed_s
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of all work."""
-        return self.read_s + self.steps_s + self.collate_s
-
-    def with_read_stats(self, read_stats: Mapping[str, Any]) -> WorkerTimings:
-        """Return a copy with the bytes, requests and waits of a fetcher."""
-        return replace(self, **read_stats)
-
-    def add(self, other: WorkerTimings) -> None:
-        """Add the timings of another worker."""
-        for one in fields(WorkerTimings):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-
-    def since(self, earlier: WorkerTimings) -> WorkerTimings:
-        """Return the timings after those of ``earlier``."""
-        names = [one.name for one in fields(WorkerTimings)]
-        return WorkerTimings(
-            **{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in names}
-        )
-
-
-def _sum(timings: Iterable[WorkerTimings]) -> WorkerTimings:
-    total = WorkerTimings()
-    for one in timings:
-        total.add(one)
-    return total
+from shardstream.loader.stats_advice import Load, Verdict, judge
+from shardstream.loader.worker_timings import WorkerTimings, sum_timings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +72,17 @@ class LoaderStats:
     @property
     def verdict(self) -> Verdict | None:
         """What limits the epoch, and what to change; None if too few batches were timed."""
-        return judge(self)
+        warm_up = self.warm_up
+        return judge(
+            Load(
+                batches=self.batches - warm_up.batches,
+                total_s=self.seconds - warm_up.seconds,
+                wait_s=max(0.0, self.loop_wait_s - warm_up.loop_wait_s),
+                workers=self.workers,
+                cores=self.cores,
+                timings=self.timings.since(warm_up.timings),
+            )
+        )
 
     def _repr_html_(self) -> str:
         waited = {"training step": max(0.0, self.seconds - self.loop_wait_s)}
@@ -237,7 +177,7 @@ class Stopwatch:
             batches=batches,
             seconds=seconds,
             loop_wait_s=loop_wait_s,
-            timings=_sum(list(self._first_timings)),
+            timings=sum_timings(list(self._first_timings)),
         )
         return LoaderStats(
             epoch=self.epoch,
@@ -247,6 +187,6 @@ class Stopwatch:
             first_wait_s=self.first_wait_s,
             workers=self.workers,
             cores=len(os.sched_getaffinity(0)),
-            timings=_sum(list(self._timings.values())),  # a thread of an exporter may ask
+            timings=sum_timings(list(self._timings.values())),  # a thread of an exporter may ask
             warm_up=warm_up,
         )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from shardstream.loader.stats import LoaderStats, WorkerTimings
+from shardstream.loader.worker_timings import WorkerTimings
 
 Bottleneck = Literal[
     "training step",
@@ -81,14 +80,24 @@ class Verdict:
         return "\n".join([self.sentence, *(f"  - {line}" for line in lines)])
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Seconds of an epoch after the first batch of each worker, of all that is measured here."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Work of an epoch after the first batch of each worker.
 
+    Args:
+        batches: Batches yielded.
+        total_s: Seconds.
+        wait_s: Of these, seconds that the loop waited for batches.
+        workers: Worker processes; 0 reads in the main process.
+        cores: CPU cores that this process may use.
+        timings: Sum over the workers.
+    """
+
+    batches: int
     total_s: float
     wait_s: float
-    """Of these, seconds that the loop waited."""
     workers: int
+    cores: int
     timings: WorkerTimings
 
     @property
@@ -116,18 +125,11 @@ class _Load:
         return max(1.0, self.total_s / least_s)
 
 
-def judge(stats: LoaderStats) -> Verdict | None:
+def judge(load: Load) -> Verdict | None:
     """Return what limits an epoch; None if too few batches were timed, or if nothing stands out."""
-    warm_up = stats.warm_up
-    load = _Load(
-        stats.seconds - warm_up.seconds,
-        max(0.0, stats.loop_wait_s - warm_up.loop_wait_s),
-        stats.workers,
-        stats.timings.since(warm_up.timings),
-    )
     timings, busy_s = load.timings, load.timings.busy_s
     if (
-        stats.batches - warm_up.batches < _FEWEST_BATCHES
+        load.batches < _FEWEST_BATCHES
         or load.total_s < _SHORTEST_S
         or not busy_s
         or not timings.samples
@@ -135,25 +137,25 @@ def judge(stats: LoaderStats) -> Verdict | None:
         return None
     if load.wait_s < _HIDDEN * load.total_s:
         return _fast_enough(load)
-    if stats.workers and busy_s < _IDLE * stats.workers * load.total_s:
+    if load.workers and busy_s < _IDLE * load.workers * load.total_s:
         return _handed_over_slowly(load)
     name = max(load.phases, key=lambda phase: load.phases[phase])
     phase_s = load.phases[name]
-    speedup = load.speedup(stats.workers, busy_s - phase_s)
+    speedup = load.speedup(load.workers, busy_s - phase_s)
     if speedup < _WORTH:
         return None
-    who = "workers spend" if stats.workers else "it spends"
+    who = "workers spend" if load.workers else "it spends"
     return Verdict(
         bottleneck=name,
         speedup=speedup,
         sentence=f"{_titled(name)} the bottleneck: the loop waits {load.wait_s / load.total_s:.0%} of the time for batches, and {who} {phase_s / busy_s:.0%} "
         f"of the work on them with {_WORK[name]}. Without that an epoch would be {_times(speedup)} as fast.",
-        workers=_more_workers(load, stats.cores, waits=name == "store"),
+        workers=_more_workers(load, waits=name == "store"),
         advice=(*_larger_requests(timings), *_REMEDIES[name]),
     )
 
 
-def _handed_over_slowly(load: _Load) -> Verdict:
+def _handed_over_slowly(load: Load) -> Verdict:
     busy_s = load.timings.busy_s
     speedup = load.speedup(load.workers, busy_s)
     return Verdict(
@@ -165,7 +167,7 @@ def _handed_over_slowly(load: _Load) -> Verdict:
     )
 
 
-def _fast_enough(load: _Load) -> Verdict:
+def _fast_enough(load: Load) -> Verdict:
     busy_s = load.timings.busy_s
     needed = math.ceil(busy_s / load.loop_s)
     advice = (
@@ -183,9 +185,9 @@ def _fast_enough(load: _Load) -> Verdict:
     )
 
 
-def _more_workers(load: _Load, cores: int, *, waits: bool) -> str | None:
+def _more_workers(load: Load, *, waits: bool) -> str | None:
     """Advise more workers where they would help: up to one for each core, or more if they only wait."""
-    busy_s = load.timings.busy_s
+    busy_s, cores = load.timings.busy_s, load.cores
     most = cores * (_STORE_WORKERS if waits else 1)
     workers = min(most, math.ceil(busy_s / load.loop_s))
     gain = load.speedup(workers, busy_s) if workers else 1.0

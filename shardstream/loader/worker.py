@@ -25,8 +25,8 @@ from shardstream.loader.message_batching import MessageSizes, receive_items, sen
 from shardstream.loader.replacement_samples import replace_bad_samples
 from shardstream.loader.serialize import NewTensor, PickledValue, new_tensor
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
-from shardstream.loader.stats import WorkerTimings
 from shardstream.loader.worker_errors import track_progress
+from shardstream.loader.worker_timings import WorkerTimings
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition, WorkerSteps
 from shardstream.pipeline import (
     BadSample,
