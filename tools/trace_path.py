@@ -50,8 +50,8 @@ PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # One reader of classes.json for packs and the viewer, which asks for the file instead of looking it up first (one request less), took 2
 # files and 15 functions of a pack: those of an error. One function that publishes manifests took 1 file and 2 functions of a ShardWriter.
 LIMITS = {
-    "open to first batch": (42, 234),
-    "next batch": (16, 56),
+    "open to first batch": (43, 234),
+    "next batch": (17, 56),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
     "ShardWriter, 40 samples": (21, 95),
