@@ -13,7 +13,6 @@ from shardstream.errors import (
     ManifestError,
     NotFoundError,
     OptionError,
-    StorageError,
     get_logger,
     redact,
     shown,
@@ -37,14 +36,13 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
         StorageError: If the folder cannot be read.
     """
     url = join_url(folder, CLASSES_NAME)
+    # Of a remote store this would be a request more.
+    if storage.local_path(url) is not None and not storage.exists(url):
+        return None
     try:
         data = storage.read(url, max_bytes=CLASSES_LIMIT_BYTES + 1)
     except NotFoundError:
         return None
-    except StorageError as error:
-        if isinstance(error.__cause__, NotADirectoryError):  # the dataset is a file, not a folder
-            return None
-        raise
     if len(data) > CLASSES_LIMIT_BYTES:
         raise ManifestError(
             f"over {CLASSES_LIMIT_BYTES:,} bytes of class names, the limit; write a shorter list",

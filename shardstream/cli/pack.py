@@ -97,8 +97,8 @@ _Key = Annotated[
     str | None,
     typer.Option(
         metavar="TEMPLATE",
-        help='Template of sample keys: "{index:08d}", "{class}/{stem}", "{path}"; for a table also a column. By default the stem '
-        "of an image, or its path if the stem is not unique; the path of loose files; the number of a row.",
+        help='Template of sample keys: "{index:08d}", "{class}/{stem}", "{path}"; for a table also a column. By default the stems '
+        "of images, or their paths if stems are not unique; the path of loose files; the number of a row.",
         show_default=False,
     ),
 ]

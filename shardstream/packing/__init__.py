@@ -55,7 +55,6 @@ from shardstream.packing.shards.write_shard import write_shard
 from shardstream.packing.sources.class_numbering import sibling_folders
 from shardstream.packing.sources.detection import open_source
 from shardstream.packing.sources.joined_table import open_joined_table
-from shardstream.packing.sources.keys import file_key, key_levels
 from shardstream.packing.sources.samples_source import SamplesSource
 from shardstream.packing.sources.source import FileRef, Record, Source, SourceOptions
 from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
@@ -100,7 +99,6 @@ __all__ = [
     "encode_hashes",
     "encode_npz",
     "encode_sample",
-    "file_key",
     "find_repeated_keys",
     "has_encoder",
     "hash_keys",
@@ -108,7 +106,6 @@ __all__ = [
     "is_table",
     "iter_cuts",
     "iter_rows",
-    "key_levels",
     "merge",
     "open_joined_table",
     "open_source",

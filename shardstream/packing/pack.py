@@ -69,8 +69,8 @@ def pack(  # noqa: PLR0913  (public door)
         max_samples: Maximum samples of a shard.
         max_bytes: Maximum size of a shard, e.g. "256MB". Shards are filled to 90 % where sizes are not known before: images that are
             encoded again, files that a table names, Parquet, tars.
-        key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column. By default an image is
-            named by its stem, or by its path without extension where another image of the dataset has the stem (docs/formats.md), loose
+        key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column. By default images
+            are named by their stems, or, if two images of a dataset have one stem, by their paths without extension (docs/formats.md), loose
             files by their path up to the first dot, rows and samples by their number; tars keep their keys.
         shuffle: Pack in a random order: by default a folder of classes alone, which would be sorted by class otherwise.
         seed: Seed of the order and the splits.

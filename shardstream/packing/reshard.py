@@ -35,11 +35,10 @@ from shardstream.format import (
     encode_classes,
     has_mask_word,
     is_image_field,
-    member_bytes,
 )
 from shardstream.packing.job.claim import PartJob
-from shardstream.packing.job.cut import cut_by_size
-from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.cut import cut_by_size, fields_bytes
+from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.part_record import PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
@@ -54,7 +53,6 @@ from shardstream.packing.sample_steps import (
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
-from shardstream.packing.shards.tar_shard import sample_pieces
 from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
@@ -424,15 +422,9 @@ def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Catalog]) -> Sha
     """Return folder and names of the new shards; refuse the folders that are read."""
     names = ShardNames.parse(dest)
     for leaf in leaves:
-        if not isinstance(leaf, ShardCatalog):
-            continue
-        place = leaf.storage.resolve(names.folder)[1].rstrip("/")
-        for taken in dict.fromkeys(parent_url(shard.url) for shard in leaf.shards):
-            if leaf.storage.resolve(taken)[1].rstrip("/") == place:
-                raise OptionError(
-                    "the shards would be overwritten while they are read; write elsewhere",
-                    shard=names.folder,
-                )
+        if isinstance(leaf, ShardCatalog):
+            folders = {parent_url(shard.url) for shard in leaf.shards}
+            check_is_elsewhere(folders, names.folder, leaf.storage)
     return names
 
 
@@ -476,12 +468,8 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
         }
         kept = {name: data for name, data in chosen.items() if name in mine}
         before += _tar_bytes(mine, mine)
-        after += _tar_bytes(sample, kept) if kept else 0
-        added += sum(
-            member_bytes(f"{sample['__key__']}.{name}", len(data))
-            for name, data in chosen.items()
-            if name not in mine
-        )
+        after += _tar_bytes(sample, kept)
+        added += _tar_bytes(sample, chosen) - _tar_bytes(sample, kept)
     known = {name for name in known if not name.startswith("__")}
     missing = [] if is_mapped else sorted((fields or frozenset()) - known)
     if missing and (catalog.fields is not None or not after + added):
@@ -511,8 +499,8 @@ def _stepped(sample: Sample, stages: Sequence[Stage]) -> Sample:
 
 
 def _tar_bytes(sample: Sample, fields: Mapping[str, Any]) -> int:
-    named = {name: data for name, data in fields.items() if not name.startswith("__")}
-    return sum(len(piece) for piece in sample_pieces(str(sample["__key__"]), named))
+    sizes = ((name, len(data)) for name, data in fields.items() if not name.startswith("__"))
+    return fields_bytes(str(sample["__key__"]), sizes)
 
 
 def plan_shards(

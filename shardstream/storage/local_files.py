@@ -104,6 +104,17 @@ def _size_of(entry: os.DirEntry[str], status: os.stat_result) -> int:
         return 0
 
 
+def is_there(path: str) -> bool | None:
+    """Return whether there is a file or folder; None if that cannot be told, for example without permission."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return None
+    return True
+
+
 def check_regular(path: str) -> None:
     """Refuse a FIFO, a socket or a device: reading one may wait for ever, or never end.
 

@@ -165,9 +165,12 @@ class LocalFolder:
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
         path = self._path / name
-        with translate_errors(str(path)), open(path, "rb") as file:
-            file.seek(start)
-            return file.read(-1 if end is None else end - start)
+        with translate_errors(str(path)):
+            if not path.exists():  # a usual case, which need not be explained
+                raise NotFoundError("no such file", shard=str(path))
+            with open(path, "rb") as file:
+                file.seek(start)
+                return file.read(-1 if end is None else end - start)
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all; the names of committed files are flushed before."""

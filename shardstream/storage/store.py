@@ -21,7 +21,13 @@ from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.listing_pages import Page, endless_error, open_listing
-from shardstream.storage.local_files import check_regular, folder_pages, read_range, tree_pages
+from shardstream.storage.local_files import (
+    check_regular,
+    folder_pages,
+    is_there,
+    read_range,
+    tree_pages,
+)
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
 from shardstream.storage.response_head import response_version
@@ -222,6 +228,8 @@ class Storage:
 
     def exists(self, url: str) -> bool:
         """Return whether there is a file or folder."""
+        if (path := self.local_path(url)) is not None and (found := is_there(path)) is not None:
+            return found
         try:
             # exists() of some file systems returns False on any error.
             self._call_uncached(url, "info")

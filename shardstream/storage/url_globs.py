@@ -48,7 +48,8 @@ def matching_files(pattern: str, storage: Storage) -> list[FileInfo]:
 
 def relative_paths(root: str, storage: Storage) -> Callable[[FileInfo], str]:
     """Return a function that returns the path of a file under a folder."""
-    start = len(storage.resolve(root)[1].rstrip("/")) + 1
+    path = storage.local_path(root) or storage.resolve(root)[1]
+    start = len(path.rstrip("/")) + 1
     return lambda file: (storage.local_path(file.url) or storage.resolve(file.url)[1])[start:]
 
 

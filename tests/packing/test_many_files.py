@@ -24,7 +24,7 @@ from PIL import Image
 import shardstream as ss
 from shardstream.errors import SourceError, StorageError
 from shardstream.format import canonical_field, is_meta_name, split_member_name
-from shardstream.packing import FileRef, Record, SourceOptions, file_key, open_source, pack
+from shardstream.packing import FileRef, Record, SourceOptions, open_source, pack
 from shardstream.storage import RowFile, Storage
 from tests.limits import set_limits
 
@@ -116,14 +116,41 @@ def test_loose_files_are_sorted_by_key_and_field(names: list[str]) -> None:
 def test_class_folders_are_sorted_by_path(names: list[str]) -> None:
     names.sort()
     classes = sorted({name.partition("/")[0] for name in names})
-    stems = Counter(file_key(name, 0, 0) for name in names)
+    stems = [name.partition("/")[2].rpartition(".")[0].replace(".", "_") for name in names]
+    paths = [f"{name.partition('/')[0]}/{stem}" for name, stem in zip(names, stems, strict=True)]
     found = records_of(names, "images")
     assert [record.where for record in found] == [f"root/{name}" for name in names]
     for name, record in zip(names, found, strict=True):
         assert record.fields["cls"] == classes.index(name.partition("/")[0])
-        if stems[file_key(name, 0, 0)] == 1:
-            assert record.key == file_key(name, 0, 0)
-    assert len({record.key for record in found}) == len(found)
+    keys = [record.key for record in found]
+    assert len(set(keys)) == len(keys)
+    if len(set(stems)) == len(stems):
+        assert keys == stems
+    elif len(set(paths)) == len(paths):
+        assert keys == paths
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["ant/1.jpg", "bee/2.jpg"], ["1", "2"]),
+        (["ant/1.jpg", "bee/1.jpg", "bee/2.jpg"], ["ant/1", "bee/1", "bee/2"]),
+        (["a.b/1.jpg", "bee/1.jpg"], ["a.b/1", "bee/1"]),
+        (["ant/1.jpg", "ant/1.png"], ["ant/1_00000000", "ant/1_00000001"]),
+        (["ant/x.1.jpg", "ant/x_1.jpg"], ["ant/x_1_00000000", "ant/x_1_00000001"]),
+        (["ant/\udcff.jpg"], ["\udcff"]),
+        (
+            ["a/x.jpg", "a/x.png", "b/y.jpg"],
+            ["a/x_00000000", "a/x_00000001", "b/y_00000002"],
+        ),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/7.jpg"], ["a/1", "b/1", "a/7"]),
+        (["train/a/1.jpg", "val/a/1.jpg"], ["1", "1"]),
+    ],
+)
+def test_default_keys_of_images_have_one_form_and_differ_within_a_dataset(
+    names: list[str], expected: list[str]
+) -> None:
+    assert [record.key for record in records_of(names, "images")] == expected
 
 
 def png(shade: int) -> bytes:

@@ -32,12 +32,10 @@ from shardstream.packing import (
     SamplesSource,
     ShardWriter,
     Task,
-    file_key,
     pack,
     read_journal,
 )
 from shardstream.storage import LocalFolder, Storage, is_journal
-from tests.limits import set_limits
 from tests.servers import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -423,17 +421,13 @@ FAILING: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kept", [0, 500_000], ids=["compared at the end", "compared at once"])
 @pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor()], ids=["here", "executor"])
 @pytest.mark.parametrize("failing", FAILING)
 def test_check_that_failed_fails_again(
     failing: str,
     executor: ss.tasks.LocalExecutor | None,
-    kept: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, file_key, PLACES_KEPT=kept)
     make, options, message = FAILING[failing]
     source = make(tmp_path)
     for _ in range(3):
@@ -450,9 +444,7 @@ def test_checks_hold_for_the_shards_of_a_killed_run(
     failing: str,
     tmp_path: Path,
     stop_after: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, file_key, PLACES_KEPT=0)  # the first records are read ahead of the stop
     make, options, message = FAILING[failing]
     source = make(tmp_path)
     for count in (1, 1):

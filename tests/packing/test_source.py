@@ -95,7 +95,7 @@ def test_class_folders_give_labels(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert json.loads(source.extras["classes.json"]) == ["cat", "dog"]
     assert [(r.key, plain(r)) for r in source] == [
         ("cat/a", {"webp": "cat/a.webp", "cls": 0}),
-        ("b", {"png": "dog/b.PNG", "cls": 1}),
+        ("dog/b", {"png": "dog/b.PNG", "cls": 1}),
         ("dog/deep/a", {"jpg": "deep/a.jpeg", "cls": 1}),
     ]
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
@@ -442,10 +442,12 @@ def test_keys_of_rows_are_unique(key: str, expected: list[str], tmp_path: Path) 
     assert [record.key for record in records(url, key=key, fields={"txt": "a"})] == expected
 
 
-def test_duplicate_key_names_both_rows(tmp_path: Path) -> None:
+def test_row_with_the_key_of_another_of_its_shard_is_named(tmp_path: Path) -> None:
     url = put(tmp_path, {"t.csv": b"id\n1\n2\n1\n"}) + "/t.csv"
-    with pytest.raises(SourceError, match=r"comes twice, in .*row 1 and in .*row 3"):
-        list(opened(url, key="id"))
+    with pytest.raises(SourceError, match=r"key is in the shard already.*sample '1'.*row 3"):
+        ss.pack(url, tmp_path / "out", key="id")
+    report = ss.pack(url, tmp_path / "out", key="id", on_error="skip", overwrite=True)
+    assert (report.samples, [one.where for one in report.skipped]) == (2, [f"{url}, row 3"])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from shardstream.packing.shards.manifest_files import read_old_manifest
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
+    Storage,
     final_name,
     is_journal,
     is_part_record,
@@ -348,6 +349,19 @@ def _look(
         shards=any(map(names.is_ours, files)),
         tars=any(is_deletable(name) or is_part_record(name) for name in files),
     )
+
+
+def check_is_elsewhere(folders: Iterable[str], folder: str, storage: Storage) -> None:
+    """Refuse to write shards to a folder whose shards are read.
+
+    Raises:
+        OptionError: If the folder is one of ``folders``.
+    """
+    for taken in folders:
+        if storage.resolve(taken)[1].rstrip("/") == storage.resolve(folder)[1].rstrip("/"):
+            raise OptionError(
+                "the shards would be overwritten while they are read; write elsewhere", shard=folder
+            )
 
 
 def published_sha256(folder: OutputFolder, files: Container[str]) -> str:

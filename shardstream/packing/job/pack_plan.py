@@ -11,7 +11,7 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
-from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
 from shardstream.packing.job.journal import Task
 from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
@@ -82,7 +82,7 @@ class PackRequest:
         reading, options = Storage(self.reading), self.source_options
         opened = open_source(self.source, reading, options)
         names = ShardNames.parse(self.dest)
-        _check_source_is_elsewhere(opened, names.folder, reading)
+        check_is_elsewhere(opened.folders, names.folder, reading)
         if self.reading or self.writing:
             self._check_options(reads_remote=opened.reads_remote)
         folders = [folder_of_split(names, one) for one in _split_names(opened, self.split)]
@@ -193,12 +193,3 @@ def _plan(
         total = records.count()
         assigned = assign_splits(total, split, seed=seed)
     return PackPlan(source=source, records=records, total=total, splits=splits, assigned=assigned)
-
-
-def _check_source_is_elsewhere(source: Source, folder: str, storage: Storage) -> None:
-    place = storage.resolve(folder)[1].rstrip("/")
-    for taken in source.folders:
-        if storage.resolve(taken)[1].rstrip("/") == place:
-            raise OptionError(
-                "the tars would be overwritten while they are read; write elsewhere", shard=folder
-            )

@@ -7,7 +7,6 @@ import itertools
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ import numpy as np
 from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, get_logger, plural
 from shardstream.format import canonical_field, is_image_name, is_meta_name, split_member_name
-from shardstream.packing.job.key_hashes import find_repeat
+from shardstream.packing.job.key_hashes import RepeatedKey, find_repeat
 from shardstream.packing.sources.folder_layout import (
     check_classes,
     check_depth,
@@ -30,15 +29,7 @@ from shardstream.packing.sources.folder_layout import (
     refuse_sidecars,
     top_folder,
 )
-from shardstream.packing.sources.keys import (
-    KeyMaker,
-    Levels,
-    file_key,
-    has_numbers,
-    key_levels,
-    names_of_file,
-    repeated_key,
-)
+from shardstream.packing.sources.keys import FILE_KEYS, has_numbers, make_key
 from shardstream.packing.sources.source import FileRef, Record, Source, fingerprint_of_many
 from shardstream.packing.sources.split import SplitNumbers
 from shardstream.storage import (
@@ -70,6 +61,8 @@ class FolderSource(Source):
     """What the records are made of, in their order."""
     _datasets: Sequence[int]
     """Number of the first record of each dataset, and of all records."""
+    _key: str
+    """Template of the keys."""
 
     @property
     def length(self) -> int:
@@ -103,22 +96,42 @@ class FolderSource(Source):
     def _record(self, number: int, item: Any) -> Record:
         """Make a record from its number and its item."""
 
-    def _compare_keys(self) -> None:
-        """Compare all keys of each dataset: 10^6 take seconds, and packing the files hours.
+    @abstractmethod
+    def _key_of(self, number: int, item: Any) -> str:
+        """Make the key of a record."""
+
+    def _choose_key(self, *templates: str) -> None:
+        """Take the first template with which all keys of each dataset differ: to compare 10^6 takes seconds, to pack the files hours.
 
         Raises:
-            SourceError: If two are equal.
+            SourceError: If there is none.
         """
+        found = None
+        for self._key in templates:
+            found = None if has_numbers(self._key) else self._find_repeated()
+            if found is None:
+                return
+        if found is not None:
+            one, other = found
+            raise SourceError(
+                str(RepeatedKey(one.key, one.where, other.where)),
+                remedy="choose another, e.g. key='{index:08d}' (--key)",
+                shard=self._root,
+            )
+
+    def _find_repeated(self) -> tuple[Record, Record] | None:
+        """Return two records of a dataset that have one key."""
         for first, last in itertools.pairwise(self._datasets):
-            records = itertools.islice(self.iter_from(first), last - first)
+            items = itertools.islice(self._items.iter_from(first), last - first)
 
             def key_at(number: int, first: int = first) -> str:
-                return next(self.records_at([first + number])).key
+                return self._key_of(first + number, self._items[first + number])
 
-            found = find_repeat((record.key for record in records), key_at)
+            found = find_repeat(map(self._key_of, itertools.count(first), items), key_at)
             if found is not None:
                 one, other = self.records_at(first + number for number in found)
-                raise repeated_key(one.key, one.where, other.where, source=self._root)
+                return one, other
+        return None
 
 
 class ClassFolderSource(FolderSource):
@@ -128,8 +141,8 @@ class ClassFolderSource(FolderSource):
     go to ``classes.json``. Folders named train, val, test, … with the folders of classes in them are splits: one dataset each, with
     one numbering. Other files are skipped, with a warning that counts them.
 
-    By default the key is the image's stem; where another image of the split has the same one, it is the path without the extension, and
-    where that is not unique either (``a.jpg``, ``a.png``), the path and the number of the image.
+    By default the keys are the stems of the images; if two images of a dataset have one stem, they are the paths without extension, and if these
+    are not unique either (``a.jpg``, ``a.png``), the paths and the numbers of the images.
 
     Args:
         root: URL of the folder, for messages.
@@ -150,7 +163,6 @@ class ClassFolderSource(FolderSource):
         self, root: str, listed: FileList, *, key: str | None = None, is_guess: bool = False
     ) -> None:
         self._root = root
-        self._make_key = None if key is None else KeyMaker(key, source=root)
         count = sum(map(is_image_name, listed.paths()))
         if not count:
             raise SourceError(
@@ -180,9 +192,7 @@ class ClassFolderSource(FolderSource):
         groups = itertools.groupby(images.paths(), top_folder) if self.splits else ((root, images),)
         # Files are sorted by path, so those of a split follow each other.
         self._datasets = [0, *itertools.accumulate(sum(1 for _ in one) for _, one in groups)]
-        if key is not None and not has_numbers(key):
-            self._compare_keys()
-
+        self._choose_key(*(FILE_KEYS if key is None else (key,)))
         splits_text = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
         self.name = f"images of {plural(len(self.classes), 'class')}{splits_text} in {root}"
 
@@ -213,28 +223,18 @@ class ClassFolderSource(FolderSource):
         return changed
 
     def _record(self, number: int, item: ListedFile) -> Record:
-        """Make the record of an image; the index in its key is the number in its dataset."""
         path = self._in_dataset(item.path)
-        index = number - self._datasets[bisect_right(self._datasets, number) - 1]
-        if self._make_key is None:
-            key = file_key(path, index, int(self._levels[number]))
-        else:
-            key = self._make_key.make(**names_of_file(path, index), **{"class": top_folder(path)})
         field = canonical_field(path.rpartition(".")[2])
         fields = {field: FileRef(item.url, item.size), "cls": self.labels[top_folder(path)]}
-        return Record(key, fields, item.url)
+        return Record(self._key_of(number, item), fields, item.url)
 
-    @cached_property
-    def _levels(self) -> Levels:
-        """Levels of the default keys (see `file_key`)."""
-
-        def paths(first: int, last: int) -> Iterator[str]:
-            return map(self._in_dataset, itertools.islice(self._items.paths(first), last - first))
-
-        datasets = itertools.pairwise(self._datasets)
-        return np.concatenate(
-            [key_levels(partial(paths, *one), one[1] - one[0]) for one in datasets]
-        )
+    def _key_of(self, number: int, item: ListedFile) -> str:
+        """Make the key of an image; the index in it is the number in its dataset."""
+        name = self._in_dataset(item.path)
+        path = name.rpartition(".")[0]
+        index = number - self._datasets[bisect_right(self._datasets, number) - 1]
+        names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
+        return make_key(self._key, names | {"class": top_folder(name)}, source=self._root)
 
     def _in_dataset(self, path: str) -> str:
         return path.partition("/")[2] if self.splits else path
@@ -261,7 +261,6 @@ class GroupedFilesSource(FolderSource):
         self.name = f"files grouped by name in {root}"
         self._root = root
         self._files = files
-        self._make_key = KeyMaker(key or "{path}", source=root)
         tops = map(top_folder, files.paths())
         splits = sorted({top for top in tops if is_split(top)})
         if len(splits) > 1:
@@ -278,8 +277,9 @@ class GroupedFilesSource(FolderSource):
         self._datasets = (0, len(self._items))
         self.num_files = sum(len(rows) for _, rows in self._items)
         warn_of_rare_fields(root, self._members)
-        if key is not None and not has_numbers(key):  # paths differ
-            self._compare_keys()
+        self._key = "{path}"  # they differ
+        if key is not None:
+            self._choose_key(key)
 
     def _groups(self, convert: FileRows) -> Iterator[Sequence[Any]]:
         members = iter_members(self._root, self._files)
@@ -291,11 +291,13 @@ class GroupedFilesSource(FolderSource):
         return ((key, row[0], row[1]) for key, rows in self._items for row in rows)
 
     def _record(self, number: int, item: Sequence[Any]) -> Record:
-        path, rows = item
-        files = [(row[0], self._file(row[1:])) for row in rows]
+        files = [(row[0], self._file(row[1:])) for row in item[1]]
         fields = {field: FileRef(file.url, file.size) for field, file in files}
-        key = self._make_key.make(index=number, stem=path.rpartition("/")[2], path=path)
-        return Record(key, fields, files[0][1].url)
+        return Record(self._key_of(number, item), fields, files[0][1].url)
+
+    def _key_of(self, number: int, item: Sequence[Any]) -> str:
+        names = {"index": number, "stem": item[0].rpartition("/")[2], "path": item[0]}
+        return make_key(self._key, names, source=self._root)
 
 
 def folder_source(

@@ -17,7 +17,7 @@ from shardstream.errors import OptionError, SampleError, ShardStreamError, Sourc
 from shardstream.format import CLASSES_NAME, encode_classes
 from shardstream.packing.encode import encode_field
 from shardstream.packing.job.cut import spaced_numbers
-from shardstream.packing.sources.keys import KeyMaker, has_numbers
+from shardstream.packing.sources.keys import has_numbers, make_key
 from shardstream.packing.sources.split import SplitNumbers, shuffled_order
 from shardstream.storage import FileVersions, RowFile, Storage, TemporaryFile
 
@@ -208,9 +208,9 @@ class SequentialSource(Source):
         self._left: list[tuple[int, Iterator[tuple[int, Any]]]] = []  # each with its next number
 
     def count(self) -> int:
-        """Return the number of records; without `length` all are read, but made only where their keys are compared."""
-        if self.length is not None or self.may_repeat_keys:
-            return super().count()
+        """Return the number of records; without `length` all are read, but none but the first is made."""
+        if self.length is not None:
+            return self.length
         next(iter(self), None)  # an option that does not fit is an error before anything is written
         return sum(1 for _ in self._read_from(0))
 
@@ -218,26 +218,20 @@ class SequentialSource(Source):
         """Yield the records from a number on.
 
         Raises:
-            SourceError: If the source is malformed, or a key is repeated among the first records.
+            SourceError: If the source is malformed.
             ShardError: If a tar is damaged.
             ChangedError: If a file is another one than when the source was opened.
         """
-        return self._iter_some(first, lambda _: True)
+        return self.iter_some(first, lambda _: True)
 
     def iter_some(self, first: int, is_wanted: Callable[[int], bool]) -> Iterator[Record]:
-        """Yield the records from a number on whose numbers are wanted; the others are made only where their keys are compared."""
-        if self.may_repeat_keys:
-            return super().iter_some(first, is_wanted)
-        return self._iter_some(first, is_wanted)
-
-    def _iter_some(self, first: int, is_wanted: Callable[[int], bool]) -> Iterator[Record]:
-        make_key = KeyMaker(self._key, source=self.name)
+        """Yield the records from a number on whose numbers are wanted; the others are not made."""
         items = self._items_from(first)
         for number, item in items:
             if number < first or not is_wanted(number):
                 continue
             try:
-                yield self._record(number, item, make_key)
+                yield self._record(number, item)
             except GeneratorExit:
                 self._left.append((number + 1, items))
                 raise
@@ -257,9 +251,13 @@ class SequentialSource(Source):
         """Read what records are made of, each with its number, from `_begin` on."""
         raise NotImplementedError
 
-    def _record(self, number: int, item: Any, make_key: KeyMaker) -> Record:
+    def _record(self, number: int, item: Any) -> Record:
         """Make a record."""
         raise NotImplementedError
+
+    def _make_key(self, **names: Any) -> str:
+        """Return the key of a record from the values for its template."""
+        return make_key(self._key, names, source=self.name)
 
 
 class StoredRecords(Source):

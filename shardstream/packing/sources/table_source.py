@@ -25,7 +25,6 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.encode import TEXT_FIELDS, has_encoder, number_array
-from shardstream.packing.sources.keys import KeyMaker
 from shardstream.packing.sources.parquet_table import ParquetCounts
 from shardstream.packing.sources.source import (
     FileRef,
@@ -214,7 +213,7 @@ class TableSource(SequentialSource):
             yield row
         yield from rows
 
-    def _record(self, number: int, item: tuple[str, Row], make_key: KeyMaker) -> Record:
+    def _record(self, number: int, item: tuple[str, Row]) -> Record:
         """Make the record of a row; one that lacks a column, or has a value that does not fit its field, gets an error."""
         url, row = item
         root = self._options.root or parent_url(url)
@@ -226,7 +225,7 @@ class TableSource(SequentialSource):
                 self._check_places(row, fields, root)
         except SourceError as error:
             return Record("", {}, row.where, error)
-        return Record(make_key(row.where, **names), fields, row.where)
+        return Record(self._make_key(**names), fields, row.where)
 
     def _converted(self, row: Row, root: str) -> dict[str, Any]:
         if self._fields:

@@ -35,7 +35,6 @@ from shardstream.format import (
     iter_samples,
     open_decompressed,
 )
-from shardstream.packing.sources.keys import KeyMaker
 from shardstream.packing.sources.source import Record, SequentialSource, fingerprint_of
 from shardstream.storage import (
     RangeStream,
@@ -217,11 +216,11 @@ class TarSource(SequentialSource):
         for finding in diagnostics.findings():
             _log.warning("%s", shown(f"{redact(url)}: {finding}"))
 
-    def _record(self, number: int, item: Sample, make_key: KeyMaker) -> Record:
+    def _record(self, number: int, item: Sample) -> Record:
         key = str(item.pop("__key__"))
         where = f"sample {key} of {item.pop('__url__')}"
-        names = {"index": number, "key": key, "stem": key.rpartition("/")[2]}
-        return Record(make_key(where, **names), item, where)
+        new = self._make_key(index=number, key=key, stem=key.rpartition("/")[2])
+        return Record(new, item, where)
 
 
 def _differs(count: int, expected: int | None, *, is_last: bool) -> bool:
