@@ -47,15 +47,14 @@ PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # ShardWriter keeps for the check before publication (packing/job/key_hashes.py).
 # The count of epochs for plain loaders (loader/epoch_counter.py), which says whether `set_epoch` was called, took 1 file of three paths, 3
 # functions of the first and 1 of each state; Lightning's overfit_batches 1 file and 4 functions of the first, and 1 function of each state.
-# One reader of classes.json for packs and the viewer, which asks for the file instead of looking it up first (one request less), took 2
-# files and 15 functions of a pack: those of an error. One function that publishes manifests took 1 file and 2 functions of a ShardWriter.
+# One function that publishes manifests took 1 file and 2 functions of a ShardWriter.
 LIMITS = {
     "open to first batch": (43, 234),
     "next batch": (17, 56),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
     "ShardWriter, 40 samples": (21, 95),
-    "pack of four photos": (56, 441),
+    "pack of four photos": (53, 381),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
