@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.format import Sample
 from shardstream.loader.steps import ItemSteps
-from shardstream.pipeline import Context, Handler, ItemStage, Stage
+from shardstream.pipeline import Context, Handler, ItemStage, Stage, open_runner
 
 
 class _OneStep(ItemSteps):
@@ -40,4 +40,5 @@ def decode_sample(
         OptionError: If an option is invalid.
     """
     stage = cast("ItemStage", _OneStep().decode(*handlers, **options).stage)
-    return cast("Sample", stage.bind(Context())(sample, 0))
+    (decoded,), _ = open_runner([stage], Context())([sample], [0])
+    return cast("Sample", decoded)

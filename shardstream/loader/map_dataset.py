@@ -28,7 +28,6 @@ from shardstream.catalog import (
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
-from shardstream.format import Sample
 from shardstream.loader.collation import SharedNumbers
 from shardstream.loader.dataset import open_class_names
 from shardstream.loader.epoch_chain import EpochChain
@@ -40,10 +39,10 @@ from shardstream.pipeline import (
     ItemStage,
     MapDict,
     Pipeline,
-    PipelineTransform,
     ReadOptions,
     Records,
     Rename,
+    Runner,
     SkipTracker,
     Stage,
     ToTuple,
@@ -69,7 +68,7 @@ class _Opened(NamedTuple):
     pid: int
     epoch: int
     fetcher: Fetcher
-    transform: PipelineTransform
+    runner: Runner
 
 
 class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
@@ -133,11 +132,11 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
         unique, inverse = np.unique(numbers, return_inverse=True)
         opened = self._open()
-        raw = [_raise_if_error(sample) for sample in opened.fetcher.samples(unique)]
-        items, _ = opened.transform(
-            [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in inverse],
-            self._count_reads(numbers.tolist()),
-        )
+        raw = list(opened.fetcher.samples(unique))
+        samples = [raw[place] for place in inverse]
+        if unique.size < numbers.size:  # steps may change a sample
+            samples = [dict(one) if isinstance(one, dict) else one for one in samples]
+        items, _ = opened.runner(samples, self._count_reads(numbers.tolist()))
         return list(items)
 
     def _count_reads(self, numbers: list[int]) -> list[int]:
@@ -177,10 +176,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             else:
                 fetcher = opened.fetcher
             # Kept open, because steps may own threads: starting four takes three times as long as decoding a small image.
-            opened = _Opened(
-                pid, epoch, fetcher, self._pipeline.open_transform(epoch, SkipTracker())
-            )
-            self._opened = opened
+            runner = self._pipeline.open_runner(epoch, SkipTracker())
+            opened = self._opened = _Opened(pid, epoch, fetcher, runner)
             return opened
 
     def records(self) -> Records:
@@ -331,9 +328,3 @@ def _new_counters(samples: int) -> torch.Tensor:
     counters = torch.zeros(min(samples, MAX_COUNTERS), dtype=torch.int32, device="cpu")
     counters.share_memory_()  # type: ignore[no-untyped-call]
     return counters
-
-
-def _raise_if_error(sample: Sample | Exception) -> Sample:
-    if isinstance(sample, Exception):
-        raise sample
-    return sample

@@ -11,9 +11,9 @@ import numpy as np
 from shardstream.catalog import Catalog
 from shardstream.errors import SampleError, get_logger
 from shardstream.fetch import open_fetcher
-from shardstream.format import as_rows
+from shardstream.format import Samples
 from shardstream.order import RankPartition, derive_key
-from shardstream.pipeline import SampleTransform, SkipTracker
+from shardstream.pipeline import Runner, SkipTracker
 
 _log = get_logger(__name__)
 _ATTEMPTS = 16  # per sample to replace
@@ -22,7 +22,7 @@ _SUBSTITUTE = 5
 
 def replace_bad_samples(
     catalog: Catalog,
-    transform: SampleTransform,
+    runner: Runner,
     partition: RankPartition,
     step: int,
     done: tuple[Sequence[Any], list[int]],
@@ -36,7 +36,7 @@ def replace_bad_samples(
 
     Args:
         catalog: The dataset.
-        transform: The pipeline's steps.
+        runner: The pipeline's steps.
         partition: The rank's steps.
         step: Number of the step.
         done: Its good items, and their sample numbers.
@@ -58,13 +58,7 @@ def replace_bad_samples(
         number = _draw(partition, step, attempt)
         if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
             continue
-        try:
-            sample = _read(catalog, number)
-        except Exception as error:  # noqa: BLE001  (the skip policy decides)
-            skips.skip_or_raise(error, number=number)
-            bad.add(number)
-            continue
-        accepted, _ = transform([sample], [number])
+        accepted, _ = runner(_read(catalog, number), [number])
         if not accepted:
             bad.add(number)
             continue
@@ -91,10 +85,7 @@ def _draw(partition: RankPartition, step: int, attempt: int) -> int:
     return int(plan.batches(np.array([batch], dtype=np.int64))[0, slot])
 
 
-def _read(catalog: Catalog, number: int) -> Any:
+def _read(catalog: Catalog, number: int) -> Samples:
     numbers = np.array([number], dtype=np.int64)
     with closing(open_fetcher(catalog, [numbers], prefetch_bytes=1)) as fetcher:
-        (sample,) = as_rows(fetcher.samples(numbers))
-    if isinstance(sample, Exception):
-        raise sample
-    return sample
+        return fetcher.samples(numbers)

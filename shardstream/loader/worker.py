@@ -372,7 +372,7 @@ class BatchDataset(SplitDataset):
             pipeline.kept_fields,
             self._shared_blocks(worker_info.worker),
         )
-        transform = pipeline.open_transform(
+        runner = pipeline.open_runner(
             partition.plan.epoch, skips, by_column=self.collate_fn is collate
         )
         try:
@@ -380,14 +380,14 @@ class BatchDataset(SplitDataset):
             steps = iter(WorkerSteps(partition, worker_info.worker, worker_info.num_workers))
             for step_numbers, samples in run.steps():
                 read, step = perf_counter(), next(steps)
-                items, numbers = transform(samples, step_numbers)
+                items, numbers = runner(samples, step_numbers)
                 if len(items) < partition.step_size(step):
                     done = items, numbers
-                    items = replace_bad_samples(catalog, transform, partition, step, done, skips)
+                    items = replace_bad_samples(catalog, runner, partition, step, done, skips)
                 ready = perf_counter()
                 batch = self._collate(items)
                 timings.add_batch(len(items), read - started, ready - read, perf_counter() - ready)
-                timings.decode_s = transform.decode_s
+                timings.decode_s = runner.decode_s
                 made = [worker_batch(batch, empty=not items)]
                 # Freed here, so that this frame does not keep many MB of photos alive while the next are read.
                 del samples, items, batch
@@ -396,7 +396,7 @@ class BatchDataset(SplitDataset):
         except SkipBudgetError as error:
             yield worker_batch(None, empty=True, error=error)
         finally:
-            transform.close()
+            runner.close()
             run.close()
 
     def _shared_blocks(self, worker: int) -> SharedBlocks | None:

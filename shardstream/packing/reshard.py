@@ -56,7 +56,7 @@ from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_M
 from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
-from shardstream.pipeline import Context, Decode, KeepFields, Records, Rename, Stage
+from shardstream.pipeline import Context, Decode, KeepFields, Records, Rename, Stage, open_runner
 from shardstream.storage import Storage, Urls, locate_shards, parent_url, parse_bytes
 from shardstream.tasks import Executor
 
@@ -492,10 +492,8 @@ def _read(catalog: Catalog, numbers: Numbers) -> list[Sample]:
 
 def _stepped(sample: Sample, stages: Sequence[Stage]) -> Sample:
     """Return a sample after steps that choose and rename fields."""
-    for stage in stages:
-        if isinstance(stage, KeepFields | Rename):
-            sample = stage.bind(Context())(sample, 0)
-    return sample
+    choosing = [stage for stage in stages if isinstance(stage, KeepFields | Rename)]
+    return cast("Sample", open_runner(choosing, Context()).apply(sample, 0))
 
 
 def _tar_bytes(sample: Sample, fields: Mapping[str, Any]) -> int:

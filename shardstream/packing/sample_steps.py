@@ -45,6 +45,7 @@ from shardstream.pipeline import (
     Stage,
     State,
     function_name,
+    open_stages,
 )
 
 SampleFunction = Callable[..., Any]
@@ -237,10 +238,7 @@ def _stepped(
             yield from ((row, row["__key__"], str(row["__url__"])) for row in rows)
         return
     first = _RangeRun(rows, iter(samples.order.numbers().tolist()))
-    run: Run = first
-    for stage in stages:
-        run = stage.open(run, context)
-    with closing(run):
+    with closing(open_stages(stages, first, context)) as run:
         for item in _translated(run):
             key, url = first.origins.pop(run.number)
             if not isinstance(item, Mapping):

@@ -3,13 +3,14 @@
 A stage describes a step and is picklable; a run executes that step in one process. A sample passes through these files:
 
     stage                               the protocols of stages and runs
+    runner                              items through stages of one item per item: the samples of a batch together, or a stream
     source                              the protocol of sources
     indexed_source                      samples by number, in the order of an epoch plan
     weighted_source                     samples drawn by weight, for such a source
     sequential_source                   whole shards, for data without an index
     mix, mix_streams                    weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
-    keep_fields, open_fields            fields= and lazy= of a dataset
+    fields                              fields= and lazy= of a dataset
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
     installed_decoders                  decoders of installed packages, by entry point
     records                             all samples and steps of a dataset, to be cut into ranges
@@ -39,6 +40,14 @@ from shardstream.pipeline.decode import (
     iter_npz,
 )
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
+from shardstream.pipeline.fields import (
+    KeepFields,
+    OpenFields,
+    check_fields,
+    field_names,
+    first_stages,
+    keep_fields,
+)
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
 from shardstream.pipeline.image_decode import IMAGE_NAMES, ImageDecoder
 from shardstream.pipeline.indexed_source import (
@@ -47,13 +56,11 @@ from shardstream.pipeline.indexed_source import (
     IndexedRun,
     IndexedSource,
     ReadOptions,
-    SampleTransform,
     default_partition,
     group_by_window,
     plan_steps,
 )
 from shardstream.pipeline.installed_decoders import installed_decoders
-from shardstream.pipeline.keep_fields import KeepFields, check_fields, field_names, keep_fields
 from shardstream.pipeline.loader_state import (
     VERSION,
     check_state,
@@ -74,10 +81,10 @@ from shardstream.pipeline.map import (
 )
 from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
 from shardstream.pipeline.mix_streams import MixStreamSource
-from shardstream.pipeline.open_fields import OpenFields, first_stages
-from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
+from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.records import Records, records_of
+from shardstream.pipeline.runner import ItemFunction, ItemStage, Runner, open_runner
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
 from shardstream.pipeline.sequential_source import (
     SequentialRun,
@@ -87,8 +94,6 @@ from shardstream.pipeline.sequential_source import (
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
-    ItemFunction,
-    ItemStage,
     LoaderPosition,
     Run,
     SourceRun,
@@ -97,6 +102,7 @@ from shardstream.pipeline.stage import (
     check_at_least,
     check_epoch,
     check_stage,
+    open_stages,
     whole_number,
 )
 from shardstream.pipeline.step_signatures import describe, function_name
@@ -143,13 +149,12 @@ __all__ = [
     "PackSequences",
     "Packing",
     "Pipeline",
-    "PipelineTransform",
     "ReadOptions",
     "Records",
     "Rename",
     "Repeat",
     "Run",
-    "SampleTransform",
+    "Runner",
     "SampleWeights",
     "Select",
     "SequentialRun",
@@ -189,8 +194,10 @@ __all__ = [
     "iter_npz",
     "keep_fields",
     "like_tuple",
+    "open_runner",
     "open_sequential_source",
     "open_source",
+    "open_stages",
     "parse_json",
     "part_state",
     "plan_state",

@@ -36,7 +36,8 @@ from shardstream.errors import (
 from shardstream.format import FIELDS_LIMIT, INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
-from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
+from shardstream.pipeline.runner import ItemFunction, ItemStage
+from shardstream.pipeline.stage import Context
 from shardstream.storage import FieldFile
 
 _log = get_logger(__name__)
@@ -266,6 +267,8 @@ class Decode(ItemStage):
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    is_decoding = True
 
     def __getstate__(self) -> list[Any]:
         """Return the fields without `_chosen`: jobs compare the pickles of their steps, used or not."""

@@ -7,14 +7,14 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 
 from shardstream.catalog import Catalog, ConcatCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.fetch import Fetcher, MappedSamples, SharedBlocks, open_fetcher
-from shardstream.format import Columns, Sample, Samples
+from shardstream.format import Sample, Samples
 from shardstream.order import (
     EpochOrder,
     EpochPlan,
@@ -27,12 +27,12 @@ from shardstream.order import (
     default_window,
 )
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.keep_fields import KeepFields
+from shardstream.pipeline.fields import KeepFields
+from shardstream.pipeline.runner import ItemRun, Step
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
     Run,
-    SourceRun,
     State,
     check_at_least,
     whole_number,
@@ -48,20 +48,6 @@ _CHUNK_SAMPLES, LOOK_AHEAD_BYTES = 16384, 64 << 20
 # Bytes copied at a time: few, so that the batches of several workers come evenly, but enough samples of each shard.
 _MIN_COPIED_BYTES, _MAX_COPIED_BYTES, _SAMPLES_PER_SHARD = 5 << 19, 10 << 20, 20
 _CHUNK_STEPS = 1024
-
-
-class SampleTransform(Protocol):
-    """Steps that are applied to samples before the stages of the pipeline."""
-
-    @property
-    def decode_s(self) -> float:
-        """Seconds of the steps that decode, so far."""
-
-    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[Sequence[Any], list[int]]:
-        """Return the items that were kept and their numbers, in order."""
-
-    def close(self) -> None:
-        """Join its threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +148,8 @@ class IndexedSource(Source):
         """Return a source with the same orders that reads some shards only, and is smaller when it is pickled."""
         return self
 
-    def open_transform(self, epoch: int, skips: SkipTracker) -> SampleTransform | None:  # noqa: ARG002
-        """Return the steps to apply to raw samples before the pipeline's own stages, or None."""
+    def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:  # noqa: ARG002
+        """Return the steps that samples pass before the pipeline's own stages, as one; None if there are none."""
         return None
 
     def order_identity(self, worker_info: WorkerInfo, epoch: int) -> State:
@@ -178,8 +164,8 @@ class IndexedSource(Source):
         """Open the part of one loader worker, item by item, of a dataset that is iterated without a `ShardLoader`."""
         partition = default_partition(self, worker_info, context.epoch)
         run = IndexedRun(self, partition, worker_info, context.skips)
-        transform = self.open_transform(context.epoch, context.skips)
-        return run if transform is None else SampleTransformRun(run, transform)
+        steps = self.open_steps(context.epoch, context.skips)
+        return run if steps is None else ItemRun(run, steps.apply, context.skips)
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first shard, and its URL."""
@@ -256,26 +242,6 @@ def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int
         world_size=worker_info.placement.world_size, remainder=source.options.remainder
     )
     return RankPartition(source.plan(order, epoch), config, rank=worker_info.placement.rank)
-
-
-class SampleTransformRun(SourceRun):
-    """Apply a chain to single items, for a pipeline that is read item by item."""
-
-    def __init__(self, source: Run, transform: SampleTransform) -> None:
-        super().__init__(source)
-        self._transform = transform
-
-    def __next__(self) -> Any:
-        for item in self.source:
-            items, _ = self._transform([item], [self.source.number])
-            if items:
-                return items[0]
-        raise StopIteration
-
-    def close(self) -> None:
-        """Join the chain's threads, and close the run before."""
-        self._transform.close()
-        super().close()
 
 
 def plan_steps(partition: RankPartition, steps: WorkerSteps) -> Iterator[list[Ints]]:
@@ -375,22 +341,12 @@ class IndexedRun:
         self.number, sample = next(self._samples)
         return sample
 
-    def steps(self) -> Iterator[tuple[list[int], Sequence[Sample]]]:
-        """Yield the numbers and samples of each step from the position on, without damaged samples."""
+    def steps(self) -> Iterator[tuple[list[int], Samples]]:
+        """Yield the numbers and samples of each step from the position on; an error stands for a damaged sample."""
         for numbers, found in self._open():
-            kept: list[int] = numbers
-            samples = cast("list[Sample]", found)
-            if not isinstance(found, Columns) and list(map(type, found)).count(dict) < len(found):
-                kept, samples = [], []
-                for number, sample in zip(numbers, found, strict=True):
-                    if isinstance(sample, Exception):
-                        self._skips.skip_or_raise(sample, number=number)
-                    else:
-                        kept.append(number)
-                        samples.append(sample)
             self._taken += len(numbers)
-            yield kept, samples
-            del found, samples  # free them before the next read: batches of photos are many MB
+            yield numbers, found
+            del found  # free them before the next read: batches of photos are many MB
 
     def read_stats(self) -> dict[str, float]:
         """Return the reading statistics so far, as `Fetcher.stats`."""

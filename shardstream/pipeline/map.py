@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
-from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, SourceRun
+from shardstream.pipeline.runner import ItemFunction, ItemStage
+from shardstream.pipeline.stage import Context, Run, SourceRun
 
 if TYPE_CHECKING:
     import numpy as np

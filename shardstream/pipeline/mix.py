@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,8 +13,9 @@ from shardstream.catalog import ConcatCatalog
 from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions, SampleTransform
-from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
+from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions
+from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.runner import Moved, Runner, Step
 from shardstream.pipeline.stage import State
 from shardstream.pipeline.step_signatures import function_name
 
@@ -148,12 +149,10 @@ class MixIndexedSource(IndexedSource):
         """Return the same mix with other options."""
         return replace(self, options=replace(self.options, **changes))
 
-    def open_transform(self, epoch: int, skips: SkipTracker) -> SampleTransform | None:
+    def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:
         """Return the steps of the parts, each applied to its own samples."""
-        transforms = {
-            name: part.open_transform(epoch, skips) for name, part in self.recipe.parts.items()
-        }
-        return _MixTransform(self.catalog, transforms, skips)
+        runners = {name: part.open_runner(epoch, skips) for name, part in self.recipe.parts.items()}
+        return _PartSteps(self.catalog, runners, skips)
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
@@ -178,51 +177,49 @@ class MixIndexedSource(IndexedSource):
         return _MixLanes(self, weights, order, epoch)
 
 
-class _MixTransform:
+class _PartSteps:
     """The steps of each part, applied to its own samples."""
 
     def __init__(
-        self,
-        catalog: ConcatCatalog,
-        transforms: Mapping[str, PipelineTransform],
-        skips: SkipTracker,
+        self, catalog: ConcatCatalog, runners: Mapping[str, Runner], skips: SkipTracker
     ) -> None:
         self._catalog = catalog
-        self._names, self._transforms = list(transforms), list(transforms.values())
+        self._names, self._runners = list(runners), list(runners.values())
         self._skips = skips
 
     @property
     def decode_s(self) -> float:
-        """Seconds of the steps that decode, so far."""
-        return sum(transform.decode_s for transform in self._transforms)
+        return sum(runner.decode_s for runner in self._runners)
 
-    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
-        catalog = self._catalog
-        mix_numbers = np.array(numbers, dtype=np.int64)
-        parts = catalog.part_of(mix_numbers)
-        turns, number_in_mix = np.divmod(mix_numbers, len(catalog))
-        done: dict[int, Any] = {}
+    def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
+        parts, part_numbers = self._locate(numbers)
+        moved: dict[int, Any] = {}  # place in the batch -> item
         for part in np.unique(parts).tolist():
             places = np.flatnonzero(parts == part).tolist()
-            part_numbers = (
-                number_in_mix[places]
-                - catalog.firsts[part]
-                + turns[places] * len(catalog.parts[part])
-            )
-            part_items, part_kept = self._transforms[part](
-                [items[place] for place in places], part_numbers.tolist()
-            )
+            of_part = part_numbers[places].tolist()
+            kept, kept_numbers = self._runners[part]([items[place] for place in places], of_part)
             self._skips.samples_per_dataset[self._names[part]] += len(places)
-            place_of = dict(zip(part_numbers.tolist(), places, strict=True))
-            done.update(
-                (place_of[number], item) for item, number in zip(part_items, part_kept, strict=True)
-            )
-        order = sorted(done)
-        return [done[place] for place in order], [numbers[place] for place in order]
+            place_of = dict(zip(of_part, places, strict=True))
+            moved.update(zip(map(place_of.__getitem__, kept_numbers), kept, strict=True))
+        order = sorted(moved)
+        return [moved[place] for place in order], [numbers[place] for place in order]
+
+    def apply(self, item: Any, number: int, /) -> Any:
+        (part,), (part_number,) = self._locate([number])
+        self._skips.samples_per_dataset[self._names[part]] += 1
+        return self._runners[part].apply(item, int(part_number))
+
+    def _locate(self, numbers: list[int]) -> tuple[Ints, Ints]:
+        """Return the part of each sample, and its number there."""
+        catalog, mix_numbers = self._catalog, np.array(numbers, dtype=np.int64)
+        parts = catalog.part_of(mix_numbers)
+        turns, number_in_mix = mix_numbers // len(catalog), mix_numbers % len(catalog)
+        sizes = np.array([len(part) for part in catalog.parts], dtype=np.int64)
+        return parts, number_in_mix - catalog.firsts[parts] + turns * sizes[parts]
 
     def close(self) -> None:
-        for transform in self._transforms:
-            transform.close()
+        for runner in self._runners:
+            runner.close()
 
 
 class _MixLanes:

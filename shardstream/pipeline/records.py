@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from shardstream.catalog import Catalog, ObjectCatalog
 from shardstream.errors import OptionError
+from shardstream.pipeline.fields import OpenFields
 from shardstream.pipeline.indexed_source import CatalogSource
 from shardstream.pipeline.map import MapTuple, Select, ToTuple
-from shardstream.pipeline.open_fields import OpenFields
 from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.runner import ItemStage
 from shardstream.pipeline.sequential_source import SequentialSource
-from shardstream.pipeline.stage import ItemStage, Stage
+from shardstream.pipeline.stage import Stage
 from shardstream.pipeline.weighted_source import WeightedSource
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
 from shardstream.errors import OptionError
-from shardstream.format import Columns, TupleColumns
 from shardstream.order import derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 
@@ -21,9 +18,6 @@ EPOCHS = 1 << 31
 
 State = dict[str, Any]
 """A position: a few plain JSON values, never samples."""
-
-ItemFunction = Callable[[Any, int], Any]
-"""``function(item, number)`` returns one item per item; ``number`` is the sample number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,32 +141,6 @@ def check_stage(stage: object) -> None:
         )
 
 
-class ItemStage:
-    """A stage that returns one item per item, so that it needs no position."""
-
-    threads: int = 0
-    """Threads that process items in parallel, keeping their order; 0 uses the caller's thread."""
-
-    def bind(self, context: Context) -> ItemFunction:
-        """Return the function for one epoch."""
-        raise NotImplementedError
-
-    def apply_to_columns(self, columns: Columns) -> Columns | TupleColumns | None:  # noqa: ARG002
-        """Return what the function of `bind` returns for these samples; None where it must be called for each of them.
-
-        For stages that depend on nothing but the samples. A default batch of the result must equal that of single samples; arrays
-        of one shape may be one array, shape (n, ...).
-        """
-        return None
-
-    def open(self, source: Run, context: Context) -> Run:
-        """Open the stage on a stream."""
-        function = self.bind(context)
-        if self.threads:
-            return _ThreadedItemRun(source, function, context, self.threads)
-        return _ItemRun(source, function, context)
-
-
 class SourceRun:
     """Base of runs that own the run before them and have its number and position."""
 
@@ -200,68 +168,9 @@ class SourceRun:
         self.source.close()
 
 
-class _ItemRun(SourceRun):
-    def __init__(self, source: Run, function: ItemFunction, context: Context) -> None:
-        super().__init__(source)
-        self._function = function
-        self._skips = context.skips
-
-    def __next__(self) -> Any:
-        while True:
-            item = next(self.source)
-            try:
-                return self._function(item, self.source.number)
-            except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.skip_or_raise(error, item)
-
-
-class _ThreadedItemRun(SourceRun):
-    def __init__(self, source: Run, function: ItemFunction, context: Context, threads: int) -> None:
-        super().__init__(source)
-        self._function = function
-        self._skips = context.skips
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardstream-map")
-        self._ahead = 2 * threads
-        self._pending: deque[tuple[Future[Any], int, State]] = deque()
-        self._error: Exception | None = None  # of the source; raised after all pending items
-        self._state = source.state_dict()
-        self._number = 0
-
-    @property
-    def number(self) -> int:
-        return self._number
-
-    def __next__(self) -> Any:
-        while True:
-            while len(self._pending) < self._ahead and self._error is None:
-                try:
-                    item = next(self.source)
-                except StopIteration:
-                    break
-                except Exception as error:  # noqa: BLE001  (raised after the pending items)
-                    self._error = error
-                    break
-                number = self.source.number
-                future = self._pool.submit(self._function, item, number)
-                self._pending.append((future, number, self.source.state_dict()))
-            if not self._pending:
-                failed, self._error = self._error, None
-                raise failed or StopIteration
-            future, self._number, self._state = self._pending.popleft()
-            try:
-                return future.result()
-            except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.skip_or_raise(error)
-
-    def state_dict(self) -> State:
-        return self._state
-
-    def load_state_dict(self, state: State) -> None:
-        self._pending.clear()
-        self._error = None
-        self.source.load_state_dict(state)
-        self._state = state
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        self.source.close()
+def open_stages(stages: Sequence[Stage], source: Run, context: Context) -> Run:
+    """Return a run of the last stage; each stage takes the items of the one before it."""
+    run = source
+    for stage in stages:
+        run = stage.open(run, context)
+    return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +14,17 @@ import pyarrow as pa
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.fetch import Fetcher, open_fetcher
-from shardstream.format import Columns, Sample
+from shardstream.format import Sample, Samples
 from shardstream.order import Ints, RankPartition
 from shardstream.pipeline import (
     Context,
     IndexedSource,
     Pipeline,
-    Run,
     SequentialRun,
     SequentialSource,
     SkipTracker,
     default_partition,
+    open_stages,
 )
 from shardstream.ray.arrow_columns import (
     KEY,
@@ -117,7 +117,8 @@ class ReadRows:
             if self.settings.is_raw:
                 yield from self._read_raw(source, fetcher, self._groups(partition))
             else:
-                yield from self._read_mapped(source, fetcher, self._groups(partition))
+                skips = SkipTracker(self.pipeline.on_error)
+                yield from self._read_rows(source, fetcher, self._groups(partition), skips)
         catalog.check_manifests()
 
     def _groups(self, partition: RankPartition) -> Iterator[Ints]:
@@ -135,31 +136,27 @@ class ReadRows:
                 numbers = group[first : first + _LOCATED_SAMPLES]
                 located = fetcher.locate(numbers)
                 if located is None:
-                    yield from self._read_rows(source, fetcher, numbers, skips)
+                    yield from self._read_rows(source, fetcher, [numbers], skips)
                     continue
                 for taken in cut_by_bytes(located.sizes(columns), BLOCK_BYTES):
                     joined = located.join(taken, columns)
                     yield joined_table(joined, columns or (KEY, *joined.fields))
 
     def _read_rows(
-        self, source: IndexedSource, fetcher: Fetcher, numbers: Ints, skips: SkipTracker
+        self,
+        source: IndexedSource,
+        fetcher: Fetcher,
+        groups: Iterable[Ints],
+        skips: SkipTracker,
     ) -> Iterator[pa.Table]:
+        """Build tables of the samples after all steps."""
         blocks = _BlockBuilder(self.settings)
-        for _, samples in _read(source, fetcher, numbers, skips):
-            yield from blocks.add(samples)
-        yield from blocks.finish()
-
-    def _read_mapped(
-        self, source: IndexedSource, fetcher: Fetcher, groups: Iterable[Ints]
-    ) -> Iterator[pa.Table]:
-        skips = SkipTracker(self.pipeline.on_error)
-        blocks = _BlockBuilder(self.settings)
-        with closing(self.pipeline.open_transform(self.settings.epoch, skips)) as transform:
+        with closing(self.pipeline.open_runner(self.settings.epoch, skips)) as runner:
             for group in groups:
-                for numbers, samples in _read(source, fetcher, group, skips):
+                for numbers, samples in _read(source, fetcher, group):
                     for first in range(0, len(numbers), _TRANSFORM_SAMPLES):
                         part = slice(first, first + _TRANSFORM_SAMPLES)
-                        items, _ = transform(samples[part], numbers[part])
+                        items, _ = runner(samples[part], numbers[part])
                         yield from blocks.add(items)
         yield from blocks.finish()
 
@@ -189,34 +186,20 @@ class ReadShards:
         skips = SkipTracker(self.pipeline.on_error)
         context = Context(seed=source.seed, epoch=self.settings.epoch, skips=skips)
         blocks = _BlockBuilder(self.settings)
-        run: Run = SequentialRun(source, list(self.shards), skips)
-        for stage in self.pipeline.stages:
-            run = stage.open(run, context)
-        with closing(run):
+        shards = SequentialRun(source, list(self.shards), skips)
+        with closing(open_stages(self.pipeline.stages, shards, context)) as run:
             for sample in run:
                 yield from blocks.add([sample])
         yield from blocks.finish()
 
 
 def _read(
-    source: IndexedSource, fetcher: Fetcher, numbers: Ints, skips: SkipTracker
-) -> Iterator[tuple[list[int], Sequence[Sample]]]:
-    """Yield sample numbers and samples, at most 8 MiB of their tars at a time, without damaged samples."""
+    source: IndexedSource, fetcher: Fetcher, numbers: Ints
+) -> Iterator[tuple[list[int], Samples]]:
+    """Yield sample numbers and samples, at most 8 MiB of their tars at a time; an error stands for a damaged sample."""
     extents = source.catalog.extents(numbers)
     for taken in cut_by_bytes(extents.ends - extents.starts, BLOCK_BYTES):
-        found = fetcher.samples(numbers[taken])
-        if isinstance(found, Columns):
-            yield numbers[taken].tolist(), found
-            continue
-        kept: list[int] = []
-        samples: list[Sample] = []
-        for number, sample in zip(numbers[taken].tolist(), found, strict=True):
-            if isinstance(sample, Exception):
-                skips.skip_or_raise(sample, number=number)
-            else:
-                kept.append(number)
-                samples.append(sample)
-        yield kept, samples
+        yield numbers[taken].tolist(), fetcher.samples(numbers[taken])
 
 
 class _BlockBuilder:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from shardstream.catalog import ShardCatalog
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import IndexMismatchError, ShardError
+from shardstream.format import Sample
 from shardstream.order import EpochOrder, EpochPlan, PartitionConfig, RankPartition
 from shardstream.pipeline import CatalogSource, IndexedRun, ReadOptions, SkipBudget, SkipTracker
 from shardstream.storage import Storage, locate_shards
@@ -49,7 +51,9 @@ def test_steps_contain_the_same_samples_as_iteration(worker: int, url: str) -> N
     one, other = opener(url, worker=worker)(), opener(url, worker=worker)()
     samples = [(one.number, sample["__key__"]) for sample in one]
     steps = list(other.steps())
-    assert [s["__key__"] for _, step in steps for s in step] == [key for _, key in samples]
+    assert [cast("Sample", s)["__key__"] for _, step in steps for s in step] == [
+        key for _, key in samples
+    ]
     assert [n for numbers, _ in steps for n in numbers] == [number for number, _ in samples]
     assert all(len(step) == 4 for _, step in steps[:-1])
     one.close()
