@@ -32,7 +32,6 @@ _Workers = Annotated[
         max=256,
         metavar="N",
         help="Most workers to try: 0, 1, 2, 4, ... N; by default the CPU cores.",
-        show_default=False,
     ),
 ]
 _Decode = Annotated[
@@ -40,7 +39,6 @@ _Decode = Annotated[
     typer.Option(
         metavar="NAME",
         help="What decode() gets: rgb8, torchrgb, audio, video, ...; may be repeated. By default fields stay bytes.",
-        show_default=False,
     ),
 ]
 
@@ -59,9 +57,7 @@ def bench(  # noqa: PLR0913  (a command's options)
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the rates (PNG, SVG); needs matplotlib.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Draw the rates (PNG, SVG); needs matplotlib."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     option: StorageOption = None,

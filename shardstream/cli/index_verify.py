@@ -33,7 +33,6 @@ def index(  # noqa: PLR0913  (the options of a command)
         typer.Option(
             metavar="FOLDER",
             help="Write indexes and manifest there, for tars in a place that you may only read.",
-            show_default=False,
         ),
     ] = None,
     sha256: Annotated[

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 Urls = Annotated[
     list[str],
-    typer.Argument(
-        metavar="URL", help="Folder, tar, quoted pattern or index.json.", show_default=False
-    ),
+    typer.Argument(metavar="URL", help="Folder, tar, quoted pattern or index.json."),
 ]
 StorageOption = Annotated[
     list[str] | None,
@@ -33,7 +31,6 @@ StorageOption = Annotated[
         metavar="KEY=VALUE",
         help="Option for the file system, as in fsspec's storage_options; may be repeated. "
         "Pass secrets in AWS_* variables instead.",
-        show_default=False,
     ),
 ]
 Threads = Annotated[
@@ -53,9 +50,7 @@ MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per s
 MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")]
 Name = Annotated[
     str,
-    typer.Option(
-        metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
-    ),
+    typer.Option(metavar="NAME", help="Name of the dataset, stored in index.json."),
 ]
 Columns = Annotated[
     str | None,
@@ -64,7 +59,6 @@ Columns = Annotated[
         metavar="FIELDS",
         help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples with where= and keys=: "
         "cls,json.width,high=json.size.height.",
-        show_default=False,
     ),
 ]
 Overwrite = Annotated[
@@ -80,7 +74,6 @@ SourceOption = Annotated[
         "--source-option",
         metavar="KEY=VALUE",
         help="As --option, for the source; by default --option applies to both.",
-        show_default=False,
     ),
 ]
 TaskProcesses = Annotated[
@@ -91,7 +84,6 @@ TaskProcesses = Annotated[
         max=1024,
         metavar="N",
         help="Processes that do the work.",
-        show_default=False,
     ),
 ]
 Part = Annotated[
@@ -101,7 +93,6 @@ Part = Annotated[
         metavar="K/N",
         help="Do part K of N only, for a Slurm array or several machines; "
         "when all are done, publish with 'shardstream merge'.",
-        show_default=False,
     ),
 ]
 Ray = Annotated[
@@ -117,7 +108,6 @@ RayAddress = Annotated[
         "--ray-address",
         metavar="HOST:PORT",
         help="Do the work on the Ray cluster at this address.",
-        show_default=False,
     ),
 ]
 

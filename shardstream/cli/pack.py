@@ -46,7 +46,6 @@ _Kind = Annotated[
         metavar="KIND",
         help="Kind of the source: images (a folder for each class), files (grouped by name), table or tars. "
         "By default detected.",
-        show_default=False,
     ),
 ]
 _Mapping = Annotated[
@@ -56,7 +55,6 @@ _Mapping = Annotated[
         metavar="FIELD=COLUMN",
         help="For a table: the column of a field, e.g. jpg=path; may be repeated. "
         "By default all columns go into one field, json.",
-        show_default=False,
     ),
 ]
 _Root = Annotated[
@@ -64,7 +62,6 @@ _Root = Annotated[
     typer.Option(
         metavar="URL",
         help="For a table: the folder that its paths are relative to. By default the table's folder.",
-        show_default=False,
     ),
 ]
 _Allow = Annotated[
@@ -73,7 +70,6 @@ _Allow = Annotated[
         metavar="URL-PREFIX",
         help="For a table on a server: a beginning of URLs, such as https:// or s3://bucket/images, that it may name outside "
         "the folder of --root; may be repeated. A local table may name anything.",
-        show_default=False,
     ),
 ]
 _Header = Annotated[
@@ -81,7 +77,6 @@ _Header = Annotated[
     typer.Option(
         metavar="NAME,…",
         help="For CSV and TSV without names in their first line: the names of all columns.",
-        show_default=False,
     ),
 ]
 _Classes = Annotated[
@@ -90,7 +85,6 @@ _Classes = Annotated[
         metavar="URL",
         help="Use the class numbers of this classes.json or packed dataset. By default those of a packed split next to DEST, "
         "else in the order of their names.",
-        show_default=False,
     ),
 ]
 _Key = Annotated[
@@ -99,7 +93,6 @@ _Key = Annotated[
         metavar="TEMPLATE",
         help='Template of sample keys: "{index:08d}", "{class}/{stem}", "{path}"; for a table also a column. By default the stems '
         "of images, or their paths if stems are not unique; the path of loose files; the number of a row.",
-        show_default=False,
     ),
 ]
 _Split = Annotated[
@@ -107,7 +100,6 @@ _Split = Annotated[
     typer.Option(
         metavar="NAME=PART,…",
         help="Split into several datasets, e.g. train=0.9,val=0.1: in DEST/train and DEST/val.",
-        show_default=False,
     ),
 ]
 _Shuffle = Annotated[
@@ -115,7 +107,6 @@ _Shuffle = Annotated[
     typer.Option(
         "--shuffle/--no-shuffle",
         help="Pack in random order. By default only for a source with a folder for each class.",
-        show_default=False,
     ),
 ]
 _Seed = Annotated[int, typer.Option(help="Seed of the order and of the split.")]
@@ -125,14 +116,11 @@ _MaxSide = Annotated[
         min=1,
         metavar="PIXELS",
         help="Limit of an image's longest side; larger images are shrunk.",
-        show_default=False,
     ),
 ]
 _ImageFormat = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORMAT", help="Convert all images to jpg, png or webp.", show_default=False
-    ),
+    typer.Option(metavar="FORMAT", help="Convert all images to jpg, png or webp."),
 ]
 _Masks = Annotated[
     str | None,
@@ -140,7 +128,6 @@ _Masks = Annotated[
         metavar="FIELD,…",
         help="Fields whose pixels are numbers, such as class ids: shrunk without averaging, never converted to another "
         "format; or none. By default seg.png, mask.png and similar names, and a png next to a jpg.",
-        show_default=False,
     ),
 ]
 _Scale16Bits = Annotated[
@@ -180,7 +167,6 @@ _Report = Annotated[
     typer.Option(
         metavar="PATH",
         help="Write a line of JSON, with its place and the reason, for each file or row that --skip-errors leaves out.",
-        show_default=False,
     ),
 ]
 

@@ -36,16 +36,13 @@ if TYPE_CHECKING:
 
 _Fields = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME,NAME", help="Keep these fields; by default all.", show_default=False
-    ),
+    typer.Option(metavar="NAME,NAME", help="Keep these fields; by default all."),
 ]
 _Where = Annotated[
     str | None,
     typer.Option(
         metavar="SQL",
         help="Write the samples whose columns fulfil a condition, e.g. 'cls in (3, 9) and width >= 512'.",
-        show_default=False,
     ),
 ]
 _Add = Annotated[
@@ -55,7 +52,6 @@ _Add = Annotated[
         metavar="URL[:FIELD,…]",
         help="Add fields of other shards or of a table, by key; may be repeated. FIELD=NAME is the field NAME there, or a column. The keys "
         "of a table are in its column __key__ or key, or in COLUMN with __key__=COLUMN.",
-        show_default=False,
     ),
 ]
 _Seed = Annotated[
@@ -63,7 +59,6 @@ _Seed = Annotated[
     typer.Option(
         metavar="N",
         help="Write all samples in the random order of this seed; --shuffle alone takes 0.",
-        show_default=False,
     ),
 ]
 _Missing = Annotated[

@@ -31,7 +31,6 @@ _Bad = Annotated[
         "--bad",
         metavar="FILE",
         help="Report of bad samples, written by SkipBudget(report=); may be repeated.",
-        show_default=False,
     ),
 ]
 _Decode = Annotated[
@@ -39,7 +38,6 @@ _Decode = Annotated[
     typer.Option(
         metavar="MODULE:FUNCTION",
         help="Function that makes a dict of values of a sample, a dict of bytes; pictures and arrays among them are shown.",
-        show_default=False,
     ),
 ]
 
