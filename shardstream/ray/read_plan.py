@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from shardstream.packing import cut_by_size
 
 MAX_TASK_BYTES = 128 << 20
 MAX_SHUFFLED_TASK_BYTES = (
@@ -90,11 +93,5 @@ def cut_by_bytes(sizes: Ints, max_bytes: int) -> list[slice]:
     >>> cut_by_bytes(np.array([3, 3, 3, 9, 1]), 6)
     [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
     """
-    ends = np.cumsum(sizes, dtype=np.int64)
-    slices: list[slice] = []
-    first, passed = 0, 0
-    while first < len(sizes):
-        last = max(first + 1, int(np.searchsorted(ends, passed + max_bytes, side="right")))
-        slices.append(slice(first, last))
-        first, passed = last, int(ends[last - 1])
-    return slices
+    cuts = cut_by_size([sizes], max(1, len(sizes)), max_bytes).tolist()
+    return [slice(first, last) for first, last in itertools.pairwise(cuts) if first < last]

@@ -29,7 +29,6 @@ from shardstream.packing import (
     Progress,
     Record,
     RecordEncoder,
-    SamplesSource,
     assign_splits,
     chunked,
     index,
@@ -279,12 +278,10 @@ def test_empty_source_is_an_error(tmp_path: Path) -> None:
 
 
 def test_python_iterables_are_packed(tmp_path: Path) -> None:
-    source = SamplesSource(samples=[{"txt": f"{i}"} for i in range(9)], extras={"about.txt": b"hi"})
-    pack(source, tmp_path / "out")
+    pack(({"txt": f"{i}"} for i in range(9)), tmp_path / "out")
     assert [sample["txt"] for sample in samples_of(tmp_path / "out")] == [
         b"%d" % i for i in range(9)
     ]
-    assert (tmp_path / "out" / "about.txt").read_bytes() == b"hi"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -80,37 +80,20 @@ class PartResult:
 
     def encode(self) -> dict[str, JSON]:
         """Return the result as JSON values."""
-        shards: list[JSON] = [
-            [shard.url, shard.nsamples, shard.filesize, shard.sha256] for shard in self.shards
-        ]
-        document: dict[str, JSON] = {"shards": shards, "fields": {**self.fields}}
-        document |= {"left_out": self.left_out, "warnings": [*self.warnings]}
-        document |= {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
-        columns: list[JSON] = [
-            {name: [*one] for name, one in some.items()} for some in self.columns
-        ]
-        return document | {"columns": columns, "column_bytes": [*self.column_bytes]}
+        return asdict(self)
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
         """Read what `encode` has returned."""
-        shards = tuple(
-            ShardInfo(url=str(url), nsamples=int(nsamples), filesize=int(size), sha256=str(sha256))
-            for url, nsamples, size, sha256 in document["shards"]
-        )
-        fields = {str(name): int(count) for name, count in document["fields"].items()}
         return cls(
-            shards=shards,
-            fields=fields,
+            shards=tuple(ShardInfo(**one) for one in document["shards"]),
+            fields=dict(document["fields"]),
             left_out=int(document["left_out"]),
-            warnings=tuple(map(str, document["warnings"])),
-            skipped=tuple(Skip(str(where), str(reason)) for where, reason in document["skipped"]),
-            key_hashes=str(document["keys"]),
-            columns=tuple(
-                {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
-                for some in document["columns"]
-            ),
-            column_bytes=tuple(map(int, document["column_bytes"])),
+            warnings=tuple(document["warnings"]),
+            skipped=tuple(Skip(*one) for one in document["skipped"]),
+            key_hashes=str(document["key_hashes"]),
+            columns=tuple(document["columns"]),
+            column_bytes=tuple(document["column_bytes"]),
         )
 
 

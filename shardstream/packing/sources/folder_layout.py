@@ -74,7 +74,7 @@ def find_splits(root: str, images: FileList, *, is_guess: bool) -> tuple[str, ..
         SourceError: If some of the folders are splits, or splits without folders of classes: their names would become labels.
     """
     tops = sorted({top_folder(path) for path in images.paths() if "/" in path})
-    named = [name for name in tops if is_split(name)]
+    named = list(filter(is_split, tops))
     has_classes = any(is_split(top_folder(path)) and path.count("/") > 1 for path in images.paths())
     if named == tops and has_classes:
         return tuple(tops)
@@ -95,11 +95,12 @@ def check_depth(root: str, images: FileList, depth: int) -> None:
     Raises:
         SourceError: If there is one.
     """
-    misplaced = next((path for path in images.paths() if path.count("/") <= depth), None)
-    if misplaced is not None:
-        folder, slash, name = misplaced.rpartition("/")
+    for path in images.paths():
+        if path.count("/") > depth:
+            continue
+        folder, slash, name = path.rpartition("/")
         raise SourceError(
-            f"{misplaced} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
+            f"{path} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
             f"of its class ({folder}{slash}CLASS/{name}), or pack loose files with kind='files' (--kind files)",
             shard=root,
         )
@@ -181,13 +182,13 @@ def refuse_metadata(root: str, listed: FileList) -> None:
     Raises:
         SourceError: If there is one.
     """
-    nested = (path for path in listed.paths() if "/" in path)
-    found = next((path for path in nested if path.rpartition("/")[2] in METADATA_NAMES), None)
-    if found is not None:
-        raise SourceError(
-            f"{found} seems to describe the files of its folder, and would be left out; pack that folder by itself, {_ADVICE}",
-            shard=root,
-        )
+    for path in listed.paths():
+        folder, _, name = path.rpartition("/")
+        if folder and name in METADATA_NAMES:
+            raise SourceError(
+                f"{path} seems to describe the files of its folder, and would be left out; pack that folder by itself, {_ADVICE}",
+                shard=root,
+            )
 
 
 def refuse_masks(root: str, images: FileList, class_of: Callable[[str], str]) -> None:
@@ -196,7 +197,7 @@ def refuse_masks(root: str, images: FileList, class_of: Callable[[str], str]) ->
     Raises:
         SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.
     """
-    masked = frozenset(name for name in map(class_of, images.paths()) if has_mask_word(name))
+    masked = frozenset(filter(has_mask_word, map(class_of, images.paths())))
     if not masked:
         return
     stems = sort_rows((_photo_stem(path), class_of(path)) for path in images.paths())

@@ -364,7 +364,7 @@ def _empty_folders(source: ClassFolderSource, root: str, storage: Storage) -> tu
     if storage.local_path(root) is None:  # a folder of an object store is the names of its files
         return ()
     parents = [join_url(root, split) for split in source.splits] or [root]
-    names = {
-        name for url in parents for name in storage.list_folder(url)[1] if not is_meta_name(name)
-    }
-    return tuple(sorted(names.difference(source.classes)))
+    names: set[str] = set()
+    for url in parents:
+        names.update(storage.list_folder(url)[1])
+    return tuple(sorted(itertools.filterfalse(is_meta_name, names.difference(source.classes))))

@@ -15,6 +15,7 @@ from shardstream.errors import OptionError, SampleError, SourceError, plural
 from shardstream.format import KEY_COLUMN, Sample, import_parquet, limit_of_rows, read_parquet
 from shardstream.packing.encode import encode_field
 from shardstream.packing.sources.arrow_rows import number_dtypes, rows_of
+from shardstream.packing.sources.parquet_table import check_columns
 from shardstream.packing.sources.source import FileRef
 from shardstream.packing.sources.table_source import convert_cell, key_of
 from shardstream.packing.sources.tables import Row, iter_rows
@@ -114,11 +115,7 @@ def _read_parquet(
             file = parquet.ParquetFile(stream)
             names: list[str] = file.schema_arrow.names
             key = _key_column(names, named, url)
-            missing = next((one for one in columns.values() if one not in names), None)
-            if missing is not None:
-                raise SourceError(
-                    f"no column {missing!r}; there are: {', '.join(map(repr, names))}", shard=url
-                )
+            check_columns(names, columns.values(), url)
             # The column of keys gets this name.
             if key != KEY_COLUMN and KEY_COLUMN in columns.values():
                 raise OptionError(

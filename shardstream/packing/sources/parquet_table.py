@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def iter_parquet(
     """
     with storage.open(url) as stream:
         file = open_parquet(stream, url, storage)
-        _check_columns(file.schema_arrow.names, columns, url)
+        check_columns(file.schema_arrow.names, columns, url)
         dtypes = number_dtypes(file.schema_arrow)
         limit_bytes = limit_of_rows(stream.seek(0, 2))
         groups = range(file.metadata.num_row_groups)
@@ -177,7 +177,12 @@ def _batch_rows(chunks: Sequence[Any], num_rows: int) -> int:
     return int(max(1, min(_BATCH_ROWS, by_mean, by_worst)))
 
 
-def _check_columns(names: Sequence[str], columns: Sequence[str] | None, url: str) -> None:
+def check_columns(names: Sequence[str], columns: Iterable[str] | None, url: str) -> None:
+    """Refuse columns that a table lacks.
+
+    Raises:
+        SourceError: If it lacks one; names those that there are.
+    """
     missing = next((name for name in columns or () if name not in names), None)
     if missing is not None:
         raise SourceError(

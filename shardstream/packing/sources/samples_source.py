@@ -21,8 +21,6 @@ class SamplesSource(Source):
     Args:
         samples: Mappings as `ShardWriter.write` takes them; without ``__key__`` the key is the number.
         name: Name of the source, for messages.
-        extras: Small files written to the folder of the manifest.
-        shuffled: Whether to shuffle by default.
         fingerprint: Any text that identifies these samples in this order; a stopped pack is resumed if the text is equal. By default
             the attribute of this name of ``samples``, if it has one.
     """
@@ -32,15 +30,11 @@ class SamplesSource(Source):
         samples: Iterable[Mapping[str, Any]],
         *,
         name: str = "samples",
-        extras: Mapping[str, bytes] | None = None,
-        shuffled: bool = False,
         fingerprint: str | None = None,
     ) -> None:
         self.name = name
-        self.shuffled = shuffled
         self.is_repeatable = isinstance(samples, Sequence)
         self._samples = samples
-        self._extras = extras or {}
         own = getattr(samples, "fingerprint", None)
         self._fingerprint = fingerprint or (own if isinstance(own, str) else None)
 
@@ -49,11 +43,6 @@ class SamplesSource(Source):
         """Number of samples, if the iterable has a length."""
         samples: Any = self._samples
         return len(samples) if hasattr(samples, "__len__") else None
-
-    @property
-    def extras(self) -> Mapping[str, bytes]:
-        """Small files written to the folder of the manifest: name -> bytes."""
-        return self._extras
 
     @property
     def fingerprint(self) -> str | None:
