@@ -53,10 +53,10 @@ from shardstream.storage.find_tars import cached_look_up, find_tars
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.http_status import ErrorMeaning
 from shardstream.storage.journal_marker import (
+    JOURNAL_NAME,
     check_finished,
     is_journal,
     is_part_record,
-    journal_name,
     part_record_name,
 )
 from shardstream.storage.listing import (
@@ -111,6 +111,7 @@ from shardstream.storage.url_patterns import (
 __all__ = [
     "CACHE_CHUNK_BYTES",
     "HEADER_BYTES",
+    "JOURNAL_NAME",
     "PART_BYTES",
     "SLOWEST_BYTES_PER_S",
     "TAR_SUFFIXES",
@@ -175,7 +176,6 @@ __all__ = [
     "is_under",
     "iter_members",
     "join_url",
-    "journal_name",
     "list_all",
     "list_beginning",
     "list_files",

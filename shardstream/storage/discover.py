@@ -35,7 +35,7 @@ from shardstream.storage.find_tars import (
     tars_of_folder,
     warn_of_links,
 )
-from shardstream.storage.journal_marker import check_finished, journal_name
+from shardstream.storage.journal_marker import JOURNAL_NAME, check_finished
 from shardstream.storage.local_files import read_range
 from shardstream.storage.paged_shards import PagedShards
 from shardstream.storage.store import (
@@ -377,8 +377,8 @@ def _check_finished(folder: str, names: Collection[str], storage: Storage) -> No
     check_finished(folder, names)
     if folder.startswith(_HTTP):  # web servers list no hidden files
         with suppress(StorageError):  # or refuse the request
-            if storage.exists(join_url(folder, journal_name(0))):
-                names = [*names, journal_name(0)]
+            if storage.exists(join_url(folder, JOURNAL_NAME)):
+                names = [*names, JOURNAL_NAME]
         check_finished(folder, names)
 
 

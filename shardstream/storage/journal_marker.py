@@ -13,15 +13,8 @@ from shardstream.format import MANIFEST_NAME
 from shardstream.storage.atomic_write import final_name
 
 _START, _END = ".shardstream-pack-", ".json"
-
-
-def journal_name(number: int) -> str:
-    """Return the name of a file of the journal.
-
-    >>> journal_name(0)
-    '.shardstream-pack-000000.json'
-    """
-    return f"{_START}{number:06d}{_END}"
+JOURNAL_NAME = f"{_START}000000{_END}"
+"""Name of the journal."""
 
 
 def part_record_name(number: int) -> str:
@@ -36,7 +29,7 @@ def part_record_name(number: int) -> str:
 def is_part_record(name: str) -> bool:
     """Return whether a file records a finished part of a job, by its name.
 
-    >>> is_part_record(part_record_name(7)), is_part_record(journal_name(7))
+    >>> is_part_record(part_record_name(7)), is_part_record(JOURNAL_NAME)
     (True, False)
     """
     return name.startswith(f"{_START}part-") and name.endswith(_END)

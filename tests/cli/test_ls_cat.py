@@ -10,7 +10,7 @@ import pytest
 
 from shardstream.cli import describe, main
 from shardstream.packing import index
-from shardstream.storage import Storage, journal_name
+from shardstream.storage import JOURNAL_NAME, Storage
 from tests.small_tars import make_dataset, npy_bytes, png_bytes, samples, tar_bytes
 
 FIELDS = [
@@ -69,7 +69,7 @@ def test_ls_names_an_unfinished_split_and_lists_the_others(
     make_dataset(tmp_path / "train", shards=1, count=2)
     index(str(tmp_path / "train"))
     (tmp_path / "val").mkdir()
-    (tmp_path / "val" / journal_name(0)).write_text("{}")
+    (tmp_path / "val" / JOURNAL_NAME).write_text("{}")
     if has_tar:
         (tmp_path / "val" / "000000.tar").write_bytes(tar_bytes(samples(0, 1)))
     assert main(["ls", str(tmp_path)]) == 1

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.packing import verify
-from shardstream.storage import LocalFolder, Storage, journal_name, publish_bytes_over
+from shardstream.storage import JOURNAL_NAME, LocalFolder, Storage, publish_bytes_over
 from tests.servers import S3Server
 
 ANOTHER = "another pack or ShardWriter writes here"
@@ -74,7 +74,7 @@ def run_two(base: str, rounds: int) -> dict[int, list[str | None]]:
 def check_one_won(url: str, results_of_round: list[str | None]) -> None:
     storage = Storage()
     names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(url)[0]]
-    assert ("index.json" in names, journal_name(0) in names) == (True, False), names
+    assert ("index.json" in names, JOURNAL_NAME in names) == (True, False), names
     winners = [me for me in (0, 1) if results_of_round[me] is None]
     # With overwrite=True, a writer that starts after the other has ended replaces its dataset.
     assert winners, results_of_round

@@ -23,7 +23,7 @@ import shardstream as ss
 from shardstream.errors import UnfinishedError
 from shardstream.format import is_pages_name
 from shardstream.packing import assign_splits
-from shardstream.storage import LocalFolder, journal_name
+from shardstream.storage import JOURNAL_NAME, LocalFolder
 from shardstream.tasks import JSON, Task
 from tests.limits import set_limits
 
@@ -573,7 +573,7 @@ def test_publication_of_splits_that_was_stopped_goes_on(
         ss.merge(dest)
 
 
-@pytest.mark.parametrize("last", [("write", "index.json"), ("remove", journal_name(0))])
+@pytest.mark.parametrize("last", [("write", "index.json"), ("remove", JOURNAL_NAME)])
 def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
     last: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

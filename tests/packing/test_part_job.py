@@ -195,6 +195,16 @@ def test_deleted_shard_is_detected_and_rewritten(source: str, tmp_path: Path) ->
     assert not ss.verify(str(tmp_path / "new")).problems
 
 
+def test_shard_that_a_killed_run_of_a_part_has_left_is_deleted(source: str, tmp_path: Path) -> None:
+    reshard_part(source, tmp_path / "new", 1, 2)
+    for name in ("000001_01.tar", "000001_01.tar.idx", "other.tar"):
+        (tmp_path / "new" / name).write_text("left")
+    reshard_part(source, tmp_path / "new", 2, 2)
+    ss.merge(tmp_path / "new")
+    left = {path.name for path in (tmp_path / "new").iterdir() if path.read_bytes() == b"left"}
+    assert left == {"other.tar"}
+
+
 def test_damaged_record_is_an_error(source: str, tmp_path: Path) -> None:
     for part in (1, 2):
         reshard_part(source, tmp_path / "new", part, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import os
 import pickle
@@ -25,7 +24,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.packing import KeyHashes
 from shardstream.storage import Storage
 
 ROOT = Path(__file__).parent.parent.parent
@@ -501,19 +499,3 @@ def test_command_adds_fields_and_prints_warnings(
         assert sample["long.txt"].decode() == caption(sample["__key__"])
         assert sample["txt"].decode() == f'a "tag",\nof {sample["__key__"]}'
     assert main([*command, "--add", captions]) == 2
-
-
-def test_equal_hashes_are_in_one_block_in_the_order_of_their_places() -> None:
-    random = np.random.default_rng(0)
-    hashes = random.integers(0, 1 << 64, 5000, dtype=np.uint64)
-    hashes[3000:4000] = hashes[:1000]
-    with KeyHashes(kept=700) as keys:
-        for first in random.permutation(50).tolist():
-            some = slice(first * 100, first * 100 + 100)
-            keys.add(hashes[some], np.arange(first * 100, first * 100 + 100))
-        blocks = list(keys.sorted_blocks())
-    order = np.lexsort((np.arange(5000), hashes))
-    assert np.array_equal(np.concatenate([one for one, _ in blocks]), hashes[order])
-    assert np.array_equal(np.concatenate([one for _, one in blocks]), order)
-    ends = [(one[0], one[-1]) for one, _ in blocks if len(one)]
-    assert all(before[1] < after[0] for before, after in itertools.pairwise(ends))

@@ -22,10 +22,10 @@ from shardstream.errors import OptionError, SampleError, StorageError
 from shardstream.format import iter_samples
 from shardstream.packing import ShardNames, ShardWriter
 from shardstream.storage import (
+    JOURNAL_NAME,
     LocalFolder,
     PendingFile,
     Storage,
-    journal_name,
     locate_shards,
     parse_bytes,
 )
@@ -103,8 +103,8 @@ def test_error_in_the_block_publishes_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), ShardWriter(tmp_path, max_samples=10) as writer:  # noqa: PT012
         for i in range(25):
             writer.write({"cls": i, "txt": str(1 / (24 - i))})
-    assert journal_name(0) in names(tmp_path)
-    assert set(names(tmp_path)) - {journal_name(0)} <= {
+    assert JOURNAL_NAME in names(tmp_path)
+    assert set(names(tmp_path)) - {JOURNAL_NAME} <= {
         f"00000{i}.tar{end}" for i in range(2) for end in ("", ".idx")
     }
     with pytest.raises(OptionError, match="closed"):
@@ -346,7 +346,7 @@ def test_full_disk_raises_and_publishes_nothing(remote: bool, tmp_path: Path) ->
     assert ("where it waits to be sent" in done.stderr) == remote
     assert "Exception ignored" not in done.stderr
     if not remote:
-        assert names(tmp_path / "out") == [journal_name(0), "000000.tar", "000000.tar.idx"]
+        assert names(tmp_path / "out") == [JOURNAL_NAME, "000000.tar", "000000.tar.idx"]
 
 
 KILLED = """
@@ -365,7 +365,7 @@ def test_killed_writer_leaves_only_whole_shards(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     visible = [name for name in names(tmp_path) if ".part-" not in name]
     shards = ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx"]
-    assert visible == [journal_name(0), *shards]
+    assert visible == [JOURNAL_NAME, *shards]
     located = locate_shards([f"{tmp_path}/{name}" for name in shards[::2]], Storage())
     assert [shard.nsamples for shard in located.shards] == [10, 10]
     assert [len(samples_of(Path(shard.url))) for shard in located.shards] == [10, 10]

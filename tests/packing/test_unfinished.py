@@ -20,7 +20,7 @@ import shardstream as ss
 from shardstream.catalog import list_shards, read_one
 from shardstream.cli import main
 from shardstream.packing import SamplesSource, index, verify
-from shardstream.storage import LocalFolder, Storage, journal_name
+from shardstream.storage import JOURNAL_NAME, LocalFolder, Storage
 
 Write = Callable[[str], None]
 NUMBERS = [{"cls": number} for number in range(50)]
@@ -215,14 +215,14 @@ def test_pack_without_samples_leaves_loose_files_readable(tmp_path: Path) -> Non
 
 def test_leftover_journal_with_a_manifest_is_ignored(tmp_path: Path) -> None:
     ss.pack(NUMBERS, tmp_path, max_samples=10)
-    (tmp_path / journal_name(0)).write_text("killed on its way out")
+    (tmp_path / JOURNAL_NAME).write_text("killed on its way out")
     assert len(ss.ShardDataset(str(tmp_path))) == len(ss.ShardDataset(f"{tmp_path}/*.tar")) == 50
     assert [problem.severity for problem in verify(tmp_path).problems] == ["warning"]
 
 
 def test_partial_tar_without_a_journal_is_unfinished(tmp_path: Path) -> None:
     stop_writer(str(tmp_path))
-    (tmp_path / journal_name(0)).unlink()
+    (tmp_path / JOURNAL_NAME).unlink()
     assert (
         len(ss.ShardDataset(str(tmp_path))) <= 50
     )  # without a journal the finished tars are readable
@@ -277,5 +277,5 @@ def test_journal_is_requested_from_servers_that_hide_dot_files(web: str, tmp_pat
     for url in (f"{web}/out", f"{web}/out/*.tar"):
         with pytest.raises(ss.errors.UnfinishedError):
             ss.ShardDataset(url)
-    (tmp_path / "out" / journal_name(0)).unlink()
+    (tmp_path / "out" / JOURNAL_NAME).unlink()
     assert len(list_shards(f"{web}/out/*.tar").shards) >= 3

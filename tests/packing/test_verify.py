@@ -7,7 +7,6 @@ import json
 import lzma
 import re
 import tarfile
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,10 @@ from pyarrow import parquet as pq
 
 from shardstream import ShardDataset
 from shardstream.errors import ManifestError, OptionError, ShardError, StorageError
-from shardstream.format import ShardInfo
 from shardstream.packing import (
-    KeyHashes,
     VerifyReport,
-    find_repeated_keys,
-    hash_keys,
     index,
     pack,
-    place_of,
     verify,
 )
 from shardstream.storage import Storage
@@ -184,45 +178,12 @@ def test_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Path
     assert report.problems[-1].what == "30 more keys in two shards"
 
 
-def test_hash_collisions_are_not_repeated_keys() -> None:
-    with KeyHashes() as keys:
-        for shard in (0, 1):
-            keys.add(hash_keys(["a"]), place_of(shard, 1))
-
-        shards = [ShardInfo(url="a.tar"), ShardInfo(url="b.tar")]
-        assert find_repeated_keys(keys, shards, lambda shard, _: [f"key of {shard}"]) is None
-
-
 def test_keys_of_bare_and_compressed_shards_are_compared_too(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes(samples(0, 3)))
     (tmp_path / "b.tar.gz").write_bytes(gzip.compress(tar_bytes(samples(2, 3))))
     (problem,) = verify(str(tmp_path)).errors
     assert (problem.shard, problem.key) == (str(tmp_path / "b.tar.gz"), "0002")
     assert f"the key '0002' comes twice, in {tmp_path}/a.tar and in " in problem.what
-
-
-def test_memory_does_not_grow_with_the_number_of_keys() -> None:
-    def peak_bytes(shards: int) -> int:
-        random = np.random.default_rng(0)
-        tracemalloc.start()
-        with KeyHashes() as keys:
-            for shard in range(shards):
-                hashes = random.integers(0, 1 << 64, 100_000, dtype=np.uint64)
-                hashes[7] = 1 << 40  # the only equal ones
-                keys.add(hashes, place_of(shard, len(hashes)))
-
-            names = [ShardInfo(url=f"{shard}.tar") for shard in range(shards)]
-            found = find_repeated_keys(keys, names, lambda _, samples: ["same" for _ in samples])
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert found is not None
-        assert len(found.listed) == min(shards - 1, 20)
-        assert len(found.listed) + found.others == shards - 1
-        assert str(found.listed[0]) == "the key 'same' comes twice, in 0.tar and in 1.tar"
-        return peak
-
-    small, large = peak_bytes(15), peak_bytes(60)  # 1.5 and 6 million keys
-    assert large < 1.2 * small < 80e6
 
 
 def test_concatenated_tars_are_an_error(tmp_path: Path) -> None:

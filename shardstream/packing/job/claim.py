@@ -25,9 +25,9 @@ from shardstream.packing.job.destination import (
 from shardstream.packing.job.journal import Journal, Task, read_journal
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
+    JOURNAL_NAME,
     OutputFolder,
     is_part_record,
-    journal_name,
     open_output_folder,
 )
 
@@ -269,7 +269,7 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
     """
     # Without a journal, or with an invalid one, `claim_destination` decides.
     with suppress(OptionError, StorageError):
-        journal = read_journal(folder, (journal_name(0),))
+        journal = read_journal(folder, (JOURNAL_NAME,))
         is_mine = journal is not None and journal.run == job.run and journal.published is None
         if journal is None or not is_mine or (job.parts and not journal.parts):
             return None
@@ -295,7 +295,7 @@ def remove_job_files(
     for name in files:
         if is_part_record(name) or is_half_written(name, names, extras):
             folder.remove(name)
-    folder.remove(journal_name(0))
+    folder.remove(JOURNAL_NAME)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from shardstream.packing.job.journal import (
 )
 from shardstream.packing.shards.manifest_files import read_old_manifest
 from shardstream.storage import (
+    JOURNAL_NAME,
     FileInfo,
     OutputFolder,
     Storage,
@@ -35,7 +36,6 @@ from shardstream.storage import (
     is_journal,
     is_part_record,
     join_url,
-    journal_name,
     parent_url,
 )
 
@@ -72,7 +72,7 @@ class ShardNames:
         text = os.fspath(url)
         if "{" not in text and not text.lower().endswith(".tar"):
             return cls(folder=text.rstrip("/") or "/", template=DEFAULT_NAME)
-        names = cls(folder=parent_url(text), template=text.rsplit("/", 1)[-1])
+        names = cls(folder=parent_url(text), template=text.rpartition("/")[2])
         example = (
             f"write for example {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}"
         )
@@ -251,7 +251,7 @@ class Destination:
     @property
     def is_free(self) -> bool:
         """Whether the folder has no files of a dataset, finished or not; it may have other files."""
-        return not (self.stale or self.has_manifest or journal_name(0) in self.files)
+        return not (self.stale or self.has_manifest or JOURNAL_NAME in self.files)
 
     @property
     def replaces(self) -> bool:
@@ -273,11 +273,9 @@ class Destination:
             )
 
     def remove_parts(self) -> None:
-        """Delete half-written files of killed writers, and the records and further journals of another job."""
+        """Delete half-written files of killed writers, and the records of another job."""
         for name in self.files:
-            is_record = is_part_record(name)
-            is_further = is_journal(name) and name != journal_name(0)
-            if is_record or is_further or is_half_written(name, self.names, self.extras):
+            if is_part_record(name) or is_half_written(name, self.names, self.extras):
                 self.folder.remove(name)
 
 
@@ -296,13 +294,13 @@ def claim_destination(
         StorageError: If the folder cannot be reached.
     """
     files = folder.list_files()
-    if not files:
+    if not files:  # nothing is to be decided
         return Destination(folder=folder, names=names, action="take", files={}, extras=extras)
     journal, unreadable, head = None, None, None
     try:
         journal = read_journal(folder, files)
     except OptionError as error:
-        unreadable, head = error, read_listed(folder, journal_name(0))
+        unreadable, head = error, read_listed(folder, JOURNAL_NAME)
     found = _look(folder, names, files, journal, task)
     if unreadable is not None:
         found = Found(journal="unreadable")

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
-from shardstream.storage import OutputFolder, join_url, journal_name
+from shardstream.storage import JOURNAL_NAME, OutputFolder, join_url
 
 # Of the file, and of the bytes that a job writes: a journal of another version is refused.
 VERSION = 4
@@ -116,7 +116,7 @@ class Journal:
         }
         data = json.dumps(document).encode()
         try:
-            self.folder.replace(journal_name(0), data, old=self.head)
+            self.folder.replace(JOURNAL_NAME, data, old=self.head)
         except ChangedError as error:
             raise self._owner_changed_error() from error
         self.head = data
@@ -127,7 +127,7 @@ class Journal:
         Raises:
             StorageError: If one has, or the journal was deleted or cannot be read.
         """
-        name = journal_name(0)
+        name = JOURNAL_NAME
         owner = None
         with suppress(NotFoundError):
             data = self.folder.read(name)
@@ -149,7 +149,7 @@ class Journal:
             StorageError: If another run has taken the folder over, or it cannot be reached.
         """
         self.check_owner()
-        self.folder.remove(journal_name(0))
+        self.folder.remove(JOURNAL_NAME)
 
     def _owner_changed_error(self) -> StorageError:
         return StorageError(
@@ -172,7 +172,7 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
         OptionError: If the journal is invalid, or of another version.
         StorageError: If it cannot be reached.
     """
-    name = journal_name(0)
+    name = JOURNAL_NAME
     if name not in names:
         return None
     data = read_listed(folder, name)
