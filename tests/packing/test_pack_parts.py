@@ -126,6 +126,7 @@ class OrderedExecutor:
 
     def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
         listed = list(tasks)
+        self.names = [task.name for task in listed]
         for number in self.numbers:
             done(listed[number], listed[number].run())
         if len(self.numbers) < len(listed):
@@ -155,6 +156,28 @@ def test_parts_in_any_order_read_the_records_of_one_pass(
         report = ss.pack(source, tmp_path / name, executor=executor, **options)
         assert report.kept == 4
         assert files_of(tmp_path / name) == files_of(tmp_path / "plain")
+
+
+def test_finished_parts_are_kept_as_they_are(table: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_samples": 5, "fields": {"txt": "caption"}}
+    with pytest.raises(StoppedError):
+        ss.pack(table, tmp_path, executor=OrderedExecutor(0, 9), **options)
+    with pytest.raises(
+        UnfinishedError, match="8 of 10 tasks are not done: number 1, 2, 3, 4, 5, 6, 7, 8; run"
+    ):
+        ss.merge(tmp_path)
+    (tmp_path / ".shardstream-pack-part-000009.json").unlink()
+    with pytest.raises(
+        UnfinishedError, match="9 of 10 .* number 1, 2, 3, 4, 5, 6, 7, 8 and 1 more;"
+    ):
+        ss.merge(tmp_path)
+    inode = (tmp_path / "000000.tar").stat().st_ino
+    executor = OrderedExecutor(*range(10))
+    report = ss.pack(table, tmp_path, executor=executor, **options)
+    assert (tmp_path / "000000.tar").stat().st_ino == inode
+    assert executor.names == [f"part {number} of {tmp_path}" for number in range(10)]
+    tars = [path.stat().st_size for path in tmp_path.glob("*.tar")]
+    assert (report.kept, report.shards, report.total_bytes) == (1, 10, sum(tars))
 
 
 def test_no_split_is_published_while_parts_of_another_are_missing(
@@ -573,6 +596,68 @@ def test_publication_of_splits_that_was_stopped_goes_on(
         ss.merge(dest)
 
 
+@pytest.fixture
+def two_splits(photos: str, tmp_path: Path) -> Callable[[str], Path]:
+    """Run all parts of two splits, a and b, in a new folder; `merge` publishes them."""
+
+    def run_parts(name: str) -> Path:
+        options: dict[str, Any] = {"split": {"a": 0.7, "b": 0.3}, "max_samples": 20}
+        for part in (1, 2):
+            ss.pack(photos, tmp_path / name, executor=ss.tasks.Parts(part, 2), **options)
+        return tmp_path / name
+
+    return run_parts
+
+
+def at_manifest_of_b(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do something after the last manifest is written."""
+    original = LocalFolder.write
+
+    def write(self: LocalFolder, name: str, data: bytes) -> None:
+        original(self, name, data)
+        if (name, self.url.rpartition("/")[2]) == ("index.json", "b"):
+            act()
+
+    monkeypatch.setattr(LocalFolder, "write", write)
+
+
+def test_split_that_is_published_stays_if_another_fails_again(
+    two_splits: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean, dest = two_splits("clean"), two_splits("out")
+    ss.merge(clean)
+
+    def stop(*_: object) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patch:
+        at_manifest_of_b(patch, stop)
+        patch.setattr(LocalFolder, "remove", stop)  # as if the process was killed
+        with pytest.raises(StoppedError):
+            ss.merge(dest)
+    (dest / "b" / "index.json").unlink()
+    with monkeypatch.context() as patch:
+        at_manifest_of_b(patch, stop)
+        with pytest.raises(StoppedError):
+            ss.merge(dest)
+    assert published_in(dest) == {"a"}
+    ss.merge(dest)
+    assert files_of(dest) == files_of(clean)
+
+
+def test_records_stay_if_another_process_removes_a_manifest_meanwhile(
+    two_splits: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean, dest = two_splits("clean"), two_splits("out")
+    ss.merge(clean)
+    with monkeypatch.context() as patch:
+        at_manifest_of_b(patch, (dest / "a" / "index.json").unlink)
+        with pytest.raises(ss.errors.StorageError, match=r"removed index\.json meanwhile"):
+            ss.merge(dest)
+    assert ss.merge(dest).samples == 60
+    assert files_of(dest) == files_of(clean)
+
+
 @pytest.mark.parametrize("last", [("write", "index.json"), ("remove", JOURNAL_NAME)])
 def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
     last: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -639,6 +724,9 @@ def test_pack_whose_dataset_another_process_publishes_first_reports_it(
     ):
         ss.pack(table, tmp_path, executor=other, overwrite=True, **job)
     assert len(ss.ShardDataset(str(tmp_path))) == 1
+    deleting = OvertakenExecutor(lambda: shutil.rmtree(tmp_path / "new"))
+    with pytest.raises(ss.errors.StorageError, match=r"journal of this pack .* was deleted"):
+        ss.pack(table, tmp_path / "new", executor=deleting, **job)
 
 
 def test_pages_of_a_replaced_manifest_are_deleted(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,29 @@ def test_part_stops_when_another_writer_takes_the_folder_over(source: str, tmp_p
     ]
     with pytest.raises(ss.errors.OptionError, match="published here"):
         reshard_part(source, tmp_path / "new", 2, 2)
+
+
+def test_part_is_not_begun_in_a_folder_that_another_writer_has_taken_over(source: str) -> None:
+    url, read = f"memory://{uuid.uuid4().hex}", list[str]()
+
+    def count(sample: dict[str, Any]) -> dict[str, Any]:
+        read.append(sample["__key__"])
+        return sample
+
+    class OvertakenExecutor:
+        def run(self, tasks: Iterable[ss.tasks.Task], _: object) -> None:
+            first, second, *_others = tasks
+            first.run()
+            assert len(read) == 2
+            with ss.ShardWriter(url, overwrite=True) as writer:
+                writer.write({"txt": "other"})
+            second.run()
+
+    dataset = ss.ShardDataset(source).map(count)
+    with pytest.raises(ss.errors.StorageError, match="was deleted, by another one"):
+        ss.reshard(dataset, url, max_samples=2, executor=OvertakenExecutor())
+    assert len(read) == 2
+    assert [sample["txt"] for sample in ss.ShardDataset(url)] == [b"other"]
 
 
 def test_part_that_loses_the_folder_leaves_no_record_in_the_dataset_of_the_other(
@@ -293,6 +316,15 @@ def test_merge_without_a_job_is_refused(tmp_path: Path, content: str) -> None:
     ):
         ss.merge(folder)
     assert folder.exists() == (content != "nothing")
+
+
+def test_merge_of_a_pack_that_was_stopped_before_its_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ss.errors.SourceError, match="sample 2"):
+        ss.pack([{"cls": 1}, {"cls": 2}, {"cls": "x"}], tmp_path, max_samples=1)
+    with pytest.raises(
+        ss.errors.UnfinishedError, match="stopped before the number of its parts was known"
+    ):
+        ss.merge(tmp_path)
 
 
 @pytest.mark.parametrize(("part", "of"), [(0, 3), (4, 3), (1, 0), (-1, 3)])

@@ -620,6 +620,21 @@ def test_python_samples_are_resumed_only_with_a_fingerprint(
         assert contents(tmp_path / f"{number}") == contents(tmp_path / "clean")
 
 
+def test_records_of_a_longer_source_with_the_same_fingerprint_are_not_published(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    def source(count: int) -> SamplesSource:
+        samples = [{"txt": f"{number}"} for number in range(count)]
+        return SamplesSource(samples=samples, fingerprint="equal by mistake")
+
+    pack_stopped(stop_after, 3, source(60), tmp_path, max_samples=10)
+    (tmp_path / "000000.tar").unlink()
+    for said, overwrite in (("1 part, .* with more", False), ("3 parts, .* with 1", True)):
+        with pytest.raises(StorageError, match=rf"this run has {said}: .* nothing is published"):
+            pack(source(5), tmp_path, max_samples=10, overwrite=overwrite)
+        assert not (tmp_path / "index.json").exists()
+
+
 def test_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(SourceError):
         pack([{"cls": "x"}], tmp_path / "out")
