@@ -19,7 +19,7 @@ from shardstream.cli.options import (
     executor_of,
     parse_options,
 )
-from shardstream.cli.pack_progress import job_bar
+from shardstream.cli.pack_progress import job_bar, print_warnings
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import human_bytes, plural
 
@@ -82,8 +82,7 @@ def index(  # noqa: PLR0913  (the options of a command)
             progress=progress,
             executor=executor_of(processes, None, ray=ray, ray_address=ray_address),
         )
-    for warning in report.warnings:
-        typer.echo(f"warning: {printable(warning)}", err=True)
+    print_warnings(report.warnings)
     made = report.manifest
     counts = _counts(len(made.shards), made.nsamples, made.total_bytes)
     typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")

@@ -23,7 +23,7 @@ from shardstream.cli.options import (
     parse_stores,
     state_of_parts,
 )
-from shardstream.cli.pack_progress import job_bar, report_interruption
+from shardstream.cli.pack_progress import job_bar, print_checks, print_warnings, report_interruption
 from shardstream.cli.terminal_text import aligned, printable
 from shardstream.errors import human_bytes, plural
 
@@ -327,6 +327,7 @@ def _write_skips(report: PackReport, path: str) -> None:
 
 def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> None:
     """Print the result, write the skipped records, and print the command to check or publish it."""
+    print_warnings(report.warnings)
     for skip in report.skipped[:_SKIPS_SHOWN]:
         typer.echo(f"skipped: {printable(skip.reason)}", err=True)
     if len(report.skipped) > _SKIPS_SHOWN:
@@ -365,9 +366,7 @@ def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> No
         )
         typer.echo(f"part {part}: {state}")
         return
-    typer.echo("check with:")
-    for split in report.splits:
-        typer.echo(f"  shardstream verify {printable(split.url)}")
+    print_checks(report)
 
 
 def _fields(report: PackReport) -> str:

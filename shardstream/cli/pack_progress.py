@@ -1,10 +1,10 @@
-"""Progress display of ``pack``, ``reshard``, ``index`` and ``verify``, and the message when a pack is interrupted."""
+"""Progress display of ``pack``, ``reshard``, ``index`` and ``verify``, and messages at the end of a job."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardstream.cli.options import terminal_bar
+from shardstream.cli.terminal_text import printable
 
 if TYPE_CHECKING:
-    from shardstream.packing import Progress
+    from shardstream.packing import PackReport, Progress
 
 
 @contextmanager
@@ -28,6 +29,19 @@ def report_interruption() -> Iterator[None]:
             err=True,
         )
         raise
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """Print the warnings of a report to stderr."""
+    for warning in warnings:
+        typer.echo(f"warning: {printable(warning)}", err=True)
+
+
+def print_checks(report: PackReport) -> None:
+    """Print the commands that check the datasets of a report."""
+    typer.echo("check with:")
+    for split in report.splits:
+        typer.echo(f"  shardstream verify {printable(split.url)}")
 
 
 @contextmanager
@@ -49,13 +63,8 @@ def job_bar(title: str) -> Iterator[Callable[[Progress], object]]:
     with terminal_bar(title, counts_column, counts="") as update_bar:
 
         def update(progress: Progress) -> None:
+            done, total = progress.done
             counts = counts_text(progress, time.monotonic() - start_s)
-            if progress.total_bytes is not None:
-                update_bar(
-                    completed=progress.size_bytes, total=progress.total_bytes or None, counts=counts
-                )
-                return
-            done = progress.samples + progress.skipped
-            update_bar(completed=done, total=progress.total, counts=counts)
+            update_bar(completed=done, total=total or None, counts=counts)
 
         yield update

@@ -27,7 +27,7 @@ from shardstream.cli.options import (
     parse_stores,
     state_of_parts,
 )
-from shardstream.cli.pack_progress import job_bar, report_interruption
+from shardstream.cli.pack_progress import job_bar, print_checks, print_warnings, report_interruption
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import human_bytes, plural
 
@@ -160,8 +160,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
 
 
 def _print_report(report: PackReport, part: str | None) -> None:
-    for warning in report.warnings:
-        typer.echo(f"warning: {printable(warning)}", err=True)
+    print_warnings(report.warnings)
     if report.kept:
         typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run")
     counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
@@ -169,7 +168,7 @@ def _print_report(report: PackReport, part: str | None) -> None:
     folder = report.splits[0].url
     if part is None:
         typer.echo(f"wrote {written}")
-        typer.echo(f"check with:\n  shardstream verify {printable(folder)}")
+        print_checks(report)
     else:
         typer.echo(f"part {part}: wrote {written}")
         typer.echo(state_of_parts(report.unfinished, folder))
@@ -186,11 +185,8 @@ def merge(dest: Dest, *, option: StorageOption = None) -> None:
     import shardstream as ss  # noqa: PLC0415
 
     report = ss.merge(dest, storage_options=parse_options(option, dest))
-    for warning in report.warnings:
-        typer.echo(f"warning: {printable(warning)}", err=True)
+    print_warnings(report.warnings)
     for split in report.splits:
         counts = f"{plural(split.samples, 'sample')} in {plural(split.shards, 'shard')}"
         typer.echo(f"published {counts}, {human_bytes(split.total_bytes)}: {printable(split.url)}")
-    typer.echo("check with:")
-    for split in report.splits:
-        typer.echo(f"  shardstream verify {printable(split.url)}")
+    print_checks(report)

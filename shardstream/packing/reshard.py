@@ -370,7 +370,7 @@ def _content_of(catalog: Catalog) -> str:
     storage = catalog.storage  # names and sizes alone would not show that a tar was replaced
     with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
         files = pool.map(lambda shard: storage.info(shard.url), catalog.shards)
-        return fingerprint_of("versions", *(str(file.version) for file in files))
+        return fingerprint_of("versions", (file.version for file in files))
 
 
 def _warn_of_unused(catalog: Catalog) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from ray.data.extensions import ArrowTensorArray, ArrowVariableShapedTensorArray
 
 from shardstream.errors import SampleError
-from shardstream.format import INT_FIELDS, member_bytes, member_name
+from shardstream.format import BLOCK_BYTES, INT_FIELDS, member_bytes, member_name
 from shardstream.packing import TEXT_FIELDS, encode_field, has_encoder
 from shardstream.ray.arrow_columns import KEY
 
@@ -21,7 +21,6 @@ Sizes = npt.NDArray[np.int64]
 _ARRAY_FIELDS = ("npy", "npz", "safetensors")
 _PLAIN_KEY = "k"  # a valid key, to check the names of fields
 _RUNNING_KEY_BYTES = 8
-_TAR_BLOCK_BYTES = 512
 _SHORT_NAME_BYTES = 100  # shorter names of ASCII need one header block
 _BIG_FILE_BYTES = 8**11  # files of this size need more
 
@@ -283,12 +282,12 @@ def _tar_sizes(num_rows: int, keys: pa.Array | None, columns: dict[str, pa.Chunk
             continue
         there = column.is_valid().to_numpy()
         lengths = pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
-        blocks = 1 + -(-lengths // _TAR_BLOCK_BYTES)
-        sizes += np.where(there, blocks * _TAR_BLOCK_BYTES, 0)
+        blocks = 1 + -(-lengths // BLOCK_BYTES)
+        sizes += np.where(there, blocks * BLOCK_BYTES, 0)
         is_short = key_bytes + 1 + len(name) < _SHORT_NAME_BYTES
         is_plain = is_ascii & is_short & (lengths < _BIG_FILE_BYTES) & name.isascii()
         for row in np.flatnonzero(there & ~is_plain).tolist():  # these need a header of their own
             key = "0" * _RUNNING_KEY_BYTES if keys is None else keys[row].as_py()
             exact = member_bytes(f"{key}.{name}", int(lengths[row]))
-            sizes[row] += exact - int(blocks[row]) * _TAR_BLOCK_BYTES
+            sizes[row] += exact - int(blocks[row]) * BLOCK_BYTES
     return sizes

@@ -55,6 +55,16 @@ def test_pack_images(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads((out / "val" / "index.json").read_bytes())["nsamples"] == 4
 
 
+def test_columns_that_some_samples_lack_are_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
+    command = ["pack", str(tmp_path / "t.jsonl"), str(tmp_path / "out"), "--columns", "json.a"]
+    assert main(command) == 0
+    message = "warning: column a (json.a): 1 sample of 2 without a value"
+    assert message in capsys.readouterr().err
+
+
 def test_rate_of_a_resumed_pack_does_not_count_kept_samples(
     photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

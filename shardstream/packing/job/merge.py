@@ -54,16 +54,21 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
     files = open_output_folder(url, storage_options, None).list_files()
     if MANIFEST_NAME in files or any(map(is_journal, files)):  # not a README or .DS_Store
         return []
-    storage = Storage(storage_options)
     splits = []
-    with suppress(NotFoundError):
-        for name in filter(None, storage.list_folder(url)[1]):
-            one = join_url(url, name)
-            folder = open_output_folder(one, storage_options, None)
-            journal = read_journal(folder, folder.list_files())
-            if journal is not None and journal.task.options.get("split_name") == name:
-                splits.append(one)
+    for name in _folders_in(url, Storage(storage_options)):
+        one = join_url(url, name)
+        folder = open_output_folder(one, storage_options, None)
+        journal = read_journal(folder, folder.list_files())
+        if journal is not None and journal.task.options.get("split_name") == name:
+            splits.append(one)
     return splits
+
+
+def _folders_in(url: str, storage: Storage) -> list[str]:
+    """Return the names of the folders right under one; none if it is missing."""
+    with suppress(NotFoundError):
+        return list(filter(None, storage.list_folder(url)[1]))
+    return []
 
 
 def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -71,13 +76,12 @@ def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None
     if open_output_folder(url, storage_options, None).list_files():
         return
     storage = Storage(storage_options)
-    with suppress(NotFoundError):
-        for name in filter(None, storage.list_folder(url)[1]):
-            if storage.exists(join_url(join_url(url, name), MANIFEST_NAME)):
-                raise OptionError(
-                    f"nothing to merge: the splits are published already, the first in {name}",
-                    shard=url,
-                )
+    for name in _folders_in(url, storage):
+        if storage.exists(join_url(join_url(url, name), MANIFEST_NAME)):
+            raise OptionError(
+                f"nothing to merge: the splits are published already, the first in {name}",
+                shard=url,
+            )
     raise no_job_error(url, {}, None)  # before a lock would create the folder
 
 

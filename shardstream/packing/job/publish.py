@@ -108,7 +108,7 @@ def publish_locked(
         UnfinishedError: If parts are missing.
     """
     storage = Storage(storage_options)
-    found = [_checked(one) for one in ready]
+    found = list(map(_checked, ready))
     for one in found:
         one.announce(found)
     try:
@@ -390,9 +390,9 @@ def _read_records(
 
 def _add_keys(keys: KeyHashes, result: PartResult, first: int) -> None:
     """Add the keys of a part; ``first`` is the number of its first shard in the dataset."""
-    hashes = decode_hashes(result.key_hashes)
-    if not len(hashes):
+    if not result.key_hashes:
         return
+    hashes = decode_hashes(result.key_hashes)
     for number, shard in enumerate(result.shards, first):
         count = shard.nsamples or 0
         keys.add(hashes[:count], place_of(number, count))

@@ -43,6 +43,13 @@ class Progress(NamedTuple):
     total_bytes: int | None = None
     """Bytes of all tars, if known: those that `index` and `verify` read."""
 
+    @property
+    def done(self) -> tuple[int, int | None]:
+        """What is done, and all that is to do, if known: in bytes where these are known, else in records."""
+        if self.total_bytes is not None:
+            return self.size_bytes, self.total_bytes
+        return self.samples + self.skipped, self.total
+
 
 ProgressFunction = Callable[[Progress], object]
 
@@ -206,9 +213,7 @@ def progress_lines(
 
 def _share(progress: Progress) -> str:
     """Return the part of a job that is done, if it is known."""
-    done, total = progress.samples + progress.skipped, progress.total
-    if progress.total_bytes is not None:
-        done, total = progress.size_bytes, progress.total_bytes
+    done, total = progress.done
     return f"{100 * done / total:.0f} %  " if total else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -146,7 +147,7 @@ def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -
 
 def sibling_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
     """Return folder -> class names of the packed splits that belong to the same dataset as some folders."""
-    siblings = dict.fromkeys(one for folder in folders for one in sibling_folders(folder))
+    siblings = dict.fromkeys(itertools.chain.from_iterable(map(sibling_folders, folders)))
     return read_all_classes([one for one in siblings if one not in folders], storage)
 
 

@@ -30,7 +30,7 @@ from shardstream.packing.sources.folder_layout import (
     top_folder,
 )
 from shardstream.packing.sources.keys import FILE_KEYS, has_numbers, make_key
-from shardstream.packing.sources.source import FileRef, Record, Source, fingerprint_of_many
+from shardstream.packing.sources.source import FileRef, Record, Source, fingerprint_of
 from shardstream.packing.sources.split import SplitNumbers
 from shardstream.storage import (
     FileList,
@@ -77,8 +77,8 @@ class FolderSource(Source):
     @property
     def fingerprint(self) -> str:
         """Hash of paths, sizes, and times or ETags."""
-        parts = (part for file in self._files for part in (file.path, *file[2:]))
-        return fingerprint_of_many(self._kind, parts)
+        parts = itertools.chain.from_iterable((file.path, *file[2:]) for file in self._files)
+        return fingerprint_of(self._kind, parts)
 
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""

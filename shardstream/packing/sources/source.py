@@ -364,13 +364,8 @@ def named(error: ShardStreamError, where: str) -> SourceError:
     return SourceError(text) if where in text else SourceError(text, shard=where)
 
 
-def fingerprint_of(kind: str, *parts: object) -> str:
+def fingerprint_of(kind: str, parts: Iterable[object]) -> str:
     """Return a hash that changes with any of the parts; their text counts."""
-    return fingerprint_of_many(kind, parts)
-
-
-def fingerprint_of_many(kind: str, parts: Iterable[object]) -> str:
-    """Return what `fingerprint_of` returns, for parts that are too many to be arguments."""
     digest = hashlib.sha256(kind.encode())
     for part in parts:
         digest.update(b"\0" + str(part).encode("utf-8", "surrogateescape"))

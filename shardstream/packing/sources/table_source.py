@@ -174,7 +174,7 @@ class TableSource(SequentialSource):
         if self.may_name_files:  # equal tables may name files of other folders
             roots = [self._options.root or parent_url(url) for url in self._urls]
             parts += map(absolute_url, roots)
-        return fingerprint_of("table", *parts)
+        return fingerprint_of("table", parts)
 
     def _begin(self, first: int) -> int:
         """Return the number of the first row of the row group that holds a row, or of the first table without row groups."""

@@ -126,7 +126,7 @@ class TarSource(SequentialSource):
             versions = list(pool.map(self._file_version, self._shards))
         names = [shard.url.rsplit("/", 1)[-1] for shard in self._shards]
         counts = [shard.nsamples for shard in self._shards]
-        return fingerprint_of("tars", *itertools.chain(*zip(names, counts, versions, strict=True)))
+        return fingerprint_of("tars", itertools.chain(*zip(names, counts, versions, strict=True)))
 
     def _file_version(self, shard: ShardInfo) -> str:
         if shard.sha256 is not None:
