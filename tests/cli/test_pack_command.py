@@ -272,7 +272,7 @@ def test_splits_are_packed_and_listed_together(
     assert splits["val"]["classes"] == ["cat", "dog"]
     assert main(["cat", f"{out}/val"]) == 0
     shown = capsys.readouterr().out
-    assert "key    rex\n" in shown
+    assert "key    dog/rex\n" in shown
     assert shown.endswith("1 (dog)\n")
     again = ["pack", str(tmp_path / "all" / "val"), str(tmp_path / "again")]
     assert main([*again, "--classes", f"{out}/train"]) == 0
