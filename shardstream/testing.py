@@ -1,6 +1,7 @@
 """Helpers for tests: small shards, and contract suites for stages, stores and catalogs.
 
-`assert_resumes_exactly` checks a stage, `check_store` and `check_reader` check a store, `check_catalog` checks a catalog. They
+`assert_resumes_exactly` checks a stage, `check_store` and `check_reader` check a store, `check_catalog` checks a catalog, and
+`check_samples` all samples by number. They
 raise an AssertionError that says what differs, and need no test framework.
 """
 
@@ -19,8 +20,10 @@ import numpy as np
 
 from shardstream.catalog import Catalog
 from shardstream.errors import ChangedError, NotFoundError, StorageError
+from shardstream.format import KEY_COLUMN, Rows
 from shardstream.packing import ShardWriter
 from shardstream.pipeline import Run, State
+from shardstream.samples import FetchOptions, Numbers, Samples
 from shardstream.storage import Storage, publish, publish_bytes, remove
 
 
@@ -288,12 +291,114 @@ def _check_versions(storage: Storage, url: str, data: bytes) -> None:
     assert second == replaced[100:200], "a range of a replaced file has bytes of neither version"
 
 
+def check_samples(
+    open_samples: Callable[[], Samples], expected: Sequence[Mapping[str, object]]
+) -> None:
+    """Check that `Samples` keep the promises that orders, pipelines and loaders rely on.
+
+    Checked: the length; all samples and copies of them, with and without a plan, in any order, by threads and in steps; that samples
+    that were opened again and a pickled copy have the same fingerprint and samples, and those restricted to some numbers the same
+    samples; shards, places and sizes; fields, keys and columns, as far as they are known.
+
+    Args:
+        open_samples: Opens the samples under test.
+        expected: The fields of all samples, and ``__key__``, in order.
+
+    Raises:
+        AssertionError: With the difference.
+    """
+    samples, count = open_samples(), len(expected)
+    assert len(samples) == count, f"the length is {len(samples)}, not {count}"
+    for name, other in (
+        ("", samples),
+        ("opened again, ", open_samples()),
+        ("pickled, ", pickle.loads(pickle.dumps(samples))),  # noqa: S301  (made in the same line)
+    ):
+        assert other.fingerprint == samples.fingerprint, f"{name}they have another fingerprint"
+        _check_reading(other, expected, np.arange(count), name)
+    numbers = np.arange(count)[count // 3 : count // 2 + 1]
+    part: Samples = pickle.loads(pickle.dumps(samples.restrict_to(numbers)))  # noqa: S301  (made in the same line)
+    assert len(part) == count, "restrict_to() gives another length"
+    assert part.total_bytes == samples.total_bytes, "restrict_to() gives another total_bytes"
+    _check_reading(part, expected, numbers, "restricted, ")
+    _check_places(samples, count)
+    _check_values(samples, expected)
+    samples.check_manifests()
+
+
+def _check_reading(
+    samples: Samples, expected: Sequence[Mapping[str, object]], numbers: Numbers, name: str
+) -> None:
+    """Check what fetchers return for some numbers, and for copies of them."""
+    count = len(samples)
+    orders = [numbers, numbers[::-1] + 2 * count, np.random.default_rng(0).permutation(numbers)]
+    orders.append(np.concatenate((numbers[:2] + count, numbers[:2])))
+    options = FetchOptions(prefetch_bytes=1 << 20)
+    for upcoming in (None, [], orders, [order[: len(order) // 2] for order in orders]):
+        with contextlib.closing(samples.open_fetcher(upcoming, options)) as fetcher:
+            for order in orders:
+                _compare(fetcher.samples(order), expected, order % count, f"{name}samples()")
+            mapped = fetcher.find(numbers)
+            if mapped is not None:
+                _compare(mapped[0 : len(numbers)], expected, numbers, f"{name}find()")
+            assert len(fetcher.samples(numbers[:0])) == 0, f"{name}no number gives a sample"
+    with contextlib.closing(samples.open_fetcher(orders, options)) as fetcher:
+        steps = [order[at : at + 3] for order in orders for at in range(0, len(order), 3)]
+        for step, found in zip(steps, fetcher.read(steps, 7), strict=True):
+            _compare(found, expected, step % count, f"{name}read()")
+    with contextlib.closing(samples.open_fetcher()) as fetcher, ThreadPoolExecutor(4) as pool:
+        for order, found in zip(orders, pool.map(fetcher.samples, orders), strict=True):
+            _compare(found, expected, order % count, f"{name}samples() in threads")
+
+
+def _compare(
+    found: Rows, expected: Sequence[Mapping[str, object]], numbers: Numbers, name: str
+) -> None:
+    rows: list[Any] = [found[place] for place in range(len(found))]
+    assert len(rows) == len(numbers), f"{name} gives {len(rows)} of {len(numbers)} samples"
+    assert len({*map(id, rows)}) == len(rows), f"{name} gives one dict for several samples"
+    for number, row in zip(numbers.tolist(), rows, strict=True):
+        assert not isinstance(row, Exception), f"{name} gives an error for sample {number}: {row}"
+        fields = {field: value for field, value in row.items() if field != "__url__"}
+        assert fields == expected[number], f"{name} gives {fields} for sample {number}"
+
+
+def _check_places(samples: Samples, count: int) -> None:
+    """Check shards, places and sizes of all samples, and of copies."""
+    numbers = np.arange(count)
+    shards = samples.find_shards(numbers)
+    assert all((shards >= 0) & (shards < samples.num_shards)), "find_shards() gives no such shard"
+    assert np.array_equal(samples.find_shards(numbers + 3 * count), shards), "a copy is elsewhere"
+    for number, shard in enumerate(shards.tolist()):
+        assert samples.place_of(number + count)[0], f"sample {number} has no place"
+        assert samples.url_of(shard), f"the shard {shard} has no URL"
+    sizes = samples.sizes(numbers)
+    assert all(sizes > 0), "a sample has no bytes"
+    assert np.array_equal(samples.sizes(numbers[::-1] + count), sizes[::-1]), "sizes() differ"
+
+
+def _check_values(samples: Samples, expected: Sequence[Mapping[str, object]]) -> None:
+    """Check fields, keys and columns, as far as they are known."""
+    if samples.fields is not None:
+        for row in expected:
+            others = {name for name in row if not name.startswith("__")} - set(samples.fields)
+            assert not others, f"fields lack {sorted(others)}"
+    keys = samples.read_keys(scans=True)
+    if keys is not None:
+        assert keys.to_pylist() == [row["__key__"] for row in expected], "read_keys() differ"
+    if samples.has_columns:
+        names = samples.column_names()
+        table = samples.read_columns(names)
+        assert table.column_names == names, "column_names() and read_columns() differ"
+        if KEY_COLUMN in names:
+            assert table[KEY_COLUMN].to_pylist() == [row["__key__"] for row in expected]
+
+
 def check_catalog(open_catalog: Callable[[], Catalog], *, samples: int) -> None:
     """Check that a `Catalog` keeps the promises that readers rely on.
 
     Checked: its length; the shards, byte ranges and bytes of all samples, in any order; that a number out of range raises
-    `IndexError` or counts modulo the length; that a catalog opened again and a pickled copy have the same fingerprint and bytes,
-    and one restricted to some shards the same bytes.
+    `IndexError` or counts modulo the length; that a catalog opened again has the same bytes; and what `check_samples` checks.
 
     Args:
         open_catalog: Opens the catalog under test.
@@ -304,26 +409,12 @@ def check_catalog(open_catalog: Callable[[], Catalog], *, samples: int) -> None:
     """
     catalog = open_catalog()
     assert len(catalog) == samples, f"its length is {len(catalog)}, not {samples}"
-    expected = _check_extents(catalog, samples)
-    for name, other in (
-        ("a catalog that was opened again", open_catalog()),
-        ("a pickled copy", pickle.loads(pickle.dumps(catalog))),  # noqa: S301  (made in the same line)
-    ):
-        assert other.fingerprint == catalog.fingerprint, f"{name} has another fingerprint"
-        assert _check_extents(other, samples) == expected, f"{name} gives other bytes"
-    _check_part(catalog, samples, expected)
-
-
-def _check_part(catalog: Catalog, samples: int, expected: list[bytes]) -> None:
-    """Check that a catalog of some shards has their samples under the same numbers."""
-    numbers = np.arange(samples)[samples // 3 : samples // 2 + 1]
-    part = catalog.restrict_to(catalog.shards_of(numbers))
-    part = pickle.loads(pickle.dumps(part))  # noqa: S301  (made in the same line)
-    assert len(part) == samples, "restrict_to() gives another length"
-    assert part.total_bytes == catalog.total_bytes, "restrict_to() gives another total_bytes"
-    rows = zip(*(column.tolist() for column in part.extents(numbers)), strict=True)
-    found = [bytes(part.fetch(shard, start, end)) for shard, start, end in rows]
-    assert found == [expected[n] for n in numbers.tolist()], "restrict_to() gives other bytes"
+    found = _check_extents(catalog, samples)
+    assert _check_extents(open_catalog(), samples) == found, "opened again, it gives other bytes"
+    with contextlib.closing(catalog.open_fetcher()) as fetcher:
+        rows: list[Any] = list(fetcher.samples(np.arange(samples)))
+    expected = [{name: row[name] for name in row if name != "__url__"} for row in rows]
+    check_samples(open_catalog, expected)
 
 
 def _check_extents(catalog: Catalog, samples: int) -> list[bytes]:

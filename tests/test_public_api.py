@@ -70,6 +70,7 @@ def test_every_error_inherits_from_the_base_class() -> None:
         "ListRun",
         "assert_resumes_exactly",
         "check_catalog",
+        "check_samples",
         "check_reader",
         "check_store",
         "make_shards",

@@ -50,7 +50,7 @@ PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # One function that publishes manifests took 1 file and 2 functions of a ShardWriter.
 LIMITS = {
     "open to first batch": (43, 233),
-    "next batch": (17, 56),
+    "next batch": (16, 54),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
     "ShardWriter, 40 samples": (21, 95),

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.catalog.base import Numbers
 from shardstream.errors import IndexMismatchError, NotFoundError
 from shardstream.format import BLOCK_BYTES, Offsets, ShardInfo, decode_member_index, encode_member
+from shardstream.samples import Numbers
 from shardstream.storage import FieldPlace, FieldPlaces, FileVersion, Storage, new_lock
 
 MIN_MEAN_BYTES = 512 << 10

@@ -8,14 +8,21 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.errors import ChangedError, OptionError, plural
-from shardstream.format import canonical_field, encode_member, member_bytes, split_member_name
+from shardstream.fetch import Catalog, Extents
+from shardstream.format import (
+    canonical_field,
+    encode_member,
+    import_parquet,
+    member_bytes,
+    split_member_name,
+)
+from shardstream.samples import Numbers, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,
     ListedFile,
@@ -25,6 +32,9 @@ from shardstream.storage import (
     retry_call,
     sample_members,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -127,12 +137,12 @@ class ObjectCatalog(Catalog):
         found = {_key_and_field(self._path(member))[1] for member in range(len(self._sizes))}
         return tuple(sorted(found | ({"cls"} if self._labels is not None else set())))
 
-    def restrict_to(self, shards: Sequence[int]) -> ObjectCatalog:
-        """Return a catalog with some samples under the same numbers, which is smaller when it is pickled.
+    def restrict_to(self, numbers: Numbers) -> ObjectCatalog:
+        """Return some samples under the same numbers, as a catalog that is smaller when it is pickled.
 
         ``len`` and `total_bytes` stay those of the whole dataset.
         """
-        kept = np.unique(np.asarray(shards, dtype=np.int64))
+        kept = np.unique(numbers % len(self))
         places = [self._place(number) for number in kept.tolist()]
         members = [range(int(self._firsts[at]), int(self._firsts[at + 1])) for at in places]
         paths = [self._path(n).encode("utf-8", "surrogateescape") for one in members for n in one]
@@ -201,7 +211,12 @@ class ObjectCatalog(Catalog):
 
     def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the sample numbers: each sample is a shard."""
-        return np.asarray(numbers, dtype=np.int64)
+        return np.asarray(numbers, dtype=np.int64) % len(self)
+
+    def read_keys(self, *, scans: bool) -> pa.ChunkedArray:  # noqa: ARG002  (names have them)
+        """Return the keys of all samples, in order."""
+        pa, _ = import_parquet()
+        return pa.chunked_array([[self._key(number) for number in range(len(self))]], pa.string())
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None

@@ -9,24 +9,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardstream.catalog.base import (
-    FAR_READ_RATIO,
-    Catalog,
-    Extents,
-    IndexChunk,
-    Numbers,
-    check_numbers,
-)
+from shardstream.catalog.columns import read_all_columns, read_column_names, scan_keys
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.member_indexes import MIN_MEAN_BYTES, Layout, MemberIndexes
 from shardstream.errors import IndexMismatchError, OptionError, plural
+from shardstream.fetch import FAR_READ_RATIO, Catalog, Extents, IndexChunk
 from shardstream.format import (
     BLOCK_BYTES,
+    KEY_COLUMN,
     OFFSET_BYTES,
     Buffer,
     Offsets,
@@ -39,6 +34,7 @@ from shardstream.format import (
     read_sample,
     scan_shard,
 )
+from shardstream.samples import Numbers, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,
     FieldPlaces,
@@ -57,6 +53,9 @@ from shardstream.storage import (
     map_file,
     new_lock,
 )
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 OFFSETS_KEPT_BYTES = 64 << 20
 OFFSETS_SENT_BYTES = 1 << 20  # maximum that is pickled for a spawned worker
@@ -171,12 +170,12 @@ class ShardCatalog(Catalog):
         """Fields that samples have, by the manifest; None if it does not list them."""
         return self._fields
 
-    def restrict_to(self, shards: Sequence[int]) -> ShardCatalog:
-        """Return a catalog with the samples of some shards under the same numbers, which is smaller when it is pickled.
+    def restrict_to(self, numbers: Numbers) -> ShardCatalog:
+        """Return the shards of some samples, which keep their numbers, as a catalog that is smaller when it is pickled.
 
         Its shards are numbered from 0; ``len`` and `total_bytes` stay those of the whole dataset. With ``verify`` it starts without digests.
         """
-        kept = sorted(set(shards))
+        kept = self.shards_of(numbers)
         part = copy.copy(self)
         part.__dict__.pop("fingerprint", None)
         part.__dict__.pop("checksums", None)
@@ -320,13 +319,41 @@ class ShardCatalog(Catalog):
 
     def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the shard of each sample, shape (n,)."""
-        return self._find(numbers)[0]
+        return self._find(numbers % max(1, len(self)))[0]
 
     def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
         """Return the parts of indexes that `extents` needs for some samples."""
         shards, within = self._find(numbers)
         chunks = np.unique(shards * _MAX_CHUNKS + within // INDEX_CHUNK_SAMPLES).tolist()
         return [IndexChunk(*divmod(chunk, _MAX_CHUNKS)) for chunk in chunks]
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether there are columns next to the first shard."""
+        return bool(self.shards) and self._storage.exists(self.shards[0].columns_url)
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns of the first shard."""
+        return read_column_names(self.shards[0], self._storage)
+
+    def read_columns(self, names: Sequence[str] | None) -> pa.Table:
+        """Return the columns of all samples; row i is sample i.
+
+        Raises:
+            OptionError: If a shard has no columns, lacks one, or columns of two shards have different types.
+            IndexMismatchError: If columns were made of another shard.
+            ManifestError: If a file of columns is damaged.
+            StorageError: If one cannot be read.
+        """
+        return read_all_columns(self.shards, self._storage, names)
+
+    def read_keys(self, *, scans: bool) -> pa.ChunkedArray | None:
+        """Return the keys of all samples, in order, from columns or from the shards."""
+        if self.has_columns:
+            return self.read_columns([KEY_COLUMN])[KEY_COLUMN]
+        if not scans:
+            return None
+        return scan_keys(self.shards, self._storage, self.map_shard if self.is_local else None)
 
     def load_index(self, chunk: IndexChunk) -> None:
         """Read a part of an index."""

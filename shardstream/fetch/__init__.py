@@ -1,38 +1,34 @@
-"""Read and prefetch samples by number.
+"""Read and prefetch samples that are byte ranges of shards.
 
-fetcher      choose memory maps of local shards, or range reads
-readahead    ask the kernel to load pages of local shards before use
-remote       prefetch by range requests within a byte budget
+byte_ranges  samples in byte ranges of shards, as fetchers need them
 coalesce     merge neighbouring samples into one range
-join_fetcher  read several catalogs, and join their samples
+local        copy samples of local shards, which are mapped to memory, and ask the kernel for their pages before
+remote       prefetch by range requests within a byte budget
+batch        range requests without prefetching
 in_flight    send concurrent range requests; hedge slow ones
 shared_blocks   memory of large samples that a worker shares with the main process
+catalog      the base class of catalogs: chooses one of these fetchers
 """
 
+from shardstream.fetch.byte_ranges import FAR_READ_RATIO, Extents, IndexChunk
+from shardstream.fetch.catalog import Catalog
 from shardstream.fetch.coalesce import coalesce
-from shardstream.fetch.fetcher import (
-    Fetcher,
-    LocalFetcher,
-    MappedSamples,
-    open_batch_fetcher,
-    open_fetcher,
-)
 from shardstream.fetch.in_flight import share_requests
-from shardstream.fetch.readahead import Readahead
+from shardstream.fetch.local import LocalFetcher, Readahead
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.fetch.shared_blocks import MIN_LARGE_BYTES, SharedBlocks, SharedBytes
 
 __all__ = [
+    "FAR_READ_RATIO",
     "MIN_LARGE_BYTES",
-    "Fetcher",
+    "Catalog",
+    "Extents",
+    "IndexChunk",
     "LocalFetcher",
-    "MappedSamples",
     "RangeFetcher",
     "Readahead",
     "SharedBlocks",
     "SharedBytes",
     "coalesce",
-    "open_batch_fetcher",
-    "open_fetcher",
     "share_requests",
 ]

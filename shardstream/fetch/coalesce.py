@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardstream.catalog import Extents, Numbers
+from shardstream.fetch.byte_ranges import Extents
+from shardstream.samples import Numbers
 
 # Size of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20

@@ -10,8 +10,8 @@ import time
 import weakref
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from shardstream.catalog import Catalog, IndexChunk
 from shardstream.errors import ChangedError, StorageError
+from shardstream.fetch.byte_ranges import ByteRanges, IndexChunk
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.fetch.daemon_threads import DaemonThreads
 from shardstream.fetch.shared_blocks import Block, SharedBlocks
@@ -74,7 +74,7 @@ class RequestPool:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: ByteRanges,
         *,
         hedges: bool,
         num_workers: int = 1,

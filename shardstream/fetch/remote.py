@@ -10,13 +10,14 @@ from itertools import repeat
 
 import numpy as np
 
-from shardstream.catalog import Catalog, Extents, IndexChunk, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
+from shardstream.fetch.byte_ranges import ByteRanges, Extents, IndexChunk
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
-from shardstream.fetch.shared_blocks import LARGE_BYTES, SharedBlocks, keep_shared
-from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_one, read_samples
+from shardstream.fetch.shared_blocks import LARGE_BYTES, keep_shared
+from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_one, read_samples
 from shardstream.process_memory import release_freed_memory
+from shardstream.samples import Fetcher, FetchOptions, Numbers
 
 _NEXT_GROUP_FRACTION = (
     0.2  # prefetch of the next group when a group is started, as a fraction of the started one
@@ -51,7 +52,7 @@ class _Part:
         return (self.ends - self.starts).tolist() if is_whole and is_large else None
 
 
-class RangeFetcher:
+class RangeFetcher(Fetcher):
     """Prefetch samples of remote tars by range reads; for one thread.
 
     Completed ranges are parsed into samples at once, so that each sample's memory is freed after its use: a shuffled window shrinks
@@ -60,28 +61,27 @@ class RangeFetcher:
     Args:
         catalog: The dataset.
         upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
-        prefetch_bytes: Maximum of bytes in flight or prefetched. The unused rest of all started groups plus a fifth of the last one
-            may exceed it.
-        hedges: Send a second request when the first takes three times as long as usual, and use the first response.
-        num_workers: Processes that read at the same time on this machine.
-        blocks: As in `open_fetcher`.
+        options: Of the fetcher. The unused rest of all started groups plus a fifth of the last one may exceed ``prefetch_bytes``.
+        max_read_ratio: As `ByteRanges.max_read_ratio`.
     """
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: ByteRanges,
         upcoming: Iterator[Numbers],
-        *,
-        prefetch_bytes: int,
-        hedges: bool = False,
-        num_workers: int = 1,
-        blocks: SharedBlocks | None = None,
+        options: FetchOptions,
+        max_read_ratio: float | None = None,
     ) -> None:
         self._catalog = catalog
-        self._upcoming = upcoming
-        self._requests = RequestPool(catalog, hedges=hedges, num_workers=num_workers, blocks=blocks)
-        self._has_blocks = blocks is not None
-        self._budget = self._limit = float(prefetch_bytes)
+        self._upcoming, self._max_read_ratio = upcoming, max_read_ratio
+        self._requests = RequestPool(
+            catalog,
+            hedges=options.hedge,
+            num_workers=options.num_workers,
+            blocks=options.blocks,
+        )
+        self._has_blocks = options.blocks is not None
+        self._budget = self._limit = float(options.prefetch_bytes)
         self._bytes = 0.0  # requested and not used yet
         self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
         self._rows: dict[int, object] = {}  # by sample number: parsed and not used yet
@@ -91,7 +91,7 @@ class RangeFetcher:
         self._next: tuple[Numbers, dict[IndexChunk, Future[object]]] | None = None
         self._indexes_requested_at = 0.0
 
-    def samples(self, numbers: Numbers) -> Samples:
+    def samples(self, numbers: Numbers) -> Rows:
         """Wait for the bytes of samples; return the sample of each number, or its error."""
         if not len(numbers):
             return []
@@ -106,12 +106,6 @@ class RangeFetcher:
         found = from_rows([self._rows.get(number, failed) for number in wanted])
         self._release_samples(self._rows.keys() & wanted)
         return found
-
-    def find(self, numbers: Numbers) -> None:
-        """Return None: `samples` copies only the requested samples."""
-
-    def locate(self, numbers: Numbers) -> None:
-        """Return None: the samples are remote."""
 
     def stats(self) -> dict[str, float]:
         """Return the statistics so far."""
@@ -182,14 +176,14 @@ class RangeFetcher:
 
     def _request_indexes(self) -> tuple[Numbers, dict[IndexChunk, Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
-        chunks = self._catalog.index_chunks(numbers)
+        chunks = self._catalog.index_chunks(numbers % max(1, len(self._catalog)))
         self._indexes_requested_at = time.monotonic()
         return numbers, {chunk: self._requests.submit_index(chunk) for chunk in chunks}
 
     def _plan_group(self, numbers: Numbers) -> None:
         group = _Group()
-        extents = self._catalog.extents(numbers)
-        for span in coalesce(extents, self._catalog.max_read_ratio):
+        extents = self._catalog.extents(numbers % max(1, len(self._catalog)))
+        for span in coalesce(extents, self._max_read_ratio):
             part = _Part(group, span, numbers, extents)
             group.left_bytes += span.size
             self._queue.append(part)

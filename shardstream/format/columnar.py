@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.format.columns import Column, Columns, LazyColumns, Samples
+from shardstream.format.columns import Column, Columns, LazyColumns, Rows
 from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, SlicedBuffer
 
@@ -48,7 +48,7 @@ def is_worth_vectorizing(samples: int, shard_slices: int) -> bool:
     return samples >= max(MIN_SAMPLES, MIN_SAMPLES_PER_SLICE * shard_slices)
 
 
-def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:
+def read_samples(shard_slices: Sequence[ShardSlice]) -> Rows:
     """Read the samples that the index places at ``starts`` to ``ends`` of some slices, one slice after the other.
 
     Samples of the form of the first (same fields, names of one length, plain headers) are read together: 1.3 us for a
@@ -123,7 +123,7 @@ class _ColumnarParser:
         )
         self._columns: dict[str, list[Any]] = {}
 
-    def samples(self) -> Samples:
+    def samples(self) -> Rows:
         has_fields = self._parse_members(self._copy)
         return (
             self._reread_invalid()
@@ -230,7 +230,7 @@ class _ColumnarParser:
         )
         return is_valid
 
-    def _reread_invalid(self) -> Samples:
+    def _reread_invalid(self) -> Rows:
         """Return the samples, after reading those of another form again with `read_one`."""
         columns = Columns(self._columns)
         invalid = np.flatnonzero(~self._valid_mask())

@@ -174,11 +174,11 @@ class LazyColumns:
         return Columns(columns)
 
 
-Samples = list[Sample | Exception] | Columns
+Rows = list[Sample | Exception] | Columns
 """Samples, some of which may be errors; `Columns` have no errors."""
 
 
-def restore_order(samples: Samples, places: Sequence[int] | Column) -> Samples:
+def restore_order(samples: Rows, places: Sequence[int] | Column) -> Rows:
     """Return samples with the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
     if len(samples) < 2:
         return samples
@@ -195,14 +195,14 @@ def _invert_permutation(places: Sequence[int] | Column) -> Column:
     return inverse
 
 
-def as_rows(samples: Samples) -> list[object]:
+def as_rows(samples: Rows) -> list[object]:
     """Return single samples for `from_rows`; rows of columns are tuples."""
     if not isinstance(samples, Columns):
         return list(samples)
     return list(zip(itertools.repeat(tuple(samples.columns)), *samples.columns.values()))
 
 
-def from_rows(rows: list[Any]) -> Samples:
+def from_rows(rows: list[Any]) -> Rows:
     """Return rows of `as_rows` as samples; as columns if all have the same fields."""
     if set(map(type, rows)) == {tuple}:
         names, *columns = zip(*rows, strict=False)

@@ -12,11 +12,9 @@ from typing import Any, Literal, Self
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.catalog import (
-    Catalog,
     ClassNames,
     Keys,
     ShardCatalog,
-    Subset,
     Verify,
     Where,
     choose_samples,
@@ -59,6 +57,7 @@ from shardstream.pipeline import (
     open_source,
     records_of,
 )
+from shardstream.samples import Choice, Samples
 from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, open_cache
 
 _SAY_MICROBATCH = (
@@ -201,8 +200,8 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         )
 
     def __repr__(self) -> str:
-        catalog = getattr(self.pipeline.source, "catalog", None)
-        held = "streams" if catalog is None else catalog.summary
+        source = self.pipeline.source.indexed
+        held = "streams" if source is None else source.summary
         steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
         return f"{type(self).__name__}({held}){steps}"
 
@@ -277,14 +276,17 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
 
 
 class CatalogDataset(StreamDataset):
-    """Samples of a `Catalog`, for data stored neither in tar shards nor in loose files.
+    """Any samples by number: of a `Catalog` over data of another kind, or a view over others, such as a subset of a join.
 
     Splits, orders, lengths, states and steps are those of `ShardDataset`.
 
     Args:
-        catalog: The samples by number.
+        samples: The samples by number.
         options: Order of the samples and prefetching; by default in the order of their numbers.
-        weights: As in `ShardDataset`, like the next three.
+        subset: As in `ShardDataset`, like all below; columns of a join are those of its first dataset.
+        keys: As in `ShardDataset`.
+        where: As in `ShardDataset`.
+        weights: As in `ShardDataset`.
         replacement: As in `ShardDataset`.
         num_samples: As in `ShardDataset`.
         fields: As in `ShardDataset`.
@@ -297,9 +299,12 @@ class CatalogDataset(StreamDataset):
 
     def __init__(  # noqa: PLR0913  (the public door)
         self,
-        catalog: Catalog,
+        samples: Samples,
         options: ReadOptions | None = None,
         *,
+        subset: Choice | None = None,
+        keys: Keys | None = None,
+        where: Where | None = None,
         weights: SampleWeights | None = None,
         replacement: bool = True,
         num_samples: int | None = None,
@@ -308,8 +313,9 @@ class CatalogDataset(StreamDataset):
         placement: Placement | None = None,
     ) -> None:
         SkipTracker(on_error)  # validates
-        stages = () if fields is None else (keep_fields(fields, catalog.fields),)
-        source = open_source(catalog, options or ReadOptions(), weights, replacement, num_samples)
+        chosen = choose_samples(samples, subset, keys, where)
+        stages = () if fields is None else (keep_fields(fields, chosen.fields),)
+        source = open_source(chosen, options or ReadOptions(), weights, replacement, num_samples)
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
 
 
@@ -393,7 +399,7 @@ class ShardDataset(StreamDataset):
         block: int | None = None,
         remainder: Remainder = "pad",
         index: Literal["auto", "require", "ignore"] = "auto",
-        subset: Subset | None = None,
+        subset: Choice | None = None,
         keys: Keys | None = None,
         where: Where | None = None,
         weights: SampleWeights | None = None,

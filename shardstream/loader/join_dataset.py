@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shardstream.catalog import (
+from shardstream.errors import OptionError, plural
+from shardstream.loader.dataset import ShardDataset, StreamDataset
+from shardstream.loader.epoch_counter import EpochCounter
+from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
+from shardstream.samples import (
     JoinBy,
     JoinMissing,
     JoinPart,
     check_missing,
-    join_catalogs,
+    join_samples,
     open_part,
 )
-from shardstream.errors import OptionError
-from shardstream.loader.dataset import ShardDataset, StreamDataset
-from shardstream.loader.epoch_counter import EpochCounter
-from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
 from shardstream.storage import Storage
 
 OtherDataset = (
@@ -70,10 +70,15 @@ def join(
     if not isinstance(first, ShardDataset):
         _check_url(first)
         first = ShardDataset(first, storage_options=storage_options)
-    source = _source_of(first)
+    source = _source_of(first, is_first=True)
     opened = [_open(other, storage_options) for other in others]
     parts = [part for part, _ in opened]
-    catalog = join_catalogs(source.catalog, parts, by, missing)
+    catalog = join_samples(source.catalog, parts, by, missing)
+    if len(catalog) < len(source.catalog) and isinstance(source, WeightedSource):
+        raise OptionError(
+            f"missing='drop' leaves out {plural(len(source.catalog) - len(catalog), 'sample')} that weights= counts; leave them out with "
+            "subset=, or choose missing='keep'"
+        )
     joined = Pipeline(source=replace(source, catalog=catalog), on_error=first.pipeline.on_error)
     numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
     return JoinDataset(joined, first, numbering)
@@ -106,15 +111,15 @@ class JoinDataset(StreamDataset):
         return next((names for names in found if names), None)
 
 
-def _source_of(dataset: ShardDataset) -> CatalogSource:
+def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> CatalogSource:
     source = dataset.pipeline.source
     if dataset.pipeline.stages:
         raise OptionError(
             f"a dataset with steps ({', '.join(dataset.pipeline.steps)}) cannot be joined; join first, then add the steps, and give fields to join: {{url: [field, ...]}}"
         )
-    if isinstance(source, WeightedSource):
+    if isinstance(source, WeightedSource) and not is_first:
         raise OptionError(
-            "a dataset with weights= cannot be joined; ss.reshard writes a join as a dataset that can be weighted"
+            "weights= of a dataset that is joined to another would have no effect; give them to the first"
         )
     if not isinstance(source, CatalogSource):
         raise OptionError(

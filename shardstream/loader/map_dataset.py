@@ -15,19 +15,14 @@ import torch
 from torch.utils.data import Dataset
 
 from shardstream.catalog import (
-    Catalog,
     Keys,
-    Numbers,
     ShardCatalog,
-    Subset,
-    SubsetCatalog,
     Verify,
     Where,
     choose_samples,
 )
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.loader.collation import SharedNumbers
 from shardstream.loader.dataset import open_class_names
 from shardstream.loader.epoch_chain import EpochChain
@@ -52,6 +47,7 @@ from shardstream.pipeline import (
     first_stages,
     records_of,
 )
+from shardstream.samples import Choice, Fetcher, Numbers, Samples, Subset
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
 # 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.
@@ -80,7 +76,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         stages: Steps that come first.
     """
 
-    def __init__(self, catalog: Catalog, *, seed: int, stages: tuple[Stage, ...] = ()) -> None:
+    def __init__(self, catalog: Samples, *, seed: int, stages: tuple[Stage, ...] = ()) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
@@ -170,7 +166,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             opened = self._opened
             # A forked worker has none of its parent's threads.
             if opened is None or opened.pid != pid:
-                fetcher = open_batch_fetcher(self._catalog)
+                fetcher = self._catalog.open_fetcher()
             elif opened.epoch == epoch:  # another thread was first
                 return opened
             else:
@@ -189,7 +185,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         found = records_of(self._pipeline, self._checked_classes(), self.epoch)
         if isinstance(self._numbers, range) and len(self) == len(self._catalog):
             return found
-        return replace(found, catalog=SubsetCatalog(self._catalog, np.asarray(self._numbers)))
+        return replace(found, catalog=Subset(self._catalog, np.asarray(self._numbers)))
 
     def _checked_classes(self) -> tuple[str, ...] | None:
         """Return the names of the classes; refuse samples that number them differently."""
@@ -285,7 +281,7 @@ class ShardMapDataset(MapDataset):
         self,
         urls: Urls,
         *,
-        subset: Subset | None = None,
+        subset: Choice | None = None,
         keys: Keys | None = None,
         where: Where | None = None,
         seed: int = 0,

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shardstream.catalog import (
-    Classes,
-    ConcatCatalog,
-    JoinCatalog,
-    common_classes,
-    warn_of_difference,
-)
+from shardstream.catalog import Classes, common_classes, warn_of_difference
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import StreamDataset
@@ -26,6 +20,7 @@ from shardstream.pipeline import (
     Stop,
     Weights,
 )
+from shardstream.samples import Concat
 
 _CONCURRENT_REQUESTS = 16
 
@@ -131,11 +126,7 @@ def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource | MixSt
     indexed_sources = tuple(source for source in sources if source is not None)
     if len(indexed_sources) < len(sources):
         return MixStreamSource(recipe=recipe, seed=options.seed)
-    if any(isinstance(source.catalog, JoinCatalog) for source in indexed_sources):
-        raise OptionError(
-            "a joined dataset cannot be part of a mix; ss.reshard writes it as one that can"
-        )
-    catalog = ConcatCatalog([source.catalog for source in indexed_sources])
+    catalog = Concat([source.catalog for source in indexed_sources])
     return MixIndexedSource(
         recipe=recipe, sources=indexed_sources, catalog=catalog, options=options
     )

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardstream.catalog import Catalog
 from shardstream.display import Shown, batch_html, dataset_html, sample_html
-from shardstream.fetch import open_batch_fetcher
 
 if TYPE_CHECKING:
-    from shardstream.catalog import Numbers
     from shardstream.pipeline import Pipeline
+    from shardstream.samples import Numbers, Samples
 
 _SAMPLES_SHOWN = 24
 _NAMES_SHOWN, _NAME_CHARACTERS = 40, 80
@@ -57,7 +55,7 @@ def _shown_by_itself(value: Any) -> Shown | None:
     return Shown(page, text) if isinstance(page, str) else None
 
 
-def catalog_html(title: str, catalog: Catalog, numbers: Numbers | range, pipeline: Pipeline) -> str:
+def catalog_html(title: str, catalog: Samples, numbers: Numbers | range, pipeline: Pipeline) -> str:
     """Return the page of a dataset whose samples have numbers.
 
     Args:
@@ -88,12 +86,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + more
 
 
-def _spread(catalog: Catalog, numbers: Numbers | range) -> Iterator[tuple[int, object]]:
+def _spread(catalog: Samples, numbers: Numbers | range) -> Iterator[tuple[int, object]]:
     """Yield samples from equal distances, as stored, with their places; an error of the store in place of one."""
     count = min(len(numbers), _SAMPLES_SHOWN)
     places = [n * len(numbers) // count for n in range(count)]
     chosen = np.array([numbers[place] for place in places], dtype=np.int64)
-    fetcher = open_batch_fetcher(catalog)
+    fetcher = catalog.open_fetcher()
     try:
         unique, inverse = np.unique(chosen, return_inverse=True)
         found = fetcher.samples(unique)

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Catalog
 from shardstream.errors import SampleError, get_logger
-from shardstream.fetch import open_fetcher
-from shardstream.format import Samples
+from shardstream.format import Rows
 from shardstream.order import RankPartition, derive_key
-from shardstream.pipeline import Runner, SkipTracker
+from shardstream.pipeline import IndexedSource, Runner, SkipTracker
+from shardstream.samples import FetchOptions, Samples
 
 _log = get_logger(__name__)
 _ATTEMPTS = 16  # per sample to replace
@@ -21,7 +20,7 @@ _SUBSTITUTE = 5
 
 
 def replace_bad_samples(
-    catalog: Catalog,
+    source: IndexedSource,
     runner: Runner,
     partition: RankPartition,
     step: int,
@@ -35,7 +34,7 @@ def replace_bad_samples(
     repeated only if no others are found.
 
     Args:
-        catalog: The dataset.
+        source: The dataset.
         runner: The pipeline's steps.
         partition: The rank's steps.
         step: Number of the step.
@@ -58,7 +57,7 @@ def replace_bad_samples(
         number = _draw(partition, step, attempt)
         if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
             continue
-        accepted, _ = runner(_read(catalog, number), [number])
+        accepted, _ = runner(_read(source.catalog, number), [number])
         if not accepted:
             bad.add(number)
             continue
@@ -85,7 +84,7 @@ def _draw(partition: RankPartition, step: int, attempt: int) -> int:
     return int(plan.batches(np.array([batch], dtype=np.int64))[0, slot])
 
 
-def _read(catalog: Catalog, number: int) -> Samples:
+def _read(dataset: Samples, number: int) -> Rows:
     numbers = np.array([number], dtype=np.int64)
-    with closing(open_fetcher(catalog, [numbers], prefetch_bytes=1)) as fetcher:
+    with closing(dataset.open_fetcher([numbers], FetchOptions(prefetch_bytes=1))) as fetcher:
         return fetcher.samples(numbers)

@@ -35,7 +35,6 @@ from shardstream.pipeline import (
     Run,
     SkipTracker,
     State,
-    with_locations,
 )
 from shardstream.process_memory import forked_workers_keep_objects, tune_worker_process
 
@@ -342,14 +341,14 @@ class BatchDataset(SplitDataset):
     def _read_steps(
         self, partition: RankPartition, worker_info: WorkerInfo
     ) -> Generator[WorkerBatch]:
-        assert self.indexed_source is not None  # noqa: S101  (it has a partition)
-        pipeline, catalog = self.source_dataset.pipeline, self.indexed_source.catalog
+        source, pipeline = self.indexed_source, self.source_dataset.pipeline
+        assert source is not None  # noqa: S101  (it has a partition)
         skips, timings = SkipTracker(pipeline.on_error), WorkerTimings()
 
         def worker_batch(
             batch: Any, *, empty: bool, error: SkipBudgetError | None = None
         ) -> WorkerBatch:
-            bad = with_locations(skips.drain_bad_samples(), catalog) if skips.drained else ()
+            bad = source.with_locations(skips.drain_bad_samples()) if skips.drained else ()
             counts, samples_per_dataset = dict(skips.counts), dict(skips.samples_per_dataset)
             return WorkerBatch(
                 batch,
@@ -365,7 +364,7 @@ class BatchDataset(SplitDataset):
             )
 
         run = IndexedRun(
-            self.indexed_source,
+            source,
             partition,
             worker_info,
             skips,
@@ -383,7 +382,7 @@ class BatchDataset(SplitDataset):
                 items, numbers = runner(samples, step_numbers)
                 if len(items) < partition.step_size(step):
                     done = items, numbers
-                    items = replace_bad_samples(catalog, runner, partition, step, done, skips)
+                    items = replace_bad_samples(source, runner, partition, step, done, skips)
                 ready = perf_counter()
                 batch = self._collate(items)
                 timings.add_batch(len(items), read - started, ready - read, perf_counter() - ready)

@@ -18,7 +18,6 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
-from shardstream.catalog import Catalog
 from shardstream.errors import (
     ShardStreamError,
     WorkerError,
@@ -28,6 +27,7 @@ from shardstream.errors import (
 )
 from shardstream.loader.serialize import is_picklable_type
 from shardstream.order import RankPartition, WorkerSteps
+from shardstream.samples import Samples
 
 _T = TypeVar("_T")
 _REMEDIES = {
@@ -90,7 +90,7 @@ class WorkerWatch:
         workers: torch's iterator, which holds the processes; other iterators have none.
         current_batches: As in `track_progress`.
         partition: The rank's steps, if they are known.
-        catalog: Catalog of the samples.
+        catalog: All samples by number.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class WorkerWatch:
         workers: Any,
         current_batches: Any,
         partition: RankPartition | None,
-        catalog: Catalog | None,
+        catalog: Samples | None,
     ) -> None:
         self._workers: list[Any] = list(getattr(workers, "_workers", ()))
         self._current_batches = current_batches

@@ -14,20 +14,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import numpy as np
 
 from shardstream.catalog import (
-    Catalog,
     ClassNames,
-    JoinCatalog,
-    JoinMissing,
-    JoinPart,
-    Numbers,
     ShardCatalog,
-    SubsetCatalog,
-    check_missing,
-    join_catalogs,
-    open_part,
 )
 from shardstream.errors import OptionError, SampleError, plural, redact
-from shardstream.fetch import open_batch_fetcher
 from shardstream.format import (
     CLASSES_NAME,
     END_OF_ARCHIVE,
@@ -57,6 +47,17 @@ from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
 from shardstream.pipeline import Context, Decode, KeepFields, Records, Rename, Stage, open_runner
+from shardstream.samples import (
+    Join,
+    JoinMissing,
+    JoinPart,
+    Numbers,
+    Samples,
+    Subset,
+    check_missing,
+    join_samples,
+    open_part,
+)
 from shardstream.storage import Storage, Urls, locate_shards, parent_url, parse_bytes
 from shardstream.tasks import Executor
 
@@ -218,7 +219,7 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
 class _Added(NamedTuple):
     """Samples with the fields of ``add``."""
 
-    catalog: JoinCatalog
+    catalog: Join
     fields: frozenset[str]
     choices: dict[str, Any]
     classes: tuple[str, ...] | None
@@ -243,7 +244,7 @@ def _open_added(
         if missing != "error":
             raise OptionError("missing is used with add only; name a source, or leave it out")
         return None
-    if records.stages or isinstance(records.catalog, JoinCatalog):
+    if records.stages or isinstance(records.catalog, Join):
         raise OptionError(
             "add= joins plain shards; this dataset has steps, or is a join: join first, ss.join(a, b, c), then add the steps"
         )
@@ -255,7 +256,7 @@ def _open_added(
     classes = next((names for part, names in opened if part.has_classes), None)
     fields = frozenset(field for part in parts for field in part.known_fields or ())
     left_out = frozenset[str]() if kept is None else fields - kept
-    catalog = join_catalogs(records.catalog, parts, "key", missing, left_out)
+    catalog = join_samples(records.catalog, parts, "key", missing, left_out)
     how = dict(missing) if isinstance(missing, Mapping) else missing
     chosen = [None if part.fields is None else dict(part.fields) for part in parts]
     return _Added(catalog, fields, {"add": chosen, "missing": repr(how)}, classes)
@@ -305,7 +306,7 @@ def _plan_job(
     leaves = _leaves_of(catalog)
     names = _shard_names(plan.dest, leaves)
     sizes = _measure(records, kept, is_mapped=bool(stages))
-    first = catalog.first if isinstance(catalog, JoinCatalog) else catalog
+    first = catalog.first if isinstance(catalog, Join) else catalog
     firsts = plan_shards(first, limits, is_shuffled=plan.seed is not None, sizes=sizes)
     options: dict[str, Any] = {
         "max_samples": limits.max_samples,
@@ -347,20 +348,20 @@ def _plan_job(
     return SplitJob("", job, work.parts(firsts))
 
 
-def _leaves_of(catalog: Catalog) -> list[Catalog]:
+def _leaves_of(catalog: Samples) -> list[Samples]:
     """Return the catalogs that a join or a subset consists of."""
-    if isinstance(catalog, JoinCatalog):
-        return [leaf for one in catalog.catalogs for leaf in _leaves_of(one)]
-    return _leaves_of(catalog.whole) if isinstance(catalog, SubsetCatalog) else [catalog]
+    if isinstance(catalog, Join):
+        return [leaf for one in catalog.inner for leaf in _leaves_of(one)]
+    return _leaves_of(catalog.whole) if isinstance(catalog, Subset) else [catalog]
 
 
-def _title(leaves: Sequence[Catalog]) -> str:
+def _title(leaves: Sequence[Samples]) -> str:
     """Return the number of shards and their folder, for reports."""
     more = f" and {plural(len(leaves) - 1, 'joined dataset')}" if len(leaves) > 1 else ""
     return f"{plural(leaves[0].num_shards, 'shard')} of {parent_url(leaves[0].url_of(0))}{more}"
 
 
-def _content_of(catalog: Catalog) -> str:
+def _content_of(catalog: Samples) -> str:
     """Return text that changes with the bytes of a dataset: by its checksums, else by the times or ETags of its shards."""
     if not isinstance(catalog, ShardCatalog):
         return catalog.fingerprint
@@ -373,18 +374,18 @@ def _content_of(catalog: Catalog) -> str:
         return fingerprint_of("versions", (file.version for file in files))
 
 
-def _warn_of_unused(catalog: Catalog) -> tuple[str, ...]:
+def _warn_of_unused(catalog: Samples) -> tuple[str, ...]:
     """Return a warning for each joined dataset with keys that no sample has."""
-    if not isinstance(catalog, JoinCatalog):
+    if not isinstance(catalog, Join):
         return ()
     warnings = []
     for part in catalog.parts:
         if part.num_unused:
-            (leaf,) = _leaves_of(part.catalog)
+            (leaf,) = _leaves_of(part.samples)
             url = leaf.url_of(0)
             place = redact(parent_url(url) if isinstance(leaf, ShardCatalog) else url)
             warnings.append(
-                f"{place}: {plural(part.num_unused, 'key')} of {len(part.catalog):,} without a sample in the source"
+                f"{place}: {plural(part.num_unused, 'key')} of {len(part.samples):,} without a sample in the source"
             )
     return tuple(warnings)
 
@@ -418,7 +419,7 @@ def _warn_of_loss(records: Records, kept: frozenset[str] | None) -> tuple[str, .
     return (warning,)
 
 
-def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Catalog]) -> ShardNames:
+def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Samples]) -> ShardNames:
     """Return folder and names of the new shards; refuse the folders that are read."""
     names = ShardNames.parse(dest)
     for leaf in leaves:
@@ -449,12 +450,12 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
         OptionError: If no sample has one of the fields, by the manifest or by these samples.
     """
     catalog = records.catalog
-    is_join = isinstance(catalog, JoinCatalog)
+    is_join = isinstance(catalog, Join)
     is_mapped |= not all(isinstance(stage, KeepFields | Rename) for stage in records.stages)
     if not is_join and (is_mapped or (fields is None and not records.stages)):
         return _Sizes(1.0, 0)
     numbers = np.unique(np.linspace(0, len(catalog) - 1, _PROBES).astype(np.int64))
-    own = _read(catalog.first if isinstance(catalog, JoinCatalog) else catalog, numbers)
+    own = _read(catalog.first if isinstance(catalog, Join) else catalog, numbers)
     found = _read(catalog, numbers) if is_join else own
     known = set(catalog.fields or ())
     before = after = added = 0
@@ -481,8 +482,8 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
     return _Sizes(max(kept_fraction, 10.0**-_DECIMALS), round(added / len(numbers)))
 
 
-def _read(catalog: Catalog, numbers: Numbers) -> list[Sample]:
-    with closing(open_batch_fetcher(catalog)) as fetcher:
+def _read(catalog: Samples, numbers: Numbers) -> list[Sample]:
+    with closing(catalog.open_fetcher()) as fetcher:
         found = list(fetcher.samples(numbers))
     bad = next((one for one in found if isinstance(one, Exception)), None)
     if bad is not None:
@@ -502,7 +503,7 @@ def _tar_bytes(sample: Sample, fields: Mapping[str, Any]) -> int:
 
 
 def plan_shards(
-    catalog: Catalog, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
+    catalog: Samples, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
 ) -> Numbers:
     """Return the first sample of each new shard, and the number of samples; shape (shards + 1,).
 
@@ -528,11 +529,10 @@ def plan_shards(
     return cut_by_size(lengths, limits.max_samples, limit)
 
 
-def _lengths_of(catalog: Catalog) -> Iterator[Numbers]:
+def _lengths_of(catalog: Samples) -> Iterator[Numbers]:
     """Yield the bytes of all samples, in order."""
     for first in range(0, len(catalog), _LENGTHS):
-        found = catalog.extents(np.arange(first, min(first + _LENGTHS, len(catalog))))
-        yield found.ends - found.starts
+        yield catalog.sizes(np.arange(first, min(first + _LENGTHS, len(catalog))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

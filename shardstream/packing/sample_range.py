@@ -10,11 +10,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from shardstream.catalog import Catalog, JoinCatalog, JoinPart, Numbers, SubsetCatalog, TableCatalog
-from shardstream.fetch import open_fetcher
 from shardstream.format import Sample
 from shardstream.order import derive_key, permute
 from shardstream.pipeline import Stage
+from shardstream.samples import FetchOptions, Join, JoinPart, Numbers, Samples, Subset, Table
 
 _PREFETCH_BYTES = 64 << 20
 _CHUNK_BYTES = 4 << 20  # of samples in memory as Python objects
@@ -86,7 +85,7 @@ class SampleRange:
         is_part: Whether the catalog has these samples only, in their order.
     """
 
-    catalog: Catalog
+    catalog: Samples
     order: Order
     stages: Kept[tuple[Stage, ...]]
     job: str
@@ -102,10 +101,9 @@ class SampleRange:
         """
         catalog = self.catalog
         numbers = np.arange(len(catalog)) if self.is_part else self.order.numbers()
-        mean_bytes = catalog.total_bytes // max(1, len(catalog))
-        size = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // max(1, mean_bytes)))
+        size = max(1, min(_CHUNK_SAMPLES, int(_CHUNK_BYTES / catalog.mean_bytes)))
         chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        opened = open_fetcher(catalog, iter(chunks), prefetch_bytes=_PREFETCH_BYTES)
+        opened = catalog.open_fetcher(chunks, FetchOptions(prefetch_bytes=_PREFETCH_BYTES))
         with closing(opened) as fetcher:
             for chunk in chunks:
                 for row in fetcher.samples(chunk):
@@ -115,11 +113,11 @@ class SampleRange:
 
     def __reduce__(self) -> tuple[Any, ...]:
         catalog, numbers, job = self.catalog, self.order.numbers(), self.job
-        join = catalog if isinstance(catalog, JoinCatalog) else None
-        parts = [] if join is None else [_sent(part, numbers) for part in join.parts]
+        join = catalog if isinstance(catalog, Join) else None
+        parts = [] if join is None else [_sent(part, numbers, len(join)) for part in join.parts]
         leaf, own = _leaf_of(catalog if join is None else join.first, numbers)
         if join is None and self.order.seed is None:  # each shard is of few parts
-            leaf, job = leaf.restrict_to(leaf.shards_of(own)), ""
+            leaf, job = leaf.restrict_to(own), ""
         sent = _Sent(
             catalogs=Kept(job, "catalogs", (leaf, *(other for _, other in parts))),
             own=_compressed(own),
@@ -147,23 +145,23 @@ class _Sent(NamedTuple):
     job: str
 
 
-def _sent(part: JoinPart, numbers: Numbers) -> tuple[JoinPart, Catalog | None]:
+def _sent(part: JoinPart, numbers: Numbers, nsamples: int) -> tuple[JoinPart, Samples | None]:
     """Return the part of a join for some samples, without its catalog, which all tasks share; rows of a table go with it."""
-    theirs = part.numbers_of(numbers)
+    theirs = part.numbers_of(numbers, nsamples)
     has = theirs >= 0
-    leaf, found = _leaf_of(part.catalog, theirs[has])
+    leaf, found = _leaf_of(part.samples, theirs[has])
     table = None
-    if isinstance(leaf, TableCatalog):
+    if isinstance(leaf, Table):
         table, found = leaf.take(found), np.arange(len(found))
     theirs = np.full(len(numbers), -1, dtype=np.int64)
     theirs[has] = found
-    part = replace(part, catalog=cast("Catalog", table), numbers=theirs)
+    part = replace(part, samples=cast("Samples", table), numbers=theirs)
     return part, None if table is not None else leaf
 
 
-def _leaf_of(catalog: Catalog, numbers: Numbers) -> tuple[Catalog, Numbers]:
-    """Return the catalog that a subset is of, and the numbers of samples there."""
-    while isinstance(catalog, SubsetCatalog):
+def _leaf_of(catalog: Samples, numbers: Numbers) -> tuple[Samples, Numbers]:
+    """Return the samples that a subset is of, and the numbers of samples there."""
+    while isinstance(catalog, Subset):
         numbers = catalog.whole_numbers(numbers)
         catalog = catalog.whole
     return catalog, numbers
@@ -178,13 +176,13 @@ def _compressed(numbers: Numbers) -> Numbers | range:
 def _received(sent: _Sent) -> SampleRange:
     """Return the range in the process that has received it."""
     leaf, *others = sent.catalogs.value
-    catalog: Catalog = SubsetCatalog(leaf, np.asarray(sent.own, dtype=np.int64))
+    catalog: Samples = Subset(leaf, np.asarray(sent.own, dtype=np.int64))
     if sent.parts:
         joined = [
-            part if other is None else replace(part, catalog=other)
+            part if other is None else replace(part, samples=other)
             for part, other in zip(sent.parts, others, strict=True)
         ]
-        catalog = JoinCatalog(catalog, joined, sent.left_out)
+        catalog = Join(catalog, joined, sent.left_out)
     return SampleRange(
         catalog=catalog, order=sent.order, stages=sent.stages, job=sent.job, is_part=True
     )

@@ -25,7 +25,6 @@ from shardstream.pipeline.bad_sample_report import (
     BadSample,
     BadSampleReport,
     warn_or_raise,
-    with_locations,
 )
 from shardstream.pipeline.bad_samples import OnError, SkipBudget, SkipTracker
 from shardstream.pipeline.batch import Batched, Unbatched, split_batch
@@ -108,7 +107,6 @@ from shardstream.pipeline.stage import (
 from shardstream.pipeline.step_signatures import describe, function_name
 from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
 from shardstream.pipeline.weighted_source import (
-    DrawnCatalog,
     SampleWeights,
     WeightedSource,
     open_source,
@@ -127,7 +125,6 @@ __all__ = [
     "Context",
     "Decode",
     "Decoder",
-    "DrawnCatalog",
     "GroupBatched",
     "Handler",
     "ImageDecoder",
@@ -208,5 +205,4 @@ __all__ = [
     "split_batch",
     "warn_or_raise",
     "whole_number",
-    "with_locations",
 ]

@@ -7,12 +7,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shardstream.catalog import Catalog, ConcatCatalog
 from shardstream.distributed import Placement
 from shardstream.errors import (
     OptionError,
@@ -81,24 +80,6 @@ class BadSample:
     def place(self) -> tuple[Any, ...]:
         """Identity of the sample, equal in every epoch, so that it is listed once."""
         return self.shard, self.offset, self.key, self.field, self.error
-
-
-def with_locations(bad: Iterable[BadSample], catalog: Catalog) -> tuple[BadSample, ...]:
-    """Add the shard and offset of each sample, found by its number.
-
-    In a mix the number is ambiguous, as it may count within one of the datasets, so it is left out.
-    """
-    done: list[BadSample] = []
-    for one in bad:
-        if isinstance(catalog, ConcatCatalog):
-            done.append(replace(one, number=None))
-        elif one.number is None or one.offset is not None:
-            done.append(one)
-        else:
-            shards, starts, _ = catalog.extents([one.number % len(catalog)])
-            url = redact(catalog.url_of(int(shards[0])))
-            done.append(replace(one, shard=url, offset=int(starts[0])))
-    return tuple(done)
 
 
 class BadSampleReport:

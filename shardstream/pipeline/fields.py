@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardstream.errors import OptionError
-from shardstream.fetch import MappedSamples
 from shardstream.format import Columns, Sample
 from shardstream.pipeline.map import find_field
 from shardstream.pipeline.runner import ItemFunction, ItemStage
@@ -50,15 +49,10 @@ class KeepFields(ItemStage):
 
     def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Return the fields of samples that all have the same; None if they lack one."""
-        names = self._chosen(columns.columns)
+        names = self.chosen(columns.columns)
         return None if names is None else Columns({n: columns.columns[n] for n in (*FRAME, *names)})
 
-    def mapped(self, samples: MappedSamples) -> MappedSamples:
-        """Return samples in mapped shards with these fields only, whose other bytes are not read; all if they lack one."""
-        names = self._chosen(samples.fields)
-        return samples if names is None else samples.select(names)
-
-    def _chosen(self, fields: Collection[str]) -> list[str] | None:
+    def chosen(self, fields: Collection[str]) -> list[str] | None:
         """Return the field that each name stands for; None if there is none for one of them."""
         chosen = [
             next((name for name in names.split(";") if name in fields), None)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Catalog, ConcatCatalog
 from shardstream.distributed import WorkerInfo
-from shardstream.fetch import Fetcher, MappedSamples, SharedBlocks, open_fetcher
-from shardstream.format import Sample, Samples
+from shardstream.errors import redact
+from shardstream.fetch import SharedBlocks
+from shardstream.format import Rows, Sample
 from shardstream.order import (
     EpochOrder,
     EpochPlan,
@@ -26,6 +26,7 @@ from shardstream.order import (
     default_block,
     default_window,
 )
+from shardstream.pipeline.bad_sample_report import BadSample
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.fields import KeepFields
 from shardstream.pipeline.runner import ItemRun, Step
@@ -37,6 +38,7 @@ from shardstream.pipeline.stage import (
     check_at_least,
     whole_number,
 )
+from shardstream.samples import Fetcher, FetchOptions, Samples, chunk_steps
 from shardstream.storage import Storage
 
 DEFAULT_PREFETCH_BYTES = 64 << 20
@@ -93,13 +95,15 @@ class ReadOptions:
 
 
 class IndexedSource(Source):
-    """A source that reads a catalog in the order of an epoch plan, so that a position is one number."""
+    """A source that reads samples in the order of an epoch plan, so that a position is one number."""
 
     __slots__ = ()
 
+    is_sparse = False
+    """Whether an epoch may have few samples of many."""
     options: ReadOptions
     """Options of the order and of prefetching."""
-    catalog: Catalog
+    catalog: Samples
     """All samples by number."""
 
     @property
@@ -144,8 +148,41 @@ class IndexedSource(Source):
     def with_options(self, **changes: Any) -> IndexedSource:
         """Return the same source with other options."""
 
-    def restrict_to(self, shards: Sequence[int]) -> IndexedSource:  # noqa: ARG002
-        """Return a source with the same orders that reads some shards only, and is smaller when it is pickled."""
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        return self.catalog.summary
+
+    def fetch_options(
+        self, num_workers: int = 1, blocks: SharedBlocks | None = None
+    ) -> FetchOptions:
+        """Return the options with which a fetcher of the samples is opened."""
+        return FetchOptions(
+            prefetch_bytes=self.options.prefetch_bytes,
+            hedge=self.options.hedge,
+            num_workers=num_workers,
+            is_sparse=self.is_sparse,
+            blocks=blocks,
+        )
+
+    def number_of(self, number: int) -> int | None:
+        """Return the number of a sample in the dataset, by the number with which a step got it; None if that is ambiguous."""
+        return number % len(self.catalog)
+
+    def with_locations(self, bad: Iterable[BadSample]) -> tuple[BadSample, ...]:
+        """Return bad samples with their number in the dataset, and the shard and offset that it says."""
+        done: list[BadSample] = []
+        for one in bad:
+            number = None if one.number is None else self.number_of(one.number)
+            found = replace(one, number=number)
+            if number is not None and one.offset is None:
+                url, offset = self.catalog.place_of(number)
+                found = replace(found, shard=redact(url), offset=offset)
+            done.append(found)
+        return tuple(done)
+
+    def restrict_to(self, numbers: Ints) -> IndexedSource:  # noqa: ARG002
+        """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
         return self
 
     def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:  # noqa: ARG002
@@ -169,10 +206,7 @@ class IndexedSource(Source):
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first shard, and its URL."""
-        catalog = self.catalog
-        while isinstance(catalog, ConcatCatalog):
-            catalog = catalog.parts[0]
-        return catalog.storage, catalog.url_of(0) if catalog.num_shards else ""
+        return self.catalog.storage, self.catalog.url_of(0) if self.catalog.num_shards else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +218,7 @@ class CatalogSource(IndexedSource):
         options: Options of their order and of prefetching.
     """
 
-    catalog: Catalog
+    catalog: Samples
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
@@ -212,9 +246,9 @@ class CatalogSource(IndexedSource):
         """Return the batches of an epoch."""
         return EpochPlan(order, epoch)
 
-    def restrict_to(self, shards: Sequence[int]) -> CatalogSource:
-        """Return a source with the same orders that reads some shards only, and is smaller when it is pickled."""
-        return replace(self, catalog=self.catalog.restrict_to(shards))
+    def restrict_to(self, numbers: Ints) -> CatalogSource:
+        """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
+        return replace(self, catalog=self.catalog.restrict_to(numbers))
 
     def with_options(self, **changes: Any) -> CatalogSource:
         """Return the same source with other options."""
@@ -253,12 +287,6 @@ def plan_steps(partition: RankPartition, steps: WorkerSteps) -> Iterator[list[In
         start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
 
 
-def _chunk_steps(steps: list[Ints], max_samples: int) -> Iterator[list[Ints]]:
-    """Yield the steps in lists of at most ``max_samples`` samples, or of one step."""
-    size = max(1, max_samples // max(1, *map(len, steps)))  # the last step may be short
-    return (steps[first : first + size] for first in range(0, len(steps), size))
-
-
 def group_by_window(partition: RankPartition, steps: WorkerSteps) -> Iterator[Ints]:
     """Yield the sample numbers of these steps grouped by window, in order of first use, so that each group is fetched together."""
     plan, lanes = partition.plan, partition.plan.order.lanes
@@ -279,30 +307,6 @@ def group_by_window(partition: RankPartition, steps: WorkerSteps) -> Iterator[In
         yield partition.tail()
 
 
-def _read(
-    fetcher: Fetcher, steps: list[Ints], max_samples: int, keeps: KeepFields | None
-) -> Iterator[tuple[list[int], Samples]]:
-    """Yield numbers and samples of each step; copies at most ``max_samples`` samples, or one step, at a time."""
-    found = fetcher.find(np.concatenate(steps))
-    if found is not None:
-        found = found if keeps is None else keeps.mapped(found)
-        yield from _split_by_step(steps, found)
-        return
-    for chunk_of_steps in _chunk_steps(steps, max_samples):
-        samples = fetcher.samples(np.concatenate(chunk_of_steps))
-        yield from _split_by_step(chunk_of_steps, samples)
-        del samples  # free the memory before the next read
-
-
-def _split_by_step(
-    steps: list[Ints], samples: Samples | MappedSamples
-) -> Iterator[tuple[list[int], Samples]]:
-    first = 0
-    for numbers in steps:
-        yield numbers.tolist(), samples[first : first + len(numbers)]
-        first += len(numbers)
-
-
 class IndexedRun:
     """Raw samples of one reader, in the order of the plan.
 
@@ -312,7 +316,7 @@ class IndexedRun:
         worker_info: The worker that reads.
         skips: Skip policy for damaged samples.
         keeps: First stage of the pipeline, if it keeps some fields: the bytes of others are not read where that is cheap.
-        blocks: Shared memory for large samples, as in `open_fetcher`.
+        blocks: Shared memory for large samples, as in `FetchOptions`.
     """
 
     def __init__(
@@ -341,7 +345,7 @@ class IndexedRun:
         self.number, sample = next(self._samples)
         return sample
 
-    def steps(self) -> Iterator[tuple[list[int], Samples]]:
+    def steps(self) -> Iterator[tuple[list[int], Rows]]:
         """Yield the numbers and samples of each step from the position on; an error stands for a damaged sample."""
         for numbers, found in self._open():
             self._taken += len(numbers)
@@ -370,7 +374,7 @@ class IndexedRun:
             self._fetcher.close()
         self._fetcher = None
 
-    def _open(self) -> Generator[tuple[list[int], Samples], None, None]:
+    def _open(self) -> Generator[tuple[list[int], Rows], None, None]:
         """Start reading at the position; yield numbers and samples of each step."""
         width = self._partition.config.microbatches * self._partition.plan.order.batch
         first, samples_to_skip = divmod(self._taken, width)
@@ -384,24 +388,22 @@ class IndexedRun:
                 for numbers in upcoming
                 if len(kept := numbers[~np.isin(numbers, skipped_numbers)])
             )
-        catalog, options = self._source.catalog, self._source.options
-        mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
-        self._fetcher = open_fetcher(
-            catalog,
-            upcoming,
-            prefetch_bytes=options.prefetch_bytes,
-            hedge=options.hedge,
-            num_workers=self._worker_info.num_workers,
-            blocks=self._blocks,
+        catalog = self._source.catalog
+        mean_bytes = catalog.mean_bytes
+        self._fetcher = catalog.open_fetcher(
+            upcoming, self._source.fetch_options(worker_info.num_workers, self._blocks)
         )
         with closing(self._fetcher) as fetcher:
             few, many = int(_MIN_COPIED_BYTES / mean_bytes), int(_MAX_COPIED_BYTES / mean_bytes)
             max_copied = min(many, max(few, _SAMPLES_PER_SHARD * catalog.num_shards))
+            choice = None if self._keeps is None else self._keeps.chosen
             max_samples = 1  # read the first few steps one by one, so that the first batch waits for its own samples only
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], samples_to_skip = chunk[0][samples_to_skip:], 0
-                for chunk_of_steps in _chunk_steps(chunk, max_samples):
-                    yield from _read(fetcher, chunk_of_steps, max_copied, self._keeps)
+                for some in chunk_steps(chunk, max_samples):
+                    found = fetcher.read(some, max_copied, choice)
+                    for numbers in some:  # zip() would hold a step's samples during the next read
+                        yield numbers.tolist(), next(found)
                 max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
         catalog.check_manifests()
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.catalog import ConcatCatalog
 from shardstream.errors import OptionError, plural
+from shardstream.fetch import SharedBlocks
 from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions
@@ -18,6 +18,7 @@ from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import Moved, Runner, Step
 from shardstream.pipeline.stage import State
 from shardstream.pipeline.step_signatures import function_name
+from shardstream.samples import Concat, FetchOptions
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
@@ -111,7 +112,7 @@ class MixIndexedSource(IndexedSource):
 
     recipe: MixRecipe
     sources: tuple[IndexedSource, ...]
-    catalog: ConcatCatalog
+    catalog: Concat
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
@@ -149,6 +150,16 @@ class MixIndexedSource(IndexedSource):
         """Return the same mix with other options."""
         return replace(self, options=replace(self.options, **changes))
 
+    def fetch_options(
+        self, num_workers: int = 1, blocks: SharedBlocks | None = None
+    ) -> FetchOptions:
+        """Return the options with which a fetcher of the samples is opened; an epoch may have few samples of a part."""
+        options = IndexedSource.fetch_options(self, num_workers, blocks)
+        return replace(options, is_sparse=any(source.is_sparse for source in self.sources))
+
+    def number_of(self, number: int) -> None:
+        """Return None: the number may count in the mix, or in one of its parts."""
+
     def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:
         """Return the steps of the parts, each applied to its own samples."""
         runners = {name: part.open_runner(epoch, skips) for name, part in self.recipe.parts.items()}
@@ -163,7 +174,7 @@ class MixIndexedSource(IndexedSource):
         if self.recipe.weights is None:
             return {
                 name: len(part)
-                for name, part in zip(self.recipe.parts, self.catalog.parts, strict=True)
+                for name, part in zip(self.recipe.parts, self.catalog.inner, strict=True)
             }
         lanes = self._lanes(order, epoch)
         counts = lanes.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch).sum(
@@ -180,9 +191,7 @@ class MixIndexedSource(IndexedSource):
 class _PartSteps:
     """The steps of each part, applied to its own samples."""
 
-    def __init__(
-        self, catalog: ConcatCatalog, runners: Mapping[str, Runner], skips: SkipTracker
-    ) -> None:
+    def __init__(self, catalog: Concat, runners: Mapping[str, Runner], skips: SkipTracker) -> None:
         self._catalog = catalog
         self._names, self._runners = list(runners), list(runners.values())
         self._skips = skips
@@ -192,7 +201,7 @@ class _PartSteps:
         return sum(runner.decode_s for runner in self._runners)
 
     def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
-        parts, part_numbers = self._locate(numbers)
+        parts, part_numbers = self._catalog.find(np.array(numbers, dtype=np.int64))
         moved: dict[int, Any] = {}  # place in the batch -> item
         for part in np.unique(parts).tolist():
             places = np.flatnonzero(parts == part).tolist()
@@ -205,17 +214,9 @@ class _PartSteps:
         return [moved[place] for place in order], [numbers[place] for place in order]
 
     def apply(self, item: Any, number: int, /) -> Any:
-        (part,), (part_number,) = self._locate([number])
+        (part,), (part_number,) = self._catalog.find(np.array([number], dtype=np.int64))
         self._skips.samples_per_dataset[self._names[part]] += 1
         return self._runners[part].apply(item, int(part_number))
-
-    def _locate(self, numbers: list[int]) -> tuple[Ints, Ints]:
-        """Return the part of each sample, and its number there."""
-        catalog, mix_numbers = self._catalog, np.array(numbers, dtype=np.int64)
-        parts = catalog.part_of(mix_numbers)
-        turns, number_in_mix = mix_numbers // len(catalog), mix_numbers % len(catalog)
-        sizes = np.array([len(part) for part in catalog.parts], dtype=np.int64)
-        return parts, number_in_mix - catalog.firsts[parts] + turns * sizes[parts]
 
     def close(self) -> None:
         for runner in self._runners:
@@ -268,7 +269,7 @@ class _MixLanes:
                 is_in_pass = (part == kind) & (passes == pass_number)
                 batches = turn[is_in_pass] * self._lanes + lanes[is_in_pass]
                 plan = self._plan(kind, pass_number)
-                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.parts[kind]))
+                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.inner[kind]))
                 # A repeated sample gets a new number: it is fetched again, and its random augmentation differs.
                 turns = inner_pass + pass_number * self._plan(kind, 0).passes
                 numbers[is_in_pass] = catalog.firsts[kind] + inner + turns * len(catalog)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardstream.catalog import Catalog, ObjectCatalog
+from shardstream.catalog import ObjectCatalog
 from shardstream.errors import OptionError
 from shardstream.pipeline.fields import OpenFields
 from shardstream.pipeline.indexed_source import CatalogSource
@@ -14,6 +14,7 @@ from shardstream.pipeline.runner import ItemStage
 from shardstream.pipeline.sequential_source import SequentialSource
 from shardstream.pipeline.stage import Stage
 from shardstream.pipeline.weighted_source import WeightedSource
+from shardstream.samples import Samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Records:
         classes: Names of the classes; None if there are none.
     """
 
-    catalog: Catalog
+    catalog: Samples
     stages: tuple[Stage, ...] = ()
     steps: tuple[str, ...] = ()
     seed: int = 0

@@ -109,11 +109,10 @@ class ReadJob:
     def _part(self, source: IndexedSource, start: int, stop: int) -> Pipeline:
         """Return the pipeline with the shards of some rows, or with few shards."""
         catalog = source.catalog
-        shards: Sequence[int] = range(catalog.num_shards)
-        if len(shards) > _SENT_SHARDS:
-            numbers = sample_numbers(whole_order(source, self.settings.epoch), start, stop)
-            shards = catalog.shards_of(numbers)
-        return replace(self.pipeline, source=source.restrict_to(shards))
+        if catalog.num_shards <= _SENT_SHARDS:
+            return self.pipeline
+        numbers = sample_numbers(whole_order(source, self.settings.epoch), start, stop)
+        return replace(self.pipeline, source=source.restrict_to(numbers))
 
     def _shard_tasks(self) -> Iterator[tuple[ReadShards, BlockMetadata]]:
         source = self.pipeline.source

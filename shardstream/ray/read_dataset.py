@@ -15,7 +15,6 @@ from ray.data.context import DEFAULT_TARGET_MAX_BLOCK_SIZE
 
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
-from shardstream.fetch import open_batch_fetcher
 from shardstream.loader import ShardDataset, StreamDataset
 from shardstream.pipeline import (
     CatalogSource,
@@ -231,7 +230,7 @@ def _fields_of_first(pipeline: Pipeline) -> tuple[str, ...]:
     """Return the fields of the first sample, because no manifest lists those of all."""
     source, first = pipeline.source, dict[str, object]()
     if isinstance(source, CatalogSource) and len(source.catalog):
-        with closing(open_batch_fetcher(source.catalog)) as fetcher:
+        with closing(source.catalog.open_fetcher()) as fetcher:
             (found,) = fetcher.samples(np.zeros(1, dtype=np.int64))
         if isinstance(found, Exception):
             raise found

@@ -13,8 +13,7 @@ import pyarrow as pa
 
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError, plural
-from shardstream.fetch import Fetcher, open_fetcher
-from shardstream.format import Sample, Samples
+from shardstream.format import Rows, Sample
 from shardstream.order import Ints, RankPartition
 from shardstream.pipeline import (
     Context,
@@ -35,6 +34,7 @@ from shardstream.ray.arrow_columns import (
     value_bytes,
 )
 from shardstream.ray.read_plan import cut_by_bytes
+from shardstream.samples import Fetcher
 
 BLOCK_BYTES = 8 << 20
 _LOCATED_SAMPLES = 16_384  # found together in mapped shards
@@ -106,20 +106,14 @@ class ReadRows:
         source = self.pipeline.source.indexed
         assert source is not None  # noqa: S101  (checked by `read`)
         partition = whole_order(source, self.settings.epoch)
-        options, catalog = source.options, source.catalog
-        fetcher = open_fetcher(
-            catalog,
-            self._groups(partition),
-            prefetch_bytes=options.prefetch_bytes,
-            hedge=options.hedge,
-        )
+        fetcher = source.catalog.open_fetcher(self._groups(partition), source.fetch_options())
         with closing(fetcher):
             if self.settings.is_raw:
                 yield from self._read_raw(source, fetcher, self._groups(partition))
             else:
                 skips = SkipTracker(self.pipeline.on_error)
                 yield from self._read_rows(source, fetcher, self._groups(partition), skips)
-        catalog.check_manifests()
+        source.catalog.check_manifests()
 
     def _groups(self, partition: RankPartition) -> Iterator[Ints]:
         """Yield the sample numbers of the rows, in groups that are fetched together."""
@@ -134,7 +128,7 @@ class ReadRows:
         for group in groups:
             for first in range(0, len(group), _LOCATED_SAMPLES):
                 numbers = group[first : first + _LOCATED_SAMPLES]
-                located = fetcher.locate(numbers)
+                located = fetcher.find(numbers)
                 if located is None:
                     yield from self._read_rows(source, fetcher, [numbers], skips)
                     continue
@@ -195,10 +189,9 @@ class ReadShards:
 
 def _read(
     source: IndexedSource, fetcher: Fetcher, numbers: Ints
-) -> Iterator[tuple[list[int], Samples]]:
+) -> Iterator[tuple[list[int], Rows]]:
     """Yield sample numbers and samples, at most 8 MiB of their tars at a time; an error stands for a damaged sample."""
-    extents = source.catalog.extents(numbers)
-    for taken in cut_by_bytes(extents.ends - extents.starts, BLOCK_BYTES):
+    for taken in cut_by_bytes(source.catalog.sizes(numbers), BLOCK_BYTES):
         yield numbers[taken].tolist(), fetcher.samples(numbers[taken])
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Catalog, Numbers
 from shardstream.errors import OptionError, StateError, redact
 from shardstream.order import (
     PartitionConfig,
@@ -20,6 +19,7 @@ from shardstream.order import (
     uneven_effect,
 )
 from shardstream.pipeline import CatalogSource, ReadOptions, check_state
+from shardstream.samples import Numbers, Samples
 
 _ORDER = ("microbatch", "lanes", "window", "block")
 _MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
@@ -108,7 +108,7 @@ class Training:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
-    def config(self, catalog: Catalog) -> PartitionConfig:
+    def config(self, catalog: Samples) -> PartitionConfig:
         """Return the partition of an epoch over the ranks, as a ``ShardLoader`` makes it."""
         return PartitionConfig(
             world_size=self.ranks,
@@ -118,7 +118,7 @@ class Training:
             whole_lanes=catalog.has_costly_windows,
         )
 
-    def partitions(self, catalog: Catalog) -> list[RankPartition]:
+    def partitions(self, catalog: Samples) -> list[RankPartition]:
         """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
         config = self.config(catalog)
         options = {name: getattr(self, name) for name in _ORDER}
@@ -149,7 +149,7 @@ def _whole(name: str, text: str) -> int:
 
 def view_epoch(
     training: Training,
-    catalog: Catalog,
+    catalog: Samples,
     whole_numbers: Numbers | None,
     classes: Numbers | None,
     names: Sequence[str] | None,
@@ -209,7 +209,7 @@ def view_epoch(
     return found
 
 
-def read_state(text: str, catalog: Catalog) -> tuple[Training, dict[str, Any]]:
+def read_state(text: str, catalog: Samples) -> tuple[Training, dict[str, Any]]:
     """Return the training that a saved state of a ``ShardLoader`` continues, and the state.
 
     Topology and batch size are not in a state: those of the result are defaults.
@@ -286,7 +286,7 @@ def _describe_ranks(
     batches: Sequence[Numbers],
     training: Training,
     partition: RankPartition,
-    catalog: Catalog,
+    catalog: Samples,
     whole: Numbers | None,
 ) -> list[dict[str, Any]]:
     worker = None
@@ -318,7 +318,7 @@ def _path(partition: RankPartition, whole: Numbers | None) -> dict[str, Any]:
     return {"steps": steps.tolist(), "numbers": points, "of_steps": count}
 
 
-def _shards(catalog: Catalog, numbers: Numbers) -> list[int]:
+def _shards(catalog: Samples, numbers: Numbers) -> list[int]:
     return catalog.shards_of(numbers)
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from shardstream.catalog import (
     Classes,
-    Numbers,
     ShardCatalog,
     common_classes,
     lacks_index,
@@ -35,6 +34,7 @@ from shardstream.format import (
     iter_members,
     read_sample,
 )
+from shardstream.samples import Numbers
 from shardstream.storage import (
     LocatedShards,
     PagedShards,

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Numbers, ShardCatalog, SubsetCatalog, choose_samples, read_columns
+from shardstream.catalog import ShardCatalog, find_where, read_columns
 from shardstream.errors import OptionError, ShardStreamError
 from shardstream.format import KEY_COLUMN, scan_shard
+from shardstream.samples import Numbers, Samples, Subset
 from shardstream.storage import Urls
 
 _KEPT = 16  # selections, of 8 bytes for each chosen sample
@@ -75,24 +76,16 @@ class Selections:
         """
         if where in self._kept:
             return self._kept[where]
-        try:
-            chosen = choose_samples(self._catalog, where=where)
-        except OptionError as error:
-            if "chooses no sample" not in str(error):
-                raise
-            numbers = np.empty(0, dtype=np.int64)
-        else:
-            assert isinstance(chosen, SubsetCatalog)  # noqa: S101  (it has a condition)
-            numbers = chosen.numbers
+        numbers = find_where(self._catalog, where)
         with self._lock:
             self._kept[where] = numbers
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return numbers
 
-    def catalog(self, where: str) -> ShardCatalog | SubsetCatalog:
-        """Return the samples that fulfil a condition as a catalog, as ``ShardDataset(where=)`` reads them."""
-        return SubsetCatalog(self._catalog, self.choose(where)) if where else self._catalog
+    def samples(self, where: str) -> Samples:
+        """Return the samples that fulfil a condition, as ``ShardDataset(where=)`` reads them."""
+        return Subset(self._catalog, self.choose(where)) if where else self._catalog
 
     def classes_of(self) -> Numbers | None:
         """Return the class number of each sample, -1 where it is unknown; None without the column ``cls``."""

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Classes, Numbers
+from shardstream.catalog import Classes
 from shardstream.display import Picture, choose_thumbnail, kinds_of, render, render_value
 from shardstream.errors import OptionError, ShardStreamError, describe_error, get_logger, redact
 from shardstream.pipeline import BadSample
+from shardstream.samples import Numbers
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
 from shardstream.viewer.epoch_view import Training, continued, read_state, view_epoch
@@ -234,12 +235,12 @@ class Session:
             where: The condition of ``ShardDataset(where=)``.
         """
         shown = Training.parse(values)
-        training, _ = read_state(state, self._plannable().catalog(where))
+        training, _ = read_state(state, self._plannable().samples(where))
         return self._view(continued(training, shown), where)
 
     def _view(self, training: Training, where: str) -> dict[str, Any]:
         selections = self._plannable()
-        catalog = selections.catalog(where)
+        catalog = selections.samples(where)
         whole = selections.choose(where) if where else None
         classes = selections.classes_of()
         if classes is not None and whole is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardstream.catalog import ConcatCatalog, ObjectCatalog, ShardCatalog
+from shardstream.catalog import ObjectCatalog, ShardCatalog
 from shardstream.storage import Storage, list_files, locate_shards, publish_bytes
 from shardstream.testing import check_catalog, make_shards
 
@@ -42,18 +42,11 @@ def test_object_catalog_passes_the_contract(folder: str) -> None:
     check_catalog(open_objects(folder), samples=7)
 
 
-def test_concat_catalog_passes_the_contract(folder: str) -> None:
-    one, other = open_shards(f"{folder}/one"), open_shards(f"{folder}/other")
-    objects = open_objects(f"{folder}/objects")
-    check_catalog(lambda: ConcatCatalog([one(), other(), objects()]), samples=53)
-
-
 def test_fields_are_known_from_the_manifest_or_the_names(folder: str) -> None:
     assert open_shards(f"{folder}/one")().fields == ("cls",)
     objects = open_objects(f"{folder}/objects")()
     assert objects.fields == ("cls", "txt")
-    assert objects.restrict_to([2, 4]).fields == ("cls", "txt")
-    assert ConcatCatalog([objects]).fields is None
+    assert objects.restrict_to(np.array([2, 4])).fields == ("cls", "txt")
 
 
 class Broken(ShardCatalog):

@@ -24,6 +24,7 @@ from shardstream.catalog import ShardCatalog, VerifiedReader
 from shardstream.errors import IndexMismatchError, OptionError, StorageError
 from shardstream.fetch import RangeFetcher
 from shardstream.format import ShardInfo
+from shardstream.samples import FetchOptions
 from shardstream.storage import (
     AdaptiveLimit,
     RangeResponse,
@@ -422,7 +423,7 @@ def test_wait_for_another_check_has_no_timeout_while_bytes_arrive(wire: Wire) ->
         time.sleep(0.4)
 
     wire.before = be_slow
-    fetchers = [RangeFetcher(catalog, iter(()), prefetch_bytes=0) for _ in range(2)]
+    fetchers = [RangeFetcher(catalog, iter(()), FetchOptions(prefetch_bytes=0)) for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(fetchers[0].samples, np.array([0]))
         begun.wait(10)

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.catalog import Extents, ShardCatalog
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
-from shardstream.fetch import LocalFetcher, RangeFetcher, coalesce, open_fetcher
+from shardstream.fetch import LocalFetcher, RangeFetcher, coalesce
 from shardstream.order import Ints
 from shardstream.pipeline import IndexedRun
+from shardstream.samples import FetchOptions
 from shardstream.storage import RangeResponse, Storage, locate_shards, num_maps
 from tests.limits import module_of, set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
@@ -153,7 +154,7 @@ def test_neighbouring_samples_share_a_request(
 
 def test_samples_have_the_order_of_the_request(url: str) -> None:
     requested = [7, 3, 99, 14, 15, 3]
-    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), FetchOptions(prefetch_bytes=1 << 20))
     assert keys(fetcher, requested) == names(requested)
     fetcher.close()
 
@@ -162,7 +163,7 @@ def test_samples_have_the_order_of_the_request(url: str) -> None:
 def test_samples_missing_from_the_plan_are_read_on_demand(
     ahead: tuple[range, ...], url: str
 ) -> None:
-    fetcher = RangeFetcher(catalog_of(url), groups(*ahead), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog_of(url), groups(*ahead), FetchOptions(prefetch_bytes=1 << 20))
     assert keys(fetcher, range(20)) == names(range(20))
     fetcher.close()
 
@@ -172,7 +173,7 @@ def test_close_returns_freed_memory_to_the_system(
 ) -> None:
     trimmed: list[int] = []
     monkeypatch.setattr(module_of(RangeFetcher), "release_freed_memory", lambda: trimmed.append(0))
-    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), FetchOptions(prefetch_bytes=1 << 20))
     keys(fetcher, range(20))
     assert not trimmed
     fetcher.close()
@@ -180,7 +181,7 @@ def test_close_returns_freed_memory_to_the_system(
 
 
 def test_one_read_fetches_many_samples(url: str, wire: Wire) -> None:
-    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), FetchOptions(prefetch_bytes=1 << 20))
     assert keys(fetcher, range(30)) == names(range(30))
     fetcher.close()
     assert len(wire.reads) == 2  # one per shard
@@ -191,7 +192,9 @@ def test_prefetch_is_limited_to_the_budget_or_a_group_and_a_fifth(
     prefetch_bytes: int, url: str, wire: Wire
 ) -> None:
     parts = [range(start, start + 15) for start in range(0, 90, 15)]  # one shard each
-    fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=prefetch_bytes)
+    fetcher = RangeFetcher(
+        catalog_of(url), groups(*parts), FetchOptions(prefetch_bytes=prefetch_bytes)
+    )
     group_bytes = 15 * 2048
     used = 0
     for part in parts:
@@ -207,7 +210,7 @@ def test_prefetch_is_limited_to_the_budget_or_a_group_and_a_fifth(
 def test_released_samples_make_room_for_the_next_requests(url: str) -> None:
     """While a window is used, the prefetch limit for the next one grows from a fifth to the whole window."""
     parts = [range(45), range(45, 90)]  # three shards each, one request per shard
-    fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=0)
+    fetcher = RangeFetcher(catalog_of(url), groups(*parts), FetchOptions(prefetch_bytes=0))
     requested: set[int] = set()
     counts = []
     for first in range(0, 45, 5):
@@ -221,7 +224,7 @@ def test_released_samples_make_room_for_the_next_requests(url: str) -> None:
 
 
 def test_completed_ranges_are_kept_as_samples(url: str) -> None:
-    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), FetchOptions(prefetch_bytes=1 << 20))
     keys(fetcher, range(10))
     range_ = fetcher._parts[15].in_flight
     deadline = time.monotonic() + 10
@@ -258,7 +261,7 @@ def requested(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_hedging_does_not_repeat_completed_requests(url: str, requested: list[str]) -> None:
     catalog = catalog_of(url)
     parts = [range(start, start + 15) for start in range(0, 90, 15)]
-    fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
+    fetcher = RangeFetcher(catalog, groups(*parts), FetchOptions(prefetch_bytes=0, hedge=True))
     for part in parts:
         assert keys(fetcher, part) == names(part)
         time.sleep(0.1)
@@ -280,7 +283,7 @@ def test_slow_range_is_hedged_while_waiting_for_an_index(
 
     monkeypatch.setattr(ShardCatalog, "offsets", offsets)
     parts = [range(start, min(start + 15, 100)) for start in range(0, 100, 15)]
-    fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
+    fetcher = RangeFetcher(catalog, groups(*parts), FetchOptions(prefetch_bytes=0, hedge=True))
     for part in parts:
         assert keys(fetcher, part) == names(part)
     fetcher.close()
@@ -289,7 +292,7 @@ def test_slow_range_is_hedged_while_waiting_for_an_index(
 
 def test_group_may_repeat_samples(url: str) -> None:
     twice = [np.array([3, 3, 4]), np.array([4, 20, 21, 20])]
-    fetcher = RangeFetcher(catalog_of(url), iter(twice), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog_of(url), iter(twice), FetchOptions(prefetch_bytes=1 << 20))
     assert keys(fetcher, [3, 4]) == names([3, 4])
     assert keys(fetcher, [20, 21, 4]) == names([20, 21, 4])
     assert (fetcher._bytes, len(fetcher._parts), len(fetcher._rows)) == (0, 0, 0)
@@ -371,7 +374,7 @@ def test_resume_reads_only_the_remaining_bytes(url: str, wire: Wire) -> None:
 
 def test_local_shards_are_mapped_not_read(tmp_path: Any, wire: Wire) -> None:
     catalog = catalog_of(numbered(tmp_path, 20, 7))
-    fetcher = open_fetcher(catalog, (), prefetch_bytes=0)
+    fetcher = catalog.open_fetcher()
     assert isinstance(fetcher, LocalFetcher)
     assert keys(fetcher, range(20)) == names(range(20))
     fetcher.close()
@@ -430,15 +433,15 @@ def test_open_maps_are_limited_over_all_datasets(
     before = num_maps()
     for _ in range(2):
         for catalog in catalogs:
-            assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
+            assert keys(catalog.open_fetcher(), range(10)) == names(range(10))
             assert num_maps() <= max(3, before)
 
 
 def test_second_epoch_reuses_the_maps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = catalog_of(numbered(tmp_path, 10, 2))
-    assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
+    assert keys(catalog.open_fetcher(), range(10)) == names(range(10))
     monkeypatch.setattr(module_of(ShardCatalog), "map_file", None)
-    assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
+    assert keys(catalog.open_fetcher(), range(10)) == names(range(10))
     again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (as a spawned worker gets it)
     assert again._mmap_pool.get(0) is None
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardstream.format import (
     Columns,
-    Samples,
+    Rows,
     ShardSlice,
     as_rows,
     find_samples,
@@ -222,7 +222,7 @@ def test_rows_of_several_reads_give_the_same_samples(data: st.DataObject) -> Non
         frame = {"__key__": [f"{n}" for n in range(count)], "__url__": [URL] * count}
         pools.append(Columns(frame | columns))
     each: list[dict[str, Any] | Exception] = [{"__key__": "x", "c": b""}, ValueError("y")]
-    every: list[Samples] = [*pools, each]
+    every: list[Rows] = [*pools, each]
     rows = [row for samples in every for row in as_rows(samples)]
     meant = [sample for samples in every for sample in samples]
     places = data.draw(st.lists(st.integers(0, len(rows) - 1)))

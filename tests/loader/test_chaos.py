@@ -28,6 +28,7 @@ import shardstream as ss
 from shardstream.catalog import ShardCatalog
 from shardstream.errors import ChangedError, ShardStreamError, WorkerError
 from shardstream.fetch import RangeFetcher
+from shardstream.samples import FetchOptions
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import make_shards
 from tests.servers import (
@@ -331,7 +332,7 @@ def test_throttling_reduces_the_number_of_requests(shop: Shop) -> None:
     storage = Storage(shop.options("http"))
     catalog = ShardCatalog(locate_shards(shop.few_url, storage), storage)
     catalog.extents(np.arange(FEW))  # reads the indexes
-    fetcher = RangeFetcher(catalog, iter([np.arange(FEW)]), prefetch_bytes=1 << 20)
+    fetcher = RangeFetcher(catalog, iter([np.arange(FEW)]), FetchOptions(prefetch_bytes=1 << 20))
     shop.set(slow=0.4)
     found = fetcher.samples(np.arange(FEW))
     stats, limit = fetcher.stats(), fetcher._requests.concurrency.limit

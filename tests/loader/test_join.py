@@ -528,10 +528,11 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(ss.ShardDataset(parts["images"], index="ignore"), parts["captions"])
     with pytest.raises(OptionError, match="give fields to join"):
         ss.join(images, ss.ShardDataset(parts["captions"], fields=["txt"]))
-    with pytest.raises(OptionError, match="with weights= cannot be joined"):
-        ss.join(ss.ShardDataset(parts["images"], weights=[1] * COUNT), parts["captions"])
-    with pytest.raises(OptionError, match="cannot be part of a mix"):
-        ss.mix([images, ss.join(images, parts["captions"])])
+    weighted = ss.ShardDataset(parts["images"], weights=[1] * COUNT)
+    with pytest.raises(OptionError, match="give them to the first"):
+        ss.join(parts["captions"], weighted)
+    with pytest.raises(OptionError, match="leaves out 12 samples that weights= counts"):
+        ss.join(weighted, parts["some"], missing="drop")
     with pytest.raises(OptionError, match=r"not a JoinDataset; ss.join\(a, b, c\)"):
         ss.join(images, ss.join(images, parts["captions"]))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="url: "):
@@ -541,6 +542,20 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         OptionError, match=r"several samples have the key 'k000', in .*one.* and .*two"
     ):
         ss.join(images, ss.ShardDataset(both), missing="keep")
+
+
+def test_joins_are_mixed_and_the_first_of_a_join_is_weighted(parts: dict[str, str]) -> None:
+    joined = ss.join(parts["images"], parts["captions"])
+    other = ss.ShardDataset(parts["same"], subset=range(10))
+    mixed = ss.mix({"joined": joined, "other": other})
+    assert sorted(rows(mixed)) == sorted(expected(range(COUNT), 2) + expected(range(10), 1))
+    weights = [0, 2, 1] * (COUNT // 3)
+    weighted = ss.ShardDataset(parts["images"], weights=weights, shuffle=True)
+    found = rows(ss.join(weighted, parts["captions"]))
+    assert [row[0] for row in found] == [sample["__key__"] for sample in weighted]
+    assert sorted(found) == sorted(
+        row for k in range(COUNT) for row in expected([k], 2) * weights[k]
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.catalog import ShardCatalog
 from shardstream.errors import ChangedError, OptionError
-from shardstream.fetch import SharedBlocks, SharedBytes, open_fetcher
+from shardstream.fetch import SharedBlocks, SharedBytes
 from shardstream.loader import RingBuffer, open_rings
+from shardstream.samples import FetchOptions
 from shardstream.storage import ReceiveBuffer, Storage, locate_shards
 from shardstream.testing import make_shards
 from tests.limits import module_of, set_limits
@@ -311,7 +312,9 @@ def test_bytes_that_did_not_arrive_are_not_those_of_an_earlier_sample() -> None:
     storage = Storage()
     catalog = ShortCatalog(locate_shards(url, storage), storage)
     numbers = np.arange(10)
-    fetcher = open_fetcher(catalog, iter([numbers]), prefetch_bytes=64 << 20, blocks=ring.blocks)
+    fetcher = catalog.open_fetcher(
+        [numbers], FetchOptions(prefetch_bytes=64 << 20, blocks=ring.blocks)
+    )
     with closing(fetcher):
         [*found] = fetcher.samples(numbers)
     assert {type(one) for one in found} == {ChangedError}

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.catalog import Extents, ShardCatalog, SubsetCatalog
+from shardstream.catalog import Extents
 from shardstream.errors import NotFoundError, OptionError, StateError
 from shardstream.fetch import coalesce
-from shardstream.storage import Storage, locate_shards
-from shardstream.testing import check_catalog
+from shardstream.storage import Storage
 from tests.small_datasets import flat, labels, loader, numbered, take
 
 COUNT = 100
@@ -157,16 +156,6 @@ def test_a_subset_needs_indexes(folder: str) -> None:
 
 
 # --- the catalog
-
-
-def subset_catalog(folder: str, numbers: list[int]) -> SubsetCatalog:
-    storage = Storage()
-    whole = ShardCatalog(locate_shards(folder, storage), storage)
-    return SubsetCatalog(whole, np.array(numbers, dtype=np.int64))
-
-
-def test_subset_catalog_keeps_the_contract(folder: str) -> None:
-    check_catalog(lambda: subset_catalog(folder, sorted(CHOSEN)), samples=len(CHOSEN))
 
 
 @settings(max_examples=40)

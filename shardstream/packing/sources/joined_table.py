@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardstream.catalog import Numbers, TableCatalog
 from shardstream.errors import OptionError, SampleError, SourceError, plural
 from shardstream.format import KEY_COLUMN, Sample, import_parquet, limit_of_rows, read_parquet
 from shardstream.packing.encode import encode_field
@@ -19,6 +18,7 @@ from shardstream.packing.sources.parquet_table import check_columns
 from shardstream.packing.sources.source import FileRef
 from shardstream.packing.sources.table_source import convert_cell, key_of
 from shardstream.packing.sources.tables import Row, iter_rows
+from shardstream.samples import Numbers, Table
 from shardstream.storage import Storage
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class CellEncoder:
 
 def open_joined_table(
     urls: Sequence[str], fields: Mapping[str, str] | None, storage: Storage
-) -> TableCatalog:
+) -> Table:
     """Read the columns of tables of one kind: Parquet, CSV, TSV or JSON lines.
 
     Args:
@@ -99,7 +99,7 @@ def open_joined_table(
     if not all(is_parquet):  # the cells are bytes by now, and the columns are named as the fields
         columns = {field: field for field in columns}
     encoder = CellEncoder(columns=columns, urls=tuple(urls), firsts=firsts)
-    return TableCatalog(table, KEY_COLUMN, urls[0], encoder)
+    return Table(table, KEY_COLUMN, urls[0], encoder)
 
 
 def _read_parquet(

@@ -7,18 +7,17 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.base import Catalog
-from shardstream.catalog.join_keys import read_column
 from shardstream.errors import OptionError, plural
+from shardstream.samples.base import Samples
 
 _COLUMN = "cls"
 
 
-def class_weights(catalog: Catalog, weights: Mapping[int, float] | None) -> npt.NDArray[np.float64]:
+def class_weights(samples: Samples, weights: Mapping[int, float] | None) -> npt.NDArray[np.float64]:
     """Return the weight of each sample by its class, from the column ``cls``.
 
     Args:
-        catalog: The samples.
+        samples: The samples.
         weights: Number of the class -> weight of each of its samples; None gives all classes equal shares.
 
     Returns:
@@ -28,16 +27,16 @@ def class_weights(catalog: Catalog, weights: Mapping[int, float] | None) -> npt.
         OptionError: If the shards have no such column, a sample has no class, a class has no weight, or a weight no sample.
         StorageError: If the columns cannot be read.
     """
-    column = read_column(catalog, _COLUMN)
-    if column is None:
+    if not samples.has_columns:
         raise OptionError(
             "weights by class need the column cls; run 'shardstream index --columns cls' on the folder, or give one weight for each sample",
-            shard=catalog.url_of(0),
+            shard=samples.url_of(0),
         )
+    column = samples.read_columns([_COLUMN])[_COLUMN]
     if column.null_count:
         raise OptionError(
             f"{plural(column.null_count, 'sample')} without a class (cls), so without a weight; give one weight for each sample",
-            shard=catalog.url_of(0),
+            shard=samples.url_of(0),
         )
     classes, inverse, counts = np.unique(
         column.to_numpy(zero_copy_only=False), return_inverse=True, return_counts=True

@@ -1,53 +1,47 @@
-"""Read the samples of several catalogs, and join them."""
+"""Read the samples of several datasets, and join them."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 
-from shardstream.catalog import Catalog, JoinCatalog, JoinPart, Numbers, TableCatalog
 from shardstream.errors import IndexMismatchError, SampleError
-from shardstream.format import Columns, Sample, Samples
-
-if TYPE_CHECKING:
-    from shardstream.fetch.fetcher import Fetcher
+from shardstream.format import Columns, Rows, Sample
+from shardstream.samples.base import FetchOptions, Samples
+from shardstream.samples.join_part import JoinPart
+from shardstream.samples.mapped import Numbers
+from shardstream.samples.view_fetcher import ViewFetcher
 
 _OWN = ("__key__", "__url__")
 
 
-class OpenPart(Protocol):
-    """Opens the fetcher of one catalog."""
-
-    def __call__(self, catalog: Catalog, upcoming: Iterator[Numbers], share: float, /) -> Fetcher:
-        """Return a fetcher; ``share`` is its fraction of the bytes of all."""
-
-
-class JoinFetcher:
-    """Read joined samples: each catalog by a fetcher of its own, which prefetches by the same plan.
+class JoinFetcher(ViewFetcher):
+    """Read joined samples: each dataset by a fetcher of its own, which prefetches by the same plan.
 
     Args:
-        catalog: The joined samples.
-        upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
-        open_part: Opens the fetcher of a catalog.
+        inner: The datasets, the first one first.
+        weights: Share of each in the budget.
+        parts: How the others are joined to the first.
+        left_out: Fields of the first that are left out.
+        upcoming: As in `Samples.open_fetcher`.
+        options: Of all fetchers together.
     """
 
     def __init__(
-        self, catalog: JoinCatalog, upcoming: Iterable[Numbers], open_part: OpenPart
+        self,
+        inner: Sequence[Samples],
+        weights: Sequence[float],
+        parts: Sequence[JoinPart],
+        left_out: frozenset[str],
+        upcoming: Iterable[Numbers] | None,
+        options: FetchOptions,
     ) -> None:
-        self._parts, self._left_out = catalog.parts, catalog.left_out
-        means = np.array([one.total_bytes / max(1, len(one)) for one in catalog.catalogs])
-        shares = (means / max(1.0, means.sum())).tolist()
-        groups = itertools.tee(upcoming, len(means))
-        self._first = open_part(catalog.first, groups[0], shares[0])
-        self._others = [
-            open_part(part.catalog, _numbers_of(part, group), share)
-            for part, group, share in zip(catalog.parts, groups[1:], shares[1:], strict=True)
-        ]
+        self._parts, self._left_out, self._length = parts, left_out, len(inner[0])
+        super().__init__(inner, weights, upcoming, self._numbers_in, options)
 
-    def samples(self, numbers: Numbers) -> Samples:
+    def samples(self, numbers: Numbers) -> Rows:
         """Return the joined sample of each number, or the first error of its parts.
 
         Raises:
@@ -55,41 +49,22 @@ class JoinFetcher:
         """
         if not len(numbers):
             return []
-        joined = _without(self._first.samples(numbers), self._left_out)
-        for part, fetcher in zip(self._parts, self._others, strict=True):
-            theirs = part.numbers_of(numbers)
+        joined = _without(self.fetchers[0].samples(numbers), self._left_out)
+        for part, fetcher in zip(self._parts, self.fetchers[1:], strict=True):
+            theirs = part.numbers_of(numbers, self._length)
             places = np.flatnonzero(theirs >= 0)
             found = fetcher.samples(theirs[places])
             joined = _join_columns(joined, found, part) or _join_rows(joined, found, places, part)
         return joined
 
-    def find(self, numbers: Numbers) -> None:
-        """Return None: samples are joined at once."""
-
-    def locate(self, numbers: Numbers) -> None:
-        """Return None: samples are joined at once."""
-
-    def stats(self) -> dict[str, float]:
-        """Return the sums of the statistics of all parts."""
-        found = [fetcher.stats() for fetcher in (self._first, *self._others)]
-        names = dict.fromkeys(name for stats in found for name in stats)
-        return {name: sum(stats.get(name, 0) for stats in found) for name in names}
-
-    def close(self) -> None:
-        """Close the fetchers of all parts."""
-        for fetcher in (self._first, *self._others):
-            fetcher.close()
+    def _numbers_in(self, place: int, group: Numbers) -> Numbers:
+        if not place:
+            return group
+        numbers = self._parts[place - 1].numbers_of(group, self._length)
+        return numbers[numbers >= 0]
 
 
-def _numbers_of(part: JoinPart, groups: Iterator[Numbers]) -> Iterator[Numbers]:
-    for group in groups:
-        numbers = part.numbers_of(group)
-        numbers = numbers[numbers >= 0]
-        if len(numbers):  # an empty group is the end
-            yield numbers
-
-
-def _without(samples: Samples, left_out: frozenset[str]) -> Samples:
+def _without(samples: Rows, left_out: frozenset[str]) -> Rows:
     """Return samples without some fields."""
     if not left_out:
         return samples
@@ -110,7 +85,7 @@ def _names_in(part: JoinPart, fields: Iterable[str]) -> dict[str, str]:
     return {field: name for field, name in part.fields.items() if name in known}
 
 
-def _join_columns(samples: Samples, others: Samples, part: JoinPart) -> Columns | None:
+def _join_columns(samples: Rows, others: Rows, part: JoinPart) -> Columns | None:
     """Join whole columns; None where samples are missing, of several forms or wrong, or two datasets have a field."""
     if not (isinstance(samples, Columns) and isinstance(others, Columns)):
         return None
@@ -127,7 +102,7 @@ def _join_columns(samples: Samples, others: Samples, part: JoinPart) -> Columns 
 
 
 def _join_rows(
-    samples: Samples, others: Samples, places: Numbers, part: JoinPart
+    samples: Rows, others: Rows, places: Numbers, part: JoinPart
 ) -> list[Sample | Exception]:
     """Join samples one by one; ``places`` are those of the samples that the other dataset has."""
     rows = [row if isinstance(row, Exception) else dict(row) for row in samples]
@@ -146,7 +121,7 @@ def _join(
     if isinstance(row, Exception) or isinstance(other, Exception):
         return row if isinstance(row, Exception) else cast("Exception", other)
     if other is None:
-        return _with_fields(row, part.defaults, part.catalog.url_of(0))
+        return _with_fields(row, part.defaults, "missing=")
     key = other["__key__"]
     if key != row["__key__"]:
         raise IndexMismatchError(
@@ -182,31 +157,3 @@ def _with_fields(row: Sample, added: Mapping[str, object], url: str) -> Sample |
         )
     row.update(added)
     return row
-
-
-class TableFetcher:
-    """Read rows of a table.
-
-    Args:
-        catalog: The table.
-    """
-
-    def __init__(self, catalog: TableCatalog) -> None:
-        self._catalog = catalog
-
-    def samples(self, numbers: Numbers) -> Samples:
-        """Return the row of each number, or what is wrong with it."""
-        return self._catalog.rows(numbers)
-
-    def find(self, numbers: Numbers) -> None:
-        """Return None: rows are read at once."""
-
-    def locate(self, numbers: Numbers) -> None:
-        """Return None: rows are read at once."""
-
-    def stats(self) -> dict[str, float]:
-        """Return nothing: the table is in memory."""
-        return {}
-
-    def close(self) -> None:
-        """Release nothing."""

@@ -1,116 +1,28 @@
-"""Match the samples of two catalogs by their keys."""
+"""Match the samples of two datasets by their keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.base import Catalog
-from shardstream.catalog.sample_columns import read_all_columns
-from shardstream.catalog.shard_catalog import ShardCatalog
-from shardstream.catalog.subset_catalog import SubsetCatalog
-from shardstream.catalog.table_catalog import TableCatalog
-from shardstream.errors import IndexMismatchError, OptionError, get_logger, plural
-from shardstream.format import (
-    KEY_COLUMN,
-    ForwardReader,
-    ReadAt,
-    TarDiagnostics,
-    import_parquet,
-    scan_shard,
-)
-from shardstream.storage import RangeStream
+from shardstream.errors import OptionError
+from shardstream.format import import_parquet
+from shardstream.samples.base import Samples
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_log = get_logger(__name__)
-
 Places = npt.NDArray[np.signedinteger[Any]]
 _Hashes = npt.NDArray[np.uint64]
 
-_SCAN_READ_BYTES = 1 << 20
-_SCANS = 4  # shards whose keys are read at a time; each takes 150 bytes for each of its samples
 _BLOCK_KEYS = 1 << 16  # that are hashed or compared at a time
 _WORD_BYTES = 8
 
 
-def read_column(catalog: Catalog, name: str) -> pa.ChunkedArray | None:
-    """Return a column of all samples, in order; None if the shards have no columns.
-
-    Raises:
-        OptionError: If some shards have no columns or lack this one, or pyarrow is not installed.
-        IndexMismatchError: If columns were made of another shard.
-        StorageError: If they cannot be read.
-    """
-    if isinstance(catalog, TableCatalog) and name == KEY_COLUMN:
-        return catalog.keys
-    if isinstance(catalog, SubsetCatalog):
-        column = read_column(catalog.whole, name)
-        return None if column is None else column.take(catalog.numbers)
-    if not isinstance(catalog, ShardCatalog) or not len(catalog):
-        return None
-    if not catalog.storage.exists(catalog.shards[0].columns_url):
-        return None
-    import_parquet()
-    return read_all_columns(catalog, [name])[name]
-
-
-def read_keys(catalog: Catalog) -> pa.ChunkedArray | None:
-    """Return the keys of all samples, in order: from their columns, else from the shards themselves; None if they have neither.
-
-    Raises:
-        OptionError: As in `read_column`.
-        IndexMismatchError: If a shard has another number of samples than its index.
-        StorageError: If they cannot be read.
-    """
-    found = read_column(catalog, KEY_COLUMN)
-    if found is not None:
-        return found
-    if isinstance(catalog, SubsetCatalog):
-        keys = read_keys(catalog.whole)
-        return None if keys is None else keys.take(catalog.numbers)
-    if not isinstance(catalog, ShardCatalog):
-        return None
-    _log.warning(
-        "the keys of %s in %s are read from %s; 'shardstream index --columns __key__' on their folder does so once",
-        plural(len(catalog), "sample"), catalog.url_of(0), "their headers" if catalog.is_local else "the shards, all bytes",
-    )  # fmt: skip
-    pa, _ = import_parquet()
-    shards, chunks = range(catalog.num_shards), list[Any]()
-    with ThreadPoolExecutor(_SCANS, thread_name_prefix="shardstream-keys") as pool:
-        for first in shards[::_SCANS]:  # not all at once: results would wait in memory
-            some = shards[first : first + _SCANS]
-            chunks += pool.map(lambda shard: pa.array(_scan_keys(catalog, shard)), some)
-    return pa.chunked_array(chunks, pa.string())
-
-
-def _scan_keys(catalog: ShardCatalog, shard: int) -> list[str]:
-    """Return the keys of a shard, by the headers of its members."""
-    info, storage = catalog.shards[shard], catalog.storage
-    size = info.filesize or storage.info(info.url).size
-    read: ReadAt
-    if catalog.is_local:
-        tar = catalog.map_shard(shard)
-        read = lambda at, length: bytes(tar[at : at + length])  # pages of headers only
-    else:
-        stream = RangeStream(storage, info.url, size, min_read_bytes=_SCAN_READ_BYTES)
-        read = ForwardReader(stream, chunk_bytes=_SCAN_READ_BYTES)
-    keys = scan_shard(read, end=size, shard=info.url, diagnostics=TarDiagnostics()).keys
-    if len(keys) != info.nsamples:
-        raise IndexMismatchError(
-            f"{plural(len(keys), 'sample')} in the tar, {info.nsamples} in its index",
-            remedy="run 'shardstream index' again",
-            shard=info.url,
-        )
-    return keys
-
-
-def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog) -> Places:
+def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, samples: Samples) -> Places:
     """Return for each key the number of the sample of another dataset that has it; -1 for none.
 
     Keys are found by 64-bit hashes, 16 bytes a key, and then compared: Arrow's own tables take 100 bytes a key, and four times as long.
@@ -118,7 +30,7 @@ def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog)
     Args:
         keys: Keys to look up.
         theirs: Keys of the samples of the other dataset.
-        catalog: The other dataset, for the message.
+        samples: The other dataset, for the message.
 
     Raises:
         OptionError: If several of its samples have one of the keys.
@@ -146,7 +58,7 @@ def match_keys(keys: pa.ChunkedArray, theirs: pa.ChunkedArray, catalog: Catalog)
     _drop_others(numbers, keys, theirs)
     if of_shared:
         candidates = order[np.isin(hashes, shared)]
-        _match_shared(numbers, of_shared, keys, theirs, candidates, catalog)
+        _match_shared(numbers, of_shared, keys, theirs, candidates, samples)
     return numbers
 
 
@@ -168,7 +80,7 @@ def _match_shared(
     keys: pa.ChunkedArray,
     theirs: pa.ChunkedArray,
     candidates: Places,
-    catalog: Catalog,
+    samples: Samples,
 ) -> None:
     """Match the keys whose hash several samples of the other dataset have.
 
@@ -181,20 +93,13 @@ def _match_shared(
         key = theirs[number].as_py()
         if key in known and key in asked:
             raise OptionError(
-                f"several samples have the key {key!r}, in {place_of(catalog, known[key])} and {place_of(catalog, number)}, so that it "
+                f"several samples have the key {key!r}, in {samples.place_of(known[key])[0]} and {samples.place_of(number)[0]}, so that it "
                 "cannot be joined; remove one of them, or choose one with subset=",
-                shard=catalog.url_of(0),
+                shard=samples.url_of(0),
             )
         known.setdefault(key, number)
     for place in mine:
         numbers[place] = known.get(keys[place].as_py(), -1)
-
-
-def place_of(catalog: Catalog, number: int) -> str:
-    """Return the shard of a sample, or the table and its row, for messages."""
-    if isinstance(catalog, TableCatalog):
-        return catalog.where(number)
-    return catalog.url_of(catalog.shards_of(np.array([number]))[0])
 
 
 def _hash_all(keys: pa.ChunkedArray) -> _Hashes:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
-from shardstream.format import Sample
-from shardstream.storage import AdaptiveLimit
+import numpy as np
+
+from shardstream.format import Rows, Sample
+from shardstream.samples.base import Fetcher, FetchOptions, Samples
+from shardstream.samples.mapped import Numbers
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,8 +33,8 @@ class RowEncoder(Protocol):
         """Return the table of a row and its number there, for messages."""
 
 
-class TableCatalog(Catalog):
-    """Rows of tables in memory, as samples of encoded fields; `rows` reads them, as there are no shards.
+class Table(Samples):
+    """Rows of tables in memory, as samples of encoded fields.
 
     Args:
         table: The columns of keys and of fields.
@@ -54,11 +56,6 @@ class TableCatalog(Catalog):
     ) -> None:
         self._table, self._key_column, self._url = table, keys, url
         self._encoder, self._places = encoder, places
-
-    @property
-    def keys(self) -> pa.ChunkedArray:
-        """Keys of the rows."""
-        return self._table[self._key_column]
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -91,19 +88,38 @@ class TableCatalog(Catalog):
         """Return the URL of the tables."""
         return self._url
 
-    def where(self, number: int) -> str:
-        """Return the table of a row and its number there."""
-        return self._encoder.where(number if self._places is None else int(self._places[number]))
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return zeros: all rows are in the tables."""
+        return np.zeros_like(numbers)
 
-    def take(self, numbers: Numbers) -> TableCatalog:
+    def place_of(self, number: int) -> tuple[str, int | None]:
+        """Return the table of a row and its number there."""
+        number %= len(self)
+        return self._encoder.where(
+            number if self._places is None else int(self._places[number])
+        ), None
+
+    def read_keys(self, *, scans: bool) -> pa.ChunkedArray:  # noqa: ARG002  (they are in memory)
+        """Return the keys of the rows."""
+        return self._table[self._key_column]
+
+    def take(self, numbers: Numbers) -> Table:
         """Return a table of some rows, which is smaller when it is pickled."""
         places = numbers if self._places is None else self._places[numbers]
         rows = self._table.take(numbers)
-        return TableCatalog(rows, self._key_column, self._url, self._encoder, places)
+        return Table(rows, self._key_column, self._url, self._encoder, places)
+
+    def open_fetcher(
+        self,
+        upcoming: Iterable[Numbers] | None = None,  # noqa: ARG002  (rows are in memory)
+        options: FetchOptions | None = None,  # noqa: ARG002
+    ) -> Fetcher:
+        """Open a fetcher that encodes rows."""
+        return TableFetcher(self)
 
     def rows(self, numbers: Numbers) -> list[Sample | Exception]:
         """Return rows as samples of bytes, or what is wrong with them; null is a missing field."""
-        check_numbers(numbers, len(self))
+        numbers = numbers % max(1, len(self))
         taken = self._table.take(numbers)
         places = numbers if self._places is None else self._places[numbers]
         found = self._encoder.encode(taken, places)
@@ -112,19 +128,17 @@ class TableCatalog(Catalog):
                 row |= {"__key__": key, "__url__": self._url}
         return found
 
-    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:  # noqa: ARG002
-        """Refuse: rows are no ranges of bytes."""
-        self._refuse()
 
-    def fetch(
-        self,
-        shard: int,  # noqa: ARG002
-        start: int,  # noqa: ARG002
-        end: int,  # noqa: ARG002
-        concurrency: AdaptiveLimit | None = None,  # noqa: ARG002
-    ) -> bytes:
-        """Refuse: rows are no ranges of bytes."""
-        self._refuse()
+class TableFetcher(Fetcher):
+    """Read rows of a table.
 
-    def _refuse(self) -> NoReturn:
-        raise NotImplementedError("rows of a table are read by `rows`")
+    Args:
+        table: The table.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def samples(self, numbers: Numbers) -> Rows:
+        """Return the row of each number, or what is wrong with it."""
+        return self._table.rows(numbers)

@@ -1,4 +1,4 @@
-"""Find the samples of several catalogs that belong together, by key or by position."""
+"""Find the samples of several datasets that belong together, by key or by position."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog
-from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
-from shardstream.catalog.join_keys import Places, match_keys, read_column, read_keys
-from shardstream.catalog.subset_catalog import SubsetCatalog
 from shardstream.errors import OptionError, get_logger, plural
-from shardstream.format import KEY_COLUMN, is_meta_name
+from shardstream.format import is_meta_name
+from shardstream.samples.base import Samples
+from shardstream.samples.join import Join
+from shardstream.samples.join_part import JoinPart
+from shardstream.samples.key_matching import Places, match_keys
+from shardstream.samples.subset import Subset
 
 _log = get_logger(__name__)
 
@@ -22,73 +23,73 @@ JoinMissing = Literal["error", "drop", "keep"] | Mapping[str, bytes]
 _POLICIES = ("error", "drop", "keep")
 
 
-def open_part(catalog: Catalog, fields: Collection[str] | None) -> JoinPart:
-    """Return a catalog with the fields to take from it.
+def open_part(samples: Samples, fields: Collection[str] | None) -> JoinPart:
+    """Return samples with the fields to take from it.
 
     Args:
-        catalog: Samples to be joined.
+        samples: The samples to be joined.
         fields: Names, or field -> name there; None for all fields.
 
     Raises:
         OptionError: If it is known that it has no such field, or a name cannot be that of a field.
     """
     if fields is None:
-        return JoinPart(catalog=catalog, defaults={})
+        return JoinPart(samples=samples, defaults={})
     names = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields}
     for field in names:
         if field != field.lower() or not field or "/" in field or is_meta_name(field):
             raise OptionError(
                 f"{field!r} is not a field name; use lower case, e.g. 'txt'",
-                shard=catalog.url_of(0),
+                shard=samples.url_of(0),
             )
-    known = catalog.fields
+    known = samples.fields
     unknown = [] if known is None else sorted(set(names.values()) - set(known))
     if unknown:
         raise OptionError(
             f"no sample has the field {unknown[0]!r}, but {', '.join(known or ())}",
-            shard=catalog.url_of(0),
+            shard=samples.url_of(0),
         )
-    return JoinPart(catalog=catalog, fields=names, defaults={})
+    return JoinPart(samples=samples, fields=names, defaults={})
 
 
-def join_catalogs(
-    first: Catalog,
+def join_samples(
+    first: Samples,
     parts: Sequence[JoinPart],
     by: JoinBy = "auto",
     missing: JoinMissing = "error",
     left_out: Collection[str] = (),
-) -> JoinCatalog:
-    """Join the samples of catalogs to one sample each, in the order of the first (see `ss.join`).
+) -> Join:
+    """Join the samples of datasets to one sample each, in the order of the first (see `ss.join`).
 
     Args:
-        first: The catalog that decides which samples there are.
+        first: The dataset that decides which samples there are.
         parts: The others.
         by: As in `ss.join`.
         missing: As in `ss.join`.
-        left_out: Fields of the first catalog that are left out.
+        left_out: Fields of the first dataset that are left out.
 
     Raises:
-        OptionError: If keys are missing or repeated, no key is in a catalog, or fields are in two datasets.
+        OptionError: If keys are missing or repeated, no key is in a dataset, or fields are in two datasets.
         StorageError: If keys cannot be read.
     """
     _check_fields(first, parts, left_out)
     _check_defaults(missing, parts)
-    catalogs = [first, *(part.catalog for part in parts)]
-    keys = _keys_of(catalogs, by)
+    datasets = [first, *(part.samples for part in parts)]
+    keys = _keys_of(datasets, by)
     is_strict = missing in ("error", "drop")  # of a key that is there, whose sample lacks a field
     if keys is None:
-        _check_lengths(catalogs)
+        _check_lengths(datasets)
         parts = [replace(part, is_strict=is_strict and part.fields is not None) for part in parts]
-        return JoinCatalog(first, parts, left_out)
+        return Join(first, parts, left_out)
     found = [
-        match_keys(keys[0], theirs, catalog)
-        for theirs, catalog in zip(keys[1:], catalogs[1:], strict=True)
+        match_keys(keys[0], theirs, samples)
+        for theirs, samples in zip(keys[1:], datasets[1:], strict=True)
     ]
     if missing == "error":
-        _refuse_missing(keys[0], found, catalogs)
+        _refuse_missing(keys[0], found, datasets)
     unused = [
-        len(catalog) - _count_used(numbers, len(catalog))
-        for numbers, catalog in zip(found, catalogs[1:], strict=True)
+        len(samples) - _count_used(numbers, len(samples))
+        for numbers, samples in zip(found, datasets[1:], strict=True)
     ]
     absent = np.any([numbers < 0 for numbers in found], axis=0)
     if missing == "drop" and absent.any():
@@ -99,12 +100,12 @@ def join_catalogs(
         kept = np.flatnonzero(~absent)
         if not len(kept):
             raise OptionError("no key is in all datasets of the join", shard=first.url_of(0))
-        first, found = SubsetCatalog(first, kept), [numbers[kept] for numbers in found]
-    for numbers, catalog in zip(found, catalogs[1:], strict=True):
+        first, found = Subset(first, kept), [numbers[kept] for numbers in found]
+    for numbers, samples in zip(found, datasets[1:], strict=True):
         if len(numbers) and (numbers < 0).all():
             raise OptionError(
                 f"no sample of {first.url_of(0)} has a key of this dataset; compare the keys (shardstream cat prints those of a shard)",
-                shard=catalog.url_of(0),
+                shard=samples.url_of(0),
             )
     defaults = missing if isinstance(missing, Mapping) else {}
     joined = [
@@ -117,7 +118,7 @@ def join_catalogs(
         )
         for part, numbers, count in zip(parts, found, unused, strict=True)
     ]
-    return JoinCatalog(first, joined, left_out)
+    return Join(first, joined, left_out)
 
 
 def check_missing(missing: object) -> None:
@@ -130,28 +131,27 @@ def check_missing(missing: object) -> None:
         raise OptionError(f"missing must be 'error', 'drop', 'keep' or fields, not {missing!r}")
 
 
-def _keys_of(catalogs: Sequence[Catalog], by: JoinBy) -> list[Any] | None:
-    """Return the keys of all samples of each catalog; None to join by position."""
+def _keys_of(datasets: Sequence[Samples], by: JoinBy) -> list[Any] | None:
+    """Return the keys of all samples of each dataset; None to join by position."""
     if by == "position":
         return None
-    read = read_keys if by == "key" else lambda catalog: read_column(catalog, KEY_COLUMN)
-    keys = [read(catalog) for catalog in catalogs]
+    keys = [one.read_keys(scans=by == "key") for one in datasets]
     lacking = [number for number, found in enumerate(keys) if found is None]
     if by == "key" and lacking:
         raise OptionError(
             "the keys of these samples cannot be read without the samples; join them by='position'",
-            shard=catalogs[lacking[0]].url_of(0),
+            shard=datasets[lacking[0]].url_of(0),
         )
     return None if lacking else keys
 
 
-def _check_fields(first: Catalog, parts: Sequence[JoinPart], left_out: Collection[str]) -> None:
+def _check_fields(first: Samples, parts: Sequence[JoinPart], left_out: Collection[str]) -> None:
     """Refuse fields that two datasets have, where the manifests list them."""
     own = [field for field in first.fields or () if field not in left_out]
     found: dict[str, str] = {}
-    for catalog, fields in ((first, own), *((part.catalog, part.known_fields) for part in parts)):
+    for samples, fields in ((first, own), *((part.samples, part.known_fields) for part in parts)):
         for field in fields or ():
-            url = catalog.url_of(0)
+            url = samples.url_of(0)
             if field in found:
                 raise OptionError(
                     f"two datasets have the field {field!r}: {found[field]} and {url}; choose the fields of each, or take it under "
@@ -189,22 +189,22 @@ def _defaults_of(part: JoinPart, defaults: Mapping[str, bytes]) -> dict[str, byt
     return {name: value for name, value in defaults.items() if fields is None or name in fields}
 
 
-def _check_lengths(catalogs: Sequence[Catalog]) -> None:
-    for catalog in catalogs[1:]:
-        if len(catalog) != len(catalogs[0]):
+def _check_lengths(datasets: Sequence[Samples]) -> None:
+    for samples in datasets[1:]:
+        if len(samples) != len(datasets[0]):
             raise OptionError(
-                f"{plural(len(catalogs[0]), 'sample')} cannot be joined by position with {plural(len(catalog), 'sample')}; "
+                f"{plural(len(datasets[0]), 'sample')} cannot be joined by position with {plural(len(samples), 'sample')}; "
                 "run 'shardstream index --columns __key__' on each dataset, to join by key, or pass by='key'",
-                shard=catalog.url_of(0),
+                shard=samples.url_of(0),
             )
 
 
-def _refuse_missing(keys: Any, found: Sequence[Places], catalogs: Sequence[Catalog]) -> None:
-    for numbers, catalog in zip(found, catalogs[1:], strict=True):
+def _refuse_missing(keys: Any, found: Sequence[Places], datasets: Sequence[Samples]) -> None:
+    for numbers, samples in zip(found, datasets[1:], strict=True):
         absent = np.flatnonzero(numbers < 0)
         if len(absent):
             raise OptionError(
                 f"{plural(len(absent), 'key')} of {len(numbers):,} missing in this dataset, the first {keys[int(absent[0])].as_py()!r}; "
                 "choose missing='drop', 'keep' (--missing) or fields to take instead",
-                shard=catalog.url_of(0),
+                shard=samples.url_of(0),
             )

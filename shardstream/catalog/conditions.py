@@ -1,4 +1,4 @@
-"""Read the columns of all samples, and find samples by keys and by a condition on columns."""
+"""Find samples by keys and by a condition on columns."""
 
 from __future__ import annotations
 
@@ -6,28 +6,15 @@ import itertools
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from shardstream.catalog.base import Numbers
 from shardstream.catalog.class_names import read_classes
 from shardstream.catalog.shard_catalog import ShardCatalog
-from shardstream.errors import (
-    ManifestError,
-    NotFoundError,
-    OptionError,
-    StorageError,
-    how_to_install,
-)
-from shardstream.format import (
-    KEY_COLUMN,
-    ShardInfo,
-    decode_column_file,
-    import_parquet,
-    is_reserved_column,
-)
+from shardstream.errors import ManifestError, OptionError, StorageError, how_to_install
+from shardstream.format import KEY_COLUMN, import_parquet, is_reserved_column
+from shardstream.samples import Numbers, Samples
 from shardstream.storage import Storage, Urls, locate_shards, parent_url
 
 if TYPE_CHECKING:
@@ -38,7 +25,6 @@ Where = Any
 Keys = Sequence[str] | str | os.PathLike[str]
 """Keys of samples, or the path or URL of a text file with a key on each line."""
 _NUMBER = "__number__"  # column of the numbers of samples
-_THREADS = 16
 _NAMED = 3  # keys that a message names
 
 
@@ -66,58 +52,17 @@ def read_columns(
         StorageError: If one cannot be read.
     """
     storage = Storage(storage_options, filesystem)
-    return read_all_columns(ShardCatalog(locate_shards(urls, storage), storage), columns)
+    return ShardCatalog(locate_shards(urls, storage), storage).read_columns(columns)
 
 
-def read_all_columns(catalog: ShardCatalog, names: Sequence[str] | None) -> pa.Table:
-    """Return the columns of all samples; row i is sample i.
-
-    Args:
-        catalog: The samples.
-        names: Columns to read; None for all.
-
-    Raises:
-        OptionError: If a shard has no columns, lacks one, or columns of two shards have different types.
-        IndexMismatchError: If columns were made of another shard.
-        ManifestError: If a file of columns is damaged.
-        StorageError: If one cannot be read.
-    """
-    pa, _ = import_parquet()
-    storage = catalog.storage
-
-    def read(shard: ShardInfo) -> Any:
-        return decode_column_file(_read_file(shard, storage), shard, names)
-
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-columns") as pool:
-        tables = list(pool.map(read, catalog.shards))
-    try:
-        return pa.concat_tables(tables, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise OptionError(
-            f"columns of two shards do not fit together: {error}; run 'shardstream index --columns' on all",
-            shard=catalog.url_of(0),
-        ) from error
-
-
-def _read_file(shard: ShardInfo, storage: Storage) -> bytes:
-    try:
-        return storage.read_bounded(shard.columns_url)
-    except NotFoundError as error:
-        raise OptionError(
-            "this shard has no columns, which where= and keys= need; run 'shardstream index --columns FIELDS' on its folder, "
-            "with fields of numbers or text, or values in JSON (json.NAME); --columns __key__ for the keys alone",
-            shard=shard.url,
-        ) from error
-
-
-def find_keys(catalog: ShardCatalog, keys: Keys) -> Numbers:
+def find_keys(samples: Samples, keys: Keys) -> Numbers:
     """Return the numbers of the samples with these keys, in the order of the keys.
 
     Raises:
-        OptionError: If a key is named twice, no sample has it, or several have it; or as in `read_all_columns`.
+        OptionError: If a key is named twice, no sample has it, or several have it; or as in `Samples.read_columns`.
     """
     wanted = (
-        _read_keys(os.fspath(keys), catalog.storage)
+        _read_keys(os.fspath(keys), samples.storage)
         if isinstance(keys, str | os.PathLike)
         else [*keys]
     )
@@ -129,7 +74,7 @@ def find_keys(catalog: ShardCatalog, keys: Keys) -> Numbers:
     pa, _ = import_parquet()
     import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
 
-    found = read_all_columns(catalog, [KEY_COLUMN])[KEY_COLUMN].combine_chunks()
+    found = samples.read_columns([KEY_COLUMN])[KEY_COLUMN].combine_chunks()
     try:
         asked = pa.array(wanted, pa.string())
     except UnicodeEncodeError as error:
@@ -170,38 +115,35 @@ def _read_keys(url: str, storage: Storage) -> list[str]:
     return [line.removesuffix("\r") for line in lines if line.removesuffix("\r")]
 
 
-def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
+def find_where(samples: Samples, where: Where) -> Numbers:
     """Return the numbers of the samples whose columns fulfil a condition, ascending.
 
     Args:
-        catalog: The samples.
+        samples: The samples.
         where: A condition in SQL, e.g. ``"cls in (3, 9) and width >= 512"``, which DuckDB evaluates; or a `pyarrow.compute.Expression`.
             A sample without a value, or with NaN, does not fulfil a comparison with it.
 
     Raises:
-        OptionError: If the condition is invalid, or DuckDB is not installed; or as in `read_all_columns`.
+        OptionError: If the condition is invalid, or DuckDB is not installed; or as in `Samples.read_columns`.
     """
     pa, _ = import_parquet()
     if isinstance(where, str) and not where.strip():
         raise OptionError("where= is an empty condition; leave it out to read all samples")
     has_keys = KEY_COLUMN in str(where)  # the largest column is left out where it can be
-    first = decode_column_file(
-        _read_file(catalog.shards[0], catalog.storage), catalog.shards[0], None
-    )
-    names = [name for name in first.column_names if has_keys or name != KEY_COLUMN]
+    names = [name for name in samples.column_names() if has_keys or name != KEY_COLUMN]
     if not names:
         raise OptionError(
             "the shards have a column of keys only; run 'shardstream index --columns' with the columns of the condition",
-            shard=catalog.shards[0].columns_url,
+            shard=samples.url_of(0),
         )
-    _check_column_names(names, catalog, is_sql=isinstance(where, str))
-    table = _without_nan(read_all_columns(catalog, names))
+    _check_column_names(names, samples, is_sql=isinstance(where, str))
+    table = _without_nan(samples.read_columns(names))
     table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
     choose = _query if isinstance(where, str) else _filter
     try:
         found = choose(table, where, names)
     except OptionError as error:
-        if numbers := _class_numbers(str(where), catalog):
+        if numbers := _class_numbers(str(where), samples):
             raise OptionError(f"{error}. Classes are stored as numbers: {numbers}") from error
         raise
     if len(np.intersect1d(found, np.arange(table.num_rows))) < len(found):
@@ -219,20 +161,20 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
     return cast("Numbers", np.sort(found.astype(np.int64)))
 
 
-def _class_numbers(where: str, catalog: ShardCatalog) -> str:
+def _class_numbers(where: str, samples: Samples) -> str:
     """Format the numbers of the classes that a condition names; "" if it names none, or the classes cannot be read."""
     quoted = set(re.findall(r"""['"]([^'"]+)['"]""", where))
     if not quoted:
         return ""
     try:
-        classes = read_classes(parent_url(catalog.url_of(0)), catalog.storage) or ()
+        classes = read_classes(parent_url(samples.url_of(0)), samples.storage) or ()
     except (ManifestError, StorageError):  # the condition is the user's problem
         return ""
     found = [f"{name!r} is {number}" for number, name in enumerate(classes) if name in quoted]
     return ", ".join(found[:_NAMED])
 
 
-def _check_column_names(names: Sequence[str], catalog: ShardCatalog, *, is_sql: bool) -> None:
+def _check_column_names(names: Sequence[str], samples: Samples, *, is_sql: bool) -> None:
     """Refuse names that would stand for another column: reserved ones, and in SQL those that differ only in case."""
     seen: dict[str, str] = {}
     for name in names:
@@ -247,7 +189,7 @@ def _check_column_names(names: Sequence[str], catalog: ShardCatalog, *, is_sql: 
             raise OptionError(
                 f"{what}; write it under another name, with NAME=SOURCE of 'shardstream index --columns'"
                 + ("" if is_reserved else ", or use a pyarrow.compute expression"),
-                shard=catalog.shards[0].columns_url,
+                shard=samples.url_of(0),
             )
 
 

@@ -1,0 +1,127 @@
+"""Define samples that are byte ranges of shards."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardstream.format import Buffer
+from shardstream.samples import Numbers, Samples
+from shardstream.storage import AdaptiveLimit, ReceiveBuffer
+
+FAR_READ_RATIO = 3.0
+"""`ByteRanges.max_read_ratio` of samples with gaps between them."""
+
+
+class Extents(NamedTuple):
+    """Byte ranges of samples: int64 arrays of equal length."""
+
+    shards: Numbers
+    """Number of the shard, from 0."""
+    starts: Numbers
+    """Offset of the sample's first header in its tar."""
+    ends: Numbers
+    """Offset after the sample."""
+
+
+class IndexChunk(NamedTuple):
+    """A part of the index of a shard."""
+
+    shard: int
+    number: int
+    """Place of the chunk in the index, from 0."""
+
+
+class ByteRanges(Samples):
+    """Samples that are byte ranges of shards, as fetchers need them; see `Catalog`."""
+
+    threads: int = 24
+    """Maximum of requests in flight, in each process."""
+    max_prefetch_samples: int = sys.maxsize
+    """Maximum of prefetched samples."""
+    max_read_ratio: float | None = None
+    """Maximum of the bytes that are read for each byte of the requested samples, to fetch samples with gaps together; None for no maximum."""
+    timeout_s: float = 100.0
+    """Maximum time in seconds that `fetch` takes without receiving bytes before it raises."""
+
+    @abstractmethod
+    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
+        """Return the byte ranges of samples, in the order given.
+
+        Raises:
+            IndexError: If there is no such sample.
+        """
+
+    @abstractmethod
+    def fetch(
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
+    ) -> bytes | memoryview:
+        """Return the bytes ``start`` to ``end`` of a shard.
+
+        Args:
+            shard: Number of the shard.
+            start: Offset of the first byte.
+            end: Offset after the last.
+            concurrency: Limit of concurrent requests; throttling by the server is reported to it.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+
+    def fetch_into(
+        self,
+        buffer: ReceiveBuffer,
+        shard: int,
+        start: int,
+        end: int,
+        concurrency: AdaptiveLimit | None = None,
+    ) -> None:
+        """Read the bytes ``start`` to ``end`` of a shard into memory, as `fetch`; without a copy where the client can do so.
+
+        Raises:
+            StorageError: As `fetch`; some of the memory may be filled then.
+        """
+        buffer.fill(self.fetch(shard, start, end, concurrency))
+
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,); by default those of `extents`."""
+        return self.extents(numbers % max(1, len(self))).shards
+
+    def place_of(self, number: int) -> tuple[str, int | None]:
+        """Return the URL of a sample's shard, and its offset there."""
+        extents = self.extents(np.array([number % len(self)]))
+        return self.url_of(int(extents.shards[0])), int(extents.starts[0])
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Return the bytes of each sample, shape (n,)."""
+        extents = self.extents(numbers % max(1, len(self)))
+        return extents.ends - extents.starts
+
+    def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:  # noqa: ARG002
+        """Return the parts of indexes that `extents` needs for some samples; by default none.
+
+        `load_index` is called for each before `extents`, several in parallel, so that `extents` does not wait.
+        """
+        return []
+
+    def load_index(self, chunk: IndexChunk) -> object:
+        """Read a part of an index.
+
+        Raises:
+            StorageError: If it cannot be read.
+        """
+
+    def map_shard(self, shard: int) -> Buffer:
+        """Return a local shard as a buffer; called only if `is_local` is true."""
+        raise NotImplementedError(f"{type(self).__name__} has no local shards")
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Check that local shards are unchanged since the dataset was opened; called after their bytes were copied.
+
+        Raises:
+            ChangedError: If one was overwritten.
+        """

@@ -1,0 +1,172 @@
+"""Read samples of local shards, which are mapped to memory, and ask the kernel to read pages before they are used.
+
+Page faults in a shuffled window make the disk do one read at a time; a request for the whole window allows many. The thread's count
+of major page faults shows whether it waits for the disk, so data in the page cache cost nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import resource
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shardstream.fetch.byte_ranges import ByteRanges, Extents
+from shardstream.fetch.coalesce import coalesce
+from shardstream.fetch.shared_blocks import SharedBlocks
+from shardstream.format import (
+    Rows,
+    ShardSlice,
+    find_samples,
+    is_worth_vectorizing,
+    read_one,
+    read_samples,
+    restore_order,
+)
+from shardstream.samples import Fetcher, FieldChoice, MappedSamples, Numbers, split_by_step
+
+# Number of samples too small to judge whether finding many before copying any is faster.
+_MIN_SAMPLES_TO_JUDGE = 256
+
+
+class Readahead:
+    """Request pages ahead of use, from the first major page fault on.
+
+    Args:
+        catalog: The dataset.
+        upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
+        budget_bytes: Maximum of bytes to read ahead.
+    """
+
+    def __init__(self, catalog: ByteRanges, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
+        self._catalog = catalog
+        self._upcoming = upcoming
+        self._budget = budget_bytes if catalog.can_coalesce else 0
+        self._used_bytes = self._requested_bytes = 0
+        self._page_faults = page_faults()
+        self.has_waited = False
+        """Whether the thread had a major page fault."""
+
+    def record_read(self, nbytes: int) -> None:
+        """Count used bytes, and request the next groups within the budget."""
+        self._used_bytes += nbytes
+        faults = page_faults()
+        self.has_waited = self.has_waited or faults > self._page_faults
+        self._page_faults = faults
+        while self.has_waited and self._requested_bytes < self._used_bytes + self._budget:
+            numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
+            if not len(numbers):
+                self._budget = 0
+                return
+            self._advise(numbers)
+
+    def _advise(self, numbers: Numbers) -> None:
+        extents = self._catalog.extents(numbers % max(1, len(self._catalog)))
+        self._requested_bytes += int((extents.ends - extents.starts).sum())
+        if self._requested_bytes <= self._used_bytes:  # used already, before the first page fault
+            return
+        for span in coalesce(extents):
+            tar = self._catalog.map_shard(span.shard)
+            first = span.start // mmap.PAGESIZE * mmap.PAGESIZE
+            if isinstance(tar, mmap.mmap) and first < len(tar):
+                tar.madvise(mmap.MADV_WILLNEED, first, span.end - first)
+
+
+def page_faults() -> int:
+    """Return the major page faults of this thread, or of this process where threads have no count (macOS)."""
+    scope = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(scope).ru_majflt
+
+
+class LocalFetcher(Fetcher):
+    """Read samples from local tars that are mapped to memory.
+
+    Args:
+        catalog: The dataset.
+        readahead: Loads pages before they are needed.
+        blocks: As in `open_fetcher`.
+    """
+
+    def __init__(
+        self, catalog: ByteRanges, readahead: Readahead, blocks: SharedBlocks | None = None
+    ) -> None:
+        self._catalog, self._readahead, self._blocks = catalog, readahead, blocks
+        self._read_bytes = 0
+        self._nsamples = max(1, len(catalog))
+
+    def samples(self, numbers: Numbers) -> Rows:
+        """Return for each number its sample, or what is wrong with it."""
+        if not len(numbers):
+            return []
+        extents = self._catalog.extents(numbers % self._nsamples)
+        found = self._read(*extents)
+        self._catalog.check_unchanged(set(extents.shards.tolist()))
+        self._record_read(extents)
+        return found
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:
+        """Return samples whose bytes are copied at access; None unless all have the form of the first."""
+        if not len(numbers):
+            return None
+        extents = self._catalog.extents(numbers % self._nsamples)
+        by_shard = np.argsort(extents.shards, kind="stable")
+        found = find_samples(self._shard_slices(extents, by_shard))
+        if found is None:
+            return None
+        self._record_read(extents)
+        found = found.restore_order(by_shard)
+        hold = None if self._blocks is None else self._blocks.hold
+        return MappedSamples(found, extents.shards, self._catalog.check_unchanged, hold)
+
+    def _record_read(self, extents: Extents) -> None:
+        nbytes = int((extents.ends - extents.starts).sum())
+        self._read_bytes += nbytes
+        self._readahead.record_read(nbytes)
+
+    def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Rows:
+        if not is_worth_vectorizing(len(shards), len(set(shards.tolist()))):
+            places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
+            return [
+                read_one(self._catalog.map_shard(n), 0, a, b, self._catalog.url_of(n))
+                for n, a, b in places
+            ]
+        by_shard = np.argsort(shards, kind="stable")
+        shard_slices = self._shard_slices(Extents(shards, starts, ends), by_shard)
+        return restore_order(read_samples(shard_slices), by_shard)
+
+    def _shard_slices(self, extents: Extents, by_shard: Numbers) -> list[ShardSlice]:
+        shards, starts, ends = (column[by_shard] for column in extents)
+        runs = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
+        shard_slices = []
+        for first, last in itertools.pairwise([*runs, len(shards)]):
+            shard = int(shards[first])
+            url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
+            shard_slices.append(
+                ShardSlice(shard, url, tar, 0, starts[first:last], ends[first:last])
+            )
+        return shard_slices
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return {"read_bytes": self._read_bytes}
+
+
+class LargeSampleFetcher(LocalFetcher):
+    """Read large samples from local tars: found for all steps at once, as one batch has too few of each shard to vectorise."""
+
+    _finds = True
+
+    def read(
+        self, steps: Sequence[Numbers], max_samples: int, choice: FieldChoice | None = None
+    ) -> Iterator[Rows]:
+        """Yield the samples of each step."""
+        numbers = np.concatenate(steps)
+        found = self.find(numbers) if self._finds else None
+        if found is None:  # the next samples will probably not fit either
+            self._finds = self._finds and len(numbers) < _MIN_SAMPLES_TO_JUDGE
+            yield from super().read(steps, max_samples)
+            return
+        chosen = None if choice is None else choice(found.fields)
+        yield from split_by_step(steps, found if chosen is None else found.select(chosen))

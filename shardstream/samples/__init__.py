@@ -1,0 +1,66 @@
+"""Samples by number: all that orders, pipelines and loaders know of a dataset, and views that are made of other samples.
+
+base             the protocols `Samples` and `Fetcher`
+mapped           samples in mapped shards, copied at access
+view             samples that are made of other samples
+view_fetcher     a fetcher for each of the inner samples
+subset           some samples of others
+concat           several datasets, one after the other
+table            rows of a table in memory, to be joined
+key_matching     match the samples of two datasets by key
+join_samples     find the samples of several datasets that belong together
+join_part        a dataset that is joined to another
+join             samples of several datasets as one sample
+join_fetcher     read and join them
+class_weights    weights of samples by their class
+"""
+
+from shardstream.samples.base import (
+    Fetcher,
+    FetchOptions,
+    FieldChoice,
+    Samples,
+    check_numbers,
+    chunk_steps,
+    split_by_step,
+)
+from shardstream.samples.class_weights import class_weights
+from shardstream.samples.concat import Concat
+from shardstream.samples.join import Join
+from shardstream.samples.join_part import JoinPart
+from shardstream.samples.join_samples import (
+    JoinBy,
+    JoinMissing,
+    check_missing,
+    join_samples,
+    open_part,
+)
+from shardstream.samples.mapped import MappedSamples, Numbers
+from shardstream.samples.subset import Choice, Subset, read_array, select_subset
+from shardstream.samples.table import Table
+
+__all__ = [
+    "Choice",
+    "Concat",
+    "FetchOptions",
+    "Fetcher",
+    "FieldChoice",
+    "Join",
+    "JoinBy",
+    "JoinMissing",
+    "JoinPart",
+    "MappedSamples",
+    "Numbers",
+    "Samples",
+    "Subset",
+    "Table",
+    "check_missing",
+    "check_numbers",
+    "chunk_steps",
+    "class_weights",
+    "join_samples",
+    "open_part",
+    "read_array",
+    "select_subset",
+    "split_by_step",
+]

@@ -1,0 +1,255 @@
+"""Define the protocol of samples by number, and of the fetchers that read them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardstream.errors import OptionError, plural
+from shardstream.format import Rows
+from shardstream.samples.mapped import MappedSamples, Numbers
+from shardstream.storage import Storage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FieldChoice = Callable[[Sequence[str]], Sequence[str] | None]
+"""The fields that samples have -> those to read, or None for all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOptions:
+    """Options of a fetcher.
+
+    Args:
+        prefetch_bytes: Maximum of bytes in flight or prefetched.
+        hedge: Send a second request when a response is slow.
+        num_workers: Fetchers that read at the same time on this machine.
+        is_sparse: Whether few samples of many are read, so that gaps between them should not be.
+        blocks: Shared memory for large samples (`shardstream.fetch.SharedBlocks`), whose fields become `SharedBytes`; None for ``bytes``.
+    """
+
+    prefetch_bytes: int = 0
+    hedge: bool = False
+    num_workers: int = 1
+    is_sparse: bool = False
+    blocks: Any = None
+
+
+class Fetcher(ABC):
+    """Return samples, after waiting for their bytes if necessary."""
+
+    @abstractmethod
+    def samples(self, numbers: Numbers) -> Rows:
+        """Return the sample of each number, or its error."""
+
+    def read(
+        self,
+        steps: Sequence[Numbers],
+        max_samples: int,
+        choice: FieldChoice | None = None,  # noqa: ARG002  (all fields are read together)
+    ) -> Iterator[Rows]:
+        """Yield the samples of each step.
+
+        Args:
+            steps: Sample numbers, shape (n,) each.
+            max_samples: Samples to read at a time; a step that is longer is read whole.
+            choice: Chooses fields; others may be read, too.
+        """
+        for some in chunk_steps(steps, max_samples):
+            found = self.samples(np.concatenate(some))
+            yield from split_by_step(some, found)
+            del found  # free the memory before the next read
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:  # noqa: ARG002
+        """Return samples whose bytes are copied at access; None unless they are local and of one form."""
+        return None
+
+    def stats(self) -> dict[str, float]:
+        """Return the statistics so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``, as far as there are any."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027  (nothing to release by default)
+        """Release threads, maps and buffers."""
+
+
+def chunk_steps(steps: Sequence[Numbers], max_samples: int) -> Iterator[Sequence[Numbers]]:
+    """Yield steps in lists of at most ``max_samples`` samples, or of one step."""
+    size = max(1, max_samples // max(1, *map(len, steps)))  # the last step may be short
+    for first in range(0, len(steps), size):
+        yield steps[first : first + size]
+
+
+def split_by_step(steps: Iterable[Numbers], samples: Rows | MappedSamples) -> Iterator[Rows]:
+    """Yield the samples of each step, of those of all steps."""
+    first = 0
+    for numbers in steps:
+        yield samples[first : first + len(numbers)]
+        first += len(numbers)
+
+
+class Samples(ABC):
+    """The samples of a dataset by number, 0 to n - 1; picklable, thread-safe and fork-safe.
+
+    Fetchers and places take the numbers of copies, too: copy c of sample i is ``i + c * n``, for samples that come several times in an
+    epoch. `shardstream.testing.check_samples` checks an implementation.
+    """
+
+    can_coalesce: bool = True
+    """Whether reading neighbouring samples together is faster; False shuffles single samples."""
+    is_local: bool = False
+    """Whether all samples are in files of this machine, so that nothing is prefetched."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @property
+    @abstractmethod
+    def num_shards(self) -> int:
+        """Number of shards."""
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes of all samples; determines the default sizes of windows and blocks."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset; a state is resumed only if they are equal."""
+
+    @abstractmethod
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard, for ``__url__`` and messages."""
+
+    @abstractmethod
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,)."""
+
+    @abstractmethod
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        """Open a fetcher.
+
+        Args:
+            upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use; None if they are
+                not known in advance: the fetcher is thread-safe then.
+            options: Of the fetcher.
+        """
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a sample in the mean, above 0."""
+        return max(1, self.total_bytes) / max(1, len(self))
+
+    @property
+    def has_costly_windows(self) -> bool:
+        """Whether reading a part of a window costs as much as all of it: ranges of remote shards hold the samples between, too."""
+        return self.can_coalesce and not self.is_local
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the shards; a report of bad samples is written with it."""
+        return Storage()
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+        return [None]
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Fields that samples have, without reading any; None if unknown."""
+        return None
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
+
+    def shards_of(self, numbers: Numbers) -> list[int]:
+        """Return the shards of some samples, each once, in ascending order."""
+        found: list[int] = np.unique(self.find_shards(numbers)).tolist()
+        return found
+
+    def place_of(self, number: int) -> tuple[str, int | None]:
+        """Return the URL of a sample's shard, and its offset there, where it has one."""
+        return self.url_of(int(self.find_shards(np.array([number]))[0])), None
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Return the bytes of each sample, shape (n,); by default those of the mean."""
+        return np.full(len(numbers), int(self.mean_bytes), dtype=np.int64)
+
+    def restrict_to(self, numbers: Numbers) -> Samples:  # noqa: ARG002
+        """Return some samples under the same numbers, and perhaps others, which are smaller when they are pickled.
+
+        ``len`` and `total_bytes` stay those of the whole dataset, so that plans are equal. By default returns all.
+        """
+        return self
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether values of all samples are stored next to them (see `read_columns`)."""
+        return False
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns.
+
+        Raises:
+            OptionError: If there are none.
+            StorageError: If they cannot be read.
+        """
+        raise OptionError(
+            "these samples have no columns, which where= and keys= need", shard=self.url_of(0)
+        )
+
+    def read_columns(self, names: Sequence[str] | None) -> pa.Table:  # noqa: ARG002
+        """Return the columns of all samples; row i is sample i.
+
+        Args:
+            names: Columns to read; None for all.
+
+        Raises:
+            OptionError: If there are none, or one is missing.
+            StorageError: If they cannot be read.
+        """
+        raise OptionError(
+            "these samples have no columns, which where= and keys= need", shard=self.url_of(0)
+        )
+
+    def read_keys(self, *, scans: bool) -> pa.ChunkedArray | None:  # noqa: ARG002
+        """Return the keys of all samples, in order; None if they are not known.
+
+        Args:
+            scans: Whether to read them from the shards themselves where there are no columns.
+
+        Raises:
+            OptionError: If some shards have no columns of keys.
+            StorageError: If they cannot be read.
+        """
+        return None
+
+    def check_manifests(self) -> None:  # noqa: B027  (nothing to check by default)
+        """Check that the dataset was not replaced; called at the end of an epoch.
+
+        Raises:
+            ChangedError: If it was.
+        """
+
+
+def check_numbers(numbers: Numbers, nsamples: int) -> None:
+    """Check that samples with these numbers exist.
+
+    Raises:
+        IndexError: If one does not; names the valid range.
+    """
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= nsamples):
+        raise IndexError(
+            f"sample numbers go from 0 to {nsamples - 1}, requested {numbers.min()} to {numbers.max()}"
+        )

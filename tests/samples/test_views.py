@@ -1,0 +1,157 @@
+"""Samples of every kind, and views of views over them, pass one contract suite."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.catalog import ObjectCatalog, ShardCatalog
+from shardstream.packing import open_joined_table
+from shardstream.samples import Concat, Join, Numbers, Samples, Subset, join_samples, open_part
+from shardstream.storage import Storage, list_files, locate_shards, publish_bytes
+from shardstream.testing import check_samples
+
+Row = dict[str, object]
+
+
+class Made(NamedTuple):
+    """Samples, and what they must be by plain Python."""
+
+    samples: Samples
+    rows: list[Row]
+
+
+def shards(folder: str, count: int = 23, *, field: str = "txt", large: bool = False) -> Made:
+    fields: list[Row] = [
+        {field: f"{n}".encode() * (40_000 if large else 1), f"{field}.cls": b"%d" % (n % 3)}
+        for n in range(count)
+    ]
+    with ss.ShardWriter(folder, max_samples=5, columns=f"__key__,{field}.cls") as writer:
+        for number, row in enumerate(fields):
+            writer.write({"__key__": f"{number:04d}", **row})
+    storage = Storage()
+    catalog = ShardCatalog(locate_shards(folder, storage), storage)
+    return Made(catalog, [{"__key__": f"{n:04d}", **row} for n, row in enumerate(fields)])
+
+
+def files(folder: str) -> Made:
+    storage, rows = Storage(), list[Row]()
+    for number in range(7):
+        publish_bytes(storage, f"{folder}/{number:04d}.png", bytes(number + 1))
+        rows.append({"__key__": f"{number:04d}", "png": bytes(number + 1)})
+    return Made(ObjectCatalog(folder, list_files(folder, storage), storage), rows)
+
+
+def table(folder: str) -> Made:
+    lines = [f"{number:04d},caption {number}" for number in range(30)]
+    publish_bytes(Storage(), f"{folder}/captions.csv", "\n".join(["key,text", *lines]).encode())
+    found = open_joined_table([f"{folder}/captions.csv"], {"json.txt": "text"}, Storage())
+    rows: list[Row] = [{"__key__": f"{n:04d}", "json.txt": b"caption %d" % n} for n in range(30)]
+    return Made(found, rows)
+
+
+def subset(made: Made, numbers: list[int]) -> Made:
+    return Made(Subset(made.samples, np.array(numbers)), [made.rows[n] for n in numbers])
+
+
+def concat(*made: Made) -> Made:
+    return Made(Concat([one.samples for one in made]), [row for one in made for row in one.rows])
+
+
+def join(first: Made, *others: Made, missing: Any = "error") -> Made:
+    joined = join_samples(
+        first.samples, [open_part(one.samples, None) for one in others], "key", missing
+    )
+    by_key = [{row["__key__"]: row for row in one.rows} for one in others]
+    rows = []
+    for row in first.rows:
+        found = [one.get(row["__key__"]) for one in by_key]
+        if None not in found or missing == "keep":
+            rows.append(row | {k: v for one in found for k, v in (one or {}).items()})
+    return Made(joined, rows)
+
+
+Make = Callable[[str], Made]
+SOME, FEW = [22, 3, 4, 5, 0, 11, 12, 20], [6, 1, 2]
+KINDS: dict[str, Make] = {
+    "shards": lambda at: shards(f"{at}/a"),
+    "large samples": lambda at: shards(f"{at}/a", large=True),
+    "files": lambda at: files(f"{at}/files"),
+    "table": table,
+    "subset": lambda at: subset(shards(f"{at}/a"), SOME),
+    "subset of large samples": lambda at: subset(shards(f"{at}/a", large=True), SOME),
+    "subset of files": lambda at: subset(files(f"{at}/files"), FEW),
+    "subset of a table": lambda at: subset(table(at), SOME),
+    "subset of a subset": lambda at: subset(subset(shards(f"{at}/a"), SOME), FEW),
+    "concat": lambda at: concat(shards(f"{at}/a"), files(f"{at}/files"), shards(f"{at}/b", 3)),
+    "concat of a table": lambda at: concat(table(at), shards(f"{at}/a")),
+    "concat of concats": lambda at: concat(
+        concat(shards(f"{at}/a"), files(f"{at}/files")), concat(shards(f"{at}/b", 3))
+    ),
+    "subset of a concat": lambda at: subset(concat(files(f"{at}/files"), shards(f"{at}/a")), SOME),
+    "concat of subsets": lambda at: concat(
+        subset(shards(f"{at}/a"), SOME), subset(files(f"{at}/files"), FEW)
+    ),
+    "join": lambda at: join(shards(f"{at}/a"), shards(f"{at}/b", 23, field="wav")),
+    "join that keeps": lambda at: join(shards(f"{at}/a"), files(f"{at}/files"), missing="keep"),
+    "join that drops": lambda at: join(shards(f"{at}/a"), files(f"{at}/files"), missing="drop"),
+    "join of a table": lambda at: join(shards(f"{at}/a"), table(at)),
+    "join of subsets": lambda at: join(
+        subset(shards(f"{at}/a"), SOME), subset(shards(f"{at}/b", 23, field="wav"), SOME[::-1])
+    ),
+    "join of a join": lambda at: join(
+        join(shards(f"{at}/a"), table(at)), shards(f"{at}/b", 23, field="wav")
+    ),
+    "join of a concat": lambda at: join(
+        subset(shards(f"{at}/a"), SOME),
+        concat(subset(shards(f"{at}/b", 23, field="wav"), list(range(23)))),
+    ),
+    "join of files": lambda at: join(files(f"{at}/files"), shards(f"{at}/a")),
+    "subset of a join": lambda at: subset(join(shards(f"{at}/a"), table(at)), SOME),
+    "concat of joins": lambda at: concat(
+        join(shards(f"{at}/a"), table(at)), files(f"{at}/files"), shards(f"{at}/b", 3)
+    ),
+    "subset of a concat of joins": lambda at: subset(
+        concat(files(f"{at}/files"), join(shards(f"{at}/a"), table(at))), [*SOME, 29]
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_pass_the_contract(kind: str, place: str, tmp_path: Path) -> None:
+    at = str(tmp_path) if place == "local" else f"memory://test-{uuid.uuid4().hex}"
+    made = KINDS[kind](at)
+    check_samples(lambda: made.samples, made.rows)
+
+
+class Shifted(Subset):
+    """Samples whose numbers are wrong for copies."""
+
+    def whole_numbers(self, numbers: Numbers) -> Numbers:
+        return super().whole_numbers(np.where(numbers < len(self), numbers, numbers + 1))
+
+
+class Short(Join):
+    """Samples without the joined fields of some."""
+
+    def restrict_to(self, numbers: Numbers) -> Join:
+        return Join(self.first.restrict_to(numbers), ())
+
+
+def test_the_contract_detects_wrong_samples(tmp_path: Path) -> None:
+    made = shards(f"{tmp_path}/a")
+    wrong = Shifted(made.samples, np.arange(23))
+    with pytest.raises(AssertionError, match="for sample"):
+        check_samples(lambda: wrong, made.rows)
+    joined = join(made, table(str(tmp_path)))
+    assert isinstance(joined.samples, Join)
+    short = Short(joined.samples.first, joined.samples.parts)
+    with pytest.raises(AssertionError, match="restrict_to|restricted"):
+        check_samples(lambda: short, joined.rows)
