@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -219,6 +220,40 @@ def test_merge_leaves_other_jobs_in_the_folders_beside_the_splits_alone(
     with pytest.raises(UnfinishedError, match="part 2/2"):
         ss.merge(tmp_path / "other")
     writer.close()
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_merge_of_a_folder_with_a_job_of_its_own_leaves_the_splits_under_it_alone(
+    table: str, photos: str, tmp_path: Path, *, is_published: bool
+) -> None:
+    every = ss.tasks.Parts(1, 1)
+    ss.pack(photos, tmp_path, split={"a": 0.5, "b": 0.5}, executor=every)
+    ss.pack(table, tmp_path, fields={"txt": "caption"}, executor=None if is_published else every)
+    if is_published:
+        with pytest.raises(ss.errors.OptionError, match="published already"):
+            ss.merge(tmp_path)
+    else:
+        report = ss.merge(tmp_path)
+        assert (report.samples, [split.url for split in report.splits]) == (50, [str(tmp_path)])
+        assert 0 < report.seconds < 600
+    assert published_in(tmp_path) == {tmp_path.name}
+
+
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [("k" * 96, "txt"), ("k" * 97, "txt"), ("k" * 95, "txt"), ("\xe9", "txt"), ("a", "\xe9"), ("a", "f" * 98), ("a", "f" * 99)],
+)  # fmt: skip
+def test_the_sizes_of_long_names_are_known_before(key: str, field: str, tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / "in" / f"{number}").mkdir(parents=True)
+        (tmp_path / "in" / f"{number}" / f"{key}.{field}").write_bytes(bytes(512 * 3))
+    options: dict[str, Any] = {"key": key[:-1] + "{index:d}"}
+    one = ss.pack(tmp_path / "in", tmp_path / "one", max_samples=1, **options)
+    size = (tmp_path / "one" / "000000.tar").stat().st_size
+    two = 2 * size - 1024  # the end of a tar is two blocks
+    report = ss.pack(tmp_path / "in", tmp_path / "two", max_bytes=two, **options)
+    assert (one.shards, report.shards, report.total_bytes) == (4, 2, 2 * two)
+    assert ss.pack(tmp_path / "in", tmp_path / "four", max_bytes=two - 1, **options).shards == 4
 
 
 def test_merge_warns_of_a_split_that_numbers_its_classes_differently(
@@ -502,6 +537,24 @@ def test_part_of_another_job_is_refused(photos: str, tmp_path: Path) -> None:
     # The same pack in one process goes on where the parts have stopped, also if the last part is done and an earlier one is not.
     report = ss.pack(photos, tmp_path / "new", max_samples=20)
     assert (report.kept, report.shards, report.samples) == (2, 3, 60)
+
+
+def test_part_of_a_process_that_measures_other_sizes_is_refused(
+    photos: str, tmp_path: Path
+) -> None:
+    """As with another version of an encoder: its parts would begin at other records."""
+    options: dict[str, Any] = {"max_side": 16, "max_samples": 20}
+    ss.pack(photos, tmp_path, executor=ss.tasks.Parts(1, 2), **options)
+    journal = tmp_path / JOURNAL_NAME
+    document = json.loads(journal.read_text())
+    assert document["options"]["part_records"] == 20
+    document["options"]["part_records"], document["run"] = 19, "another"
+    journal.write_text(json.dumps(document))
+    for executor in (ss.tasks.Parts(2, 2), None):
+        with pytest.raises(ss.errors.OptionError, match="part_records was 19, now 20"):
+            ss.pack(photos, tmp_path, executor=executor, **options)
+    ss.pack(photos, tmp_path / "exact", max_samples=20, executor=ss.tasks.Parts(1, 2))
+    assert "part_records" not in (tmp_path / "exact" / JOURNAL_NAME).read_text()
 
 
 class StoppedError(BaseException):

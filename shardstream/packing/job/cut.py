@@ -100,6 +100,8 @@ def fields_bytes(key: str, sizes: Iterable[tuple[str, int]]) -> int:
 
     >>> fields_bytes("a", [("txt", 2), ("jpg", 513)])
     2560
+    >>> [fields_bytes("a", [("bin", size)]) - size for size in (8**11 - 512, 8**11)]
+    [512, 1536]
     """
     room = _PLAIN_NAME_BYTES - len(key) - 1 if key.isascii() else 0
     total = 0
@@ -124,7 +126,7 @@ def spaced_numbers(count: int) -> list[int]:
 def records_that_fit(mean_bytes: float, max_samples: int, max_bytes: float) -> int:
     """Return how many records make a part of a mean size: 90 % of the limit.
 
-    >>> records_that_fit(1000.0, 10_000, 100_000), records_that_fit(1000.0, 50, 100_000)
-    (90, 50)
+    >>> [records_that_fit(1000.0, limit, 100_000) for limit in (10_000, 50)], records_that_fit(1000.0, 50, 10)
+    ([90, 50], 1)
     """
     return min(max_samples, max(1, int(_FILL * max_bytes / max(mean_bytes, 1.0))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -231,8 +230,8 @@ class _Publication:
 
 def _checked(ready: Ready) -> _Publication:
     """Read the records of a job, and check what they say of the dataset (see `publish_locked`)."""
-    begin_s, folder = time.monotonic(), ready.folder
-    url, files = folder.url, folder.list_files()
+    folder, url = ready.folder, ready.folder.url
+    files = folder.list_files()
     journal = read_journal(folder, files)
     is_tidied = journal is None and ready.journal is not None
     if journal is None and ready.journal is not None:
@@ -265,7 +264,6 @@ def _checked(ready: Ready) -> _Publication:
     report = PackReport(
         source="finished parts",
         splits=(split,),
-        seconds=time.monotonic() - begin_s,
         skipped=tuple(starmap(Skip, published.skipped)),
         fields=dict(manifest.fields),
         warnings=published.warnings,

@@ -100,7 +100,7 @@ class PackReport:
 
     source: str
     splits: tuple[SplitReport, ...]
-    seconds: float
+    seconds: float = 0.0
     skipped: tuple[Skip, ...] = ()
     files: int | None = None
     fields: Mapping[str, int] = field(default_factory=dict)
