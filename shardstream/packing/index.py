@@ -18,7 +18,6 @@ from shardstream.format import (
     Manifest,
     ShardInfo,
     encode_index,
-    encode_manifest_files,
     encode_member_index,
 )
 from shardstream.packing.job.claim import locked
@@ -34,11 +33,7 @@ from shardstream.packing.shards.column_builder import (
     check_summaries,
     checked_columns,
 )
-from shardstream.packing.shards.manifest_files import (
-    read_old_manifest,
-    remove_old_pages,
-    write_manifest_files,
-)
+from shardstream.packing.shards.manifest_files import ManifestFiles, read_old_manifest
 from shardstream.packing.shards.shard_scan import (
     Problem,
     ProgressMeter,
@@ -303,10 +298,8 @@ def _publish(output: OutputFolder, manifest: Manifest, present: Mapping[str, Fil
             "wait until it ends, then run this again if needed",
             shard=output.url,
         )
-    files = encode_manifest_files(manifest)
     output.sync()  # the indexes, which other processes may have written
-    write_manifest_files(output, files)
-    remove_old_pages(output, present, files)
+    ManifestFiles(output, manifest, present, lambda: None).write()
 
 
 def _find_tars(urls: Urls, storage: Storage, *, is_elsewhere: bool) -> list[FileInfo]:

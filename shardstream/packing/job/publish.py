@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from shardstream.format import (
     MANIFEST_NAME,
     Manifest,
     decode_classes,
-    encode_manifest_files,
     parse_columns,
 )
 from shardstream.packing.job.claim import locked, remove_job_files
@@ -45,12 +43,7 @@ from shardstream.packing.job.part_record import (
 )
 from shardstream.packing.job.report import PackReport, Skip, SplitReport
 from shardstream.packing.shards.column_builder import check_summaries
-from shardstream.packing.shards.manifest_files import (
-    holds_manifest,
-    read_old_manifest,
-    remove_old_pages,
-    write_manifest_files,
-)
+from shardstream.packing.shards.manifest_files import ManifestFiles, read_old_manifest
 from shardstream.packing.sources.class_numbering import warn_of_siblings
 from shardstream.storage import (
     FileInfo,
@@ -138,7 +131,7 @@ class _Publication:
         files: The files there before.
         journal: The journal of its job.
         manifest: The manifest to publish.
-        manifest_files: Its files, in the order in which they are written; none if they are there.
+        manifest_files: Its files.
         published: What its journal says of it, once it is announced.
         report: Its report.
         is_published: Whether the manifest was there before.
@@ -149,12 +142,11 @@ class _Publication:
     files: Mapping[str, FileInfo]
     journal: Journal
     manifest: Manifest
-    manifest_files: Mapping[str, bytes]
+    manifest_files: ManifestFiles
     published: Published
     report: PackReport
     is_published: bool = False
     is_tidied: bool = False
-    _has_written: bool = field(default=False, init=False)
 
     def announce(self, together: Sequence[_Publication]) -> None:
         """Write to the journal which manifests follow, and what the records say that are deleted after them."""
@@ -190,21 +182,13 @@ class _Publication:
         Raises:
             StorageError: If another run has taken the folder over; then the manifest does not stay.
         """
-        if self.is_published or holds_manifest(self.folder, self.manifest_files):
-            return
-        self.journal.check_owner()
-        self._has_written = True
-        write_manifest_files(self.folder, self.manifest_files)
-        self.journal.check_owner()  # a run that took the folder over has not seen the manifest
-        remove_old_pages(self.folder, self.files, self.manifest_files)
+        if not (self.is_published or self.manifest_files.are_there()):
+            self.manifest_files.write()
 
     def unpublish(self, error: BaseException) -> None:
         """Delete the manifest if this process has written it, also if an error said that it has not."""
-        if not self._has_written:
-            return
         try:
-            if holds_manifest(self.folder, self.manifest_files):
-                self.folder.remove(MANIFEST_NAME)
+            self.manifest_files.remove()
         except StorageError:
             error.add_note(
                 f"{self.folder.url} is published already and is kept; run the same pack again to publish the other splits"
@@ -218,7 +202,7 @@ class _Publication:
         """
         if self.is_tidied:
             return
-        if not (self.is_published or holds_manifest(self.folder, self.manifest_files)):
+        if not (self.is_published or self.manifest_files.are_there()):
             raise StorageError(
                 "another process of this job has failed and removed index.json meanwhile; run this again",
                 shard=self.folder.url,
@@ -243,7 +227,8 @@ def _checked(ready: Ready) -> _Publication:
     published, options = journal.published, journal.task.options
     is_published = published is not None and published.sha256 == published_sha256(folder, files)
     if published is not None and is_published:
-        manifest, manifest_files = read_old_manifest(folder), dict[str, bytes]()
+        manifest = read_old_manifest(folder)
+        manifest_files = ManifestFiles(folder, manifest, files, journal.check_owner)
     else:
         journal.parts = _num_parts(ready, journal, files)
         with KeyHashes() as keys:
@@ -252,7 +237,7 @@ def _checked(ready: Ready) -> _Publication:
             refuse_repeated_keys(keys, result.shards, folder)
         _check_samples(journal, result)
         manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
-        manifest_files = encode_manifest_files(manifest)
+        manifest_files = ManifestFiles(folder, manifest, files, journal.check_owner)
         published = _published(options, result, manifest_files)
     split = SplitReport(
         name="",
@@ -292,7 +277,8 @@ def _tidied(ready: Ready, journal: Journal, files: Collection[str]) -> Journal:
     if ready.parts:
         result = combine_results(ready.results[number] for number in sorted(ready.results))
         manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
-        published = _published(options, result, encode_manifest_files(manifest))
+        new = ManifestFiles(ready.folder, manifest, files, journal.check_owner)
+        published = _published(options, result, new)
     found = published_sha256(ready.folder, files)
     if not found:
         journal.check_owner()  # tells that the journal was deleted
@@ -420,7 +406,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _published(
-    options: Mapping[str, Any], result: PartResult, manifest_files: Mapping[str, bytes]
+    options: Mapping[str, Any], result: PartResult, manifest_files: ManifestFiles
 ) -> Published:
     """Return what a journal says of a dataset; columns that some samples lack are warnings or errors (see `check_summaries`)."""
     warnings = [*result.warnings]
@@ -428,7 +414,7 @@ def _published(
         wanted = parse_columns(options["columns"]) if options["columns"] else ()
         warnings += check_summaries(wanted, result.columns, result.nsamples)
     return Published(
-        sha256=sha256(manifest_files[MANIFEST_NAME]).hexdigest(),
+        sha256=manifest_files.sha256,
         skipped=tuple([(one.where, one.reason) for one in result.skipped]),
         warnings=tuple(warnings),
     )

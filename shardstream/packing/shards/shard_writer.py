@@ -9,18 +9,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger
-from shardstream.format import MANIFEST_NAME, Manifest, encode_manifest_files
+from shardstream.format import Manifest
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.claim import Claim
 from shardstream.packing.job.destination import ShardNames, claim_destination, remove_replaced
 from shardstream.packing.job.journal import WRITER_TASK, Journal
 from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
-from shardstream.packing.shards.manifest_files import (
-    holds_manifest,
-    remove_old_pages,
-    write_manifest_files,
-)
+from shardstream.packing.shards.manifest_files import ManifestFiles
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.storage import open_output_folder, parse_bytes
 
@@ -229,19 +225,14 @@ class ShardWriter:
                 before.files,
                 has_columns=self._limits.columns is not None,
             )
-        self._claim.check_owner()
-        files = encode_manifest_files(manifest)
+        files = ManifestFiles(self._folder, manifest, before.files, self._claim.check_owner)
         try:
-            write_manifest_files(self._folder, files)
-            # A run that took the folder in between has not seen the manifest, so it must not stay.
-            self._claim.check_owner()
-        except BaseException:  # the write may have succeeded anyway
+            files.write()
+        except BaseException:
             with suppress(StorageError):
-                if holds_manifest(self._folder, files):
-                    self._folder.remove(MANIFEST_NAME)
+                files.remove()
             raise
         self._manifest = manifest
-        remove_old_pages(self._folder, before.files, files)
 
     def _remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""
