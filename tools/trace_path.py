@@ -54,7 +54,7 @@ LIMITS = {
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
     "ShardWriter, 40 samples": (21, 95),
-    "pack of four photos": (53, 371),
+    "pack of four photos": (53, 367),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
