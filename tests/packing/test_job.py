@@ -275,6 +275,10 @@ def test_everything_skipped_is_an_error(tmp_path: Path) -> None:
 def test_empty_source_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="the source is empty"):
         pack([], tmp_path / "out")
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    for executor in (None, LocalExecutor()):
+        with pytest.raises(SourceError, match="the source is empty"):
+            pack(tmp_path / "rows.csv", tmp_path / "out", executor=executor)
 
 
 def test_python_iterables_are_packed(tmp_path: Path) -> None:
@@ -394,14 +398,22 @@ def test_jobs_of_python_log_their_progress_at_info(
     assert names == (logged if level == "INFO" else set())
 
 
-def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
-    reports: list[Progress] = []
-    pack(photos, tmp_path / "out", progress=reports.append)
-    assert reports[-1][:2] == (90, 0)
-    assert (reports[-1].shards, reports[-1].failures) == (1, 0)
-    assert {progress.total for progress in reports} == {90}
-    assert [progress.samples for progress in reports] == sorted(
-        progress.samples for progress in reports
+@pytest.mark.parametrize("executor", [None, LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("max_side", [None, 8])
+def test_progress_counts_up_to_the_end(
+    executor: LocalExecutor | None, max_side: int | None, photos: Path, tmp_path: Path
+) -> None:
+    found: list[Progress] = []
+    options: dict[str, Any] = {"max_samples": 50, "max_side": max_side, "executor": executor}
+    report = pack(photos, tmp_path / "out", progress=found.append, **options)
+    assert found[-1][:2] == (90, 0)
+    assert (found[-1].shards, found[-1].failures) == (2, 0)
+    # Samples are counted when they are written, before the two blocks at the end of each tar.
+    ends = 2 * 1024 * (executor is None)
+    assert found[-1].size_bytes == report.total_bytes - ends
+    assert {progress.total for progress in found} == {90}
+    assert [progress.samples for progress in found] == sorted(
+        progress.samples for progress in found
     )
 
 

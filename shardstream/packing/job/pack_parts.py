@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import uuid
+from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -38,7 +39,6 @@ from shardstream.tasks import Executor
 
 T = TypeVar("T")
 
-_COUNTED = 1 << 20
 _SIZED = (FileRef, bytes, int)  # their length in a tar is known as they are
 
 
@@ -236,12 +236,11 @@ def records_of(plan: PackPlan, split: int, first: int) -> Iterator[Record]:
 
 def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
     """Return the number of the record of a split that has ``count`` others before it; that of all records if there is none."""
-    for start in range(0, len(assigned), _COUNTED):
-        found = np.flatnonzero(assigned[start : start + _COUNTED] == split)
-        if count < len(found):
-            return start + int(found[count])
-        count -= len(found)
-    return len(assigned)
+    return bisect_left(
+        range(len(assigned)),
+        count + 1,
+        key=lambda number: int(np.count_nonzero(assigned[: number + 1] == split)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
