@@ -83,6 +83,10 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
     "shuffled": ("photos", {"max_samples": 17, "seed": 5}),
     "smaller": ("photos", {"max_samples": 17, "max_side": 16}),
     "split": ("photos", {"max_samples": 8, "split": {"train": 0.75, "val": 0.25}}),
+    "smaller split": (
+        "photos",
+        {"max_samples": 8, "max_side": 16, "split": {"a": 0.75, "b": 0.25}},
+    ),
     "rows": ("table", {"max_samples": 8, "fields": {"txt": "caption", "cls": "score"}}),
     "tars": ("tars", {"max_samples": 7}),
     "keys": ("tars", {"max_samples": 7, "key": "{index:08d}"}),
