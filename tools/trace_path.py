@@ -53,7 +53,7 @@ LIMITS = {
     "next batch": (16, 54),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
-    "ShardWriter, 40 samples": (21, 95),
+    "ShardWriter, 40 samples": (20, 94),
     "pack of four photos": (53, 367),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4

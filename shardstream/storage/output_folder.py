@@ -166,11 +166,12 @@ class LocalFolder:
         """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
         path = self._path / name
         with translate_errors(str(path)):
-            if not path.exists():  # a usual case, which need not be explained
-                raise NotFoundError("no such file", shard=str(path))
-            with open(path, "rb") as file:
-                file.seek(start)
-                return file.read(-1 if end is None else end - start)
+            try:
+                with open(path, "rb") as file:
+                    file.seek(start)
+                    return file.read(-1 if end is None else end - start)
+            except FileNotFoundError as error:  # a usual case, whose cause need not be searched
+                raise NotFoundError("not found", shard=str(path)) from error
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all; the names of committed files are flushed before."""
