@@ -12,9 +12,10 @@ from shardstream.loader.dataset import StreamDataset
 from shardstream.order import Remainder
 from shardstream.pipeline import (
     DEFAULT_PREFETCH_BYTES,
+    IndexedSource,
+    ItemStage,
     MixIndexedSource,
     MixRecipe,
-    MixStreamSource,
     Pipeline,
     ReadOptions,
     Stop,
@@ -42,9 +43,9 @@ def mix(  # noqa: PLR0913  (the public door)
 
     Warns with `ClassesWarning` if the datasets number their classes differently.
 
-    If every step of every dataset yields one item per item, the mix is as exact as a single dataset: the same global
-    batches on every topology, and a small state. Else each worker mixes its own streams, and resumes on the same topology
-    only.
+    A mix is as exact as a single dataset: the same global batches on every topology, and a small state. So every step of the datasets
+    yields one item per item; steps that change the number of items (``select``, ``batched``, ...) come after the mix, or samples are
+    chosen with ``where=`` or ``subset=``.
 
     Args:
         datasets: By name, or in order.
@@ -62,7 +63,8 @@ def mix(  # noqa: PLR0913  (the public door)
         prefetch_bytes: As in `ShardDataset`.
 
     Raises:
-        OptionError: If names, weights and datasets do not match.
+        OptionError: If names, weights and datasets do not match, a step of a dataset changes the number of items, or a dataset
+            is read without an index.
     """
     named = (
         dict(datasets)
@@ -121,14 +123,28 @@ def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
         }
 
 
-def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource | MixStreamSource:
-    sources = [part.indexed_source for part in recipe.parts.values()]
-    indexed_sources = tuple(source for source in sources if source is not None)
-    if len(indexed_sources) < len(sources):
-        return MixStreamSource(recipe=recipe, seed=options.seed)
-    catalog = Concat([source.catalog for source in indexed_sources])
-    return MixIndexedSource(
-        recipe=recipe, sources=indexed_sources, catalog=catalog, options=options
+def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource:
+    sources = tuple(_indexed_source(name, part) for name, part in recipe.parts.items())
+    catalog = Concat([source.catalog for source in sources])
+    return MixIndexedSource(recipe=recipe, sources=sources, catalog=catalog, options=options)
+
+
+def _indexed_source(name: str, part: Pipeline) -> IndexedSource:
+    """Return the source of a part, whose samples are known by number.
+
+    Raises:
+        OptionError: If a step changes the number of items, or the part is read without an index.
+    """
+    if part.indexed_source is not None:
+        return part.indexed_source
+    changing = [stage for stage in part.stages if not isinstance(stage, ItemStage)]
+    if not changing:
+        raise OptionError(
+            f"the dataset {name!r} of a mix is read without an index; run 'shardstream index' on its folder"
+        )
+    raise OptionError(
+        f"the step {type(changing[0]).__name__} of the dataset {name!r} changes the number of items, so a mix cannot compute which sample comes "
+        "when; put it after ss.mix, or choose the samples with where= or subset="
     )
 
 
@@ -144,13 +160,9 @@ class MixDataset(StreamDataset):
         Args:
             epoch: From 0.
             batch_size: The loader's; an epoch of a mix with weights has whole batches only.
-
-        Raises:
-            OptionError: If the counts are not known in advance, because steps change counts.
         """
         source = self.pipeline.source
-        if not isinstance(source, MixIndexedSource):
-            raise OptionError("counts of a mix are not known in advance where steps change counts")
+        assert isinstance(source, MixIndexedSource)  # noqa: S101  (made by `mix`)
         worker_info = WorkerInfo(self.placement)
         batch = source.options.microbatch or batch_size or 1
         return source.counts(

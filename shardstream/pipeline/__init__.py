@@ -8,7 +8,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     indexed_source                      samples by number, in the order of an epoch plan
     weighted_source                     samples drawn by weight, for such a source
     sequential_source                   whole shards, for data without an index
-    mix, mix_streams                    weighted mixes of datasets
+    mix                                 weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
     fields                              fields= and lazy= of a dataset
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
@@ -79,7 +79,6 @@ from shardstream.pipeline.map import (
     like_tuple,
 )
 from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
-from shardstream.pipeline.mix_streams import MixStreamSource
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.records import Records, records_of
@@ -140,7 +139,6 @@ __all__ = [
     "MapTuple",
     "MixIndexedSource",
     "MixRecipe",
-    "MixStreamSource",
     "OnError",
     "OpenFields",
     "PackSequences",

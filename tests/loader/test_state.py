@@ -109,14 +109,12 @@ def steps_for(kind: str, folder: str) -> ss.ShardLoader:
     dataset = ss.ShardDataset(folder, shuffle=True)
     if kind == "mix":
         return ss.ShardLoader(ss.mix([dataset, dataset], [1, 1]), 4)
-    if kind == "mix of streams":
-        return ss.ShardLoader(ss.mix([dataset, dataset.shuffle(3)]), 4)
     if kind == "whole shards":
         return ss.ShardLoader(ss.ShardDataset(folder, index="ignore"), 4)
     return ss.ShardLoader(dataset.shuffle(3) if kind == "stream" else dataset, 4)
 
 
-@pytest.mark.parametrize("kind", ["plan", "stream", "mix", "mix of streams", "whole shards"])
+@pytest.mark.parametrize("kind", ["plan", "stream", "mix", "whole shards"])
 def test_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: Path) -> None:
     one, same, other = (
         reordered(tmp_path / "a", 1),

@@ -34,10 +34,6 @@ class Tag:
         return f"{self.name}{sample['cls']}"
 
 
-def is_even(sample: dict[str, Any]) -> bool:
-    return bool(sample["cls"] % 2 == 0)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("mix")
@@ -51,13 +47,6 @@ def datasets(folders: dict[str, str], **options: Any) -> dict[str, ss.ShardDatas
         name: ss.ShardDataset(folder, shuffle=True, **options).decode().map(Tag(name))
         for name, folder in folders.items()
     }
-
-
-def streams(folders: dict[str, str]) -> dict[str, Any]:
-    """The same datasets, but one drops samples, so that positions are not arithmetic."""
-    some: dict[str, Any] = dict(datasets(folders))
-    some["a"] = ss.ShardDataset(folders["a"], shuffle=True).decode().select(is_even).map(Tag("a"))
-    return some
 
 
 def flat(lists: Iterable[list[str]]) -> list[str]:
@@ -152,13 +141,14 @@ def test_mix_whose_lanes_leave_few_or_no_samples_says_so(folders: dict[str, str]
         ss.ShardLoader(ss.mix(parts, WEIGHTS, samples=50), batch_size=64)
 
 
-@pytest.mark.parametrize("make", [datasets, streams], ids=["planned", "streams"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 5])
-def test_mix_resumes_exactly(folders: dict[str, str], make: Any, workers: int, taken: int) -> None:
+def test_mix_resumes_exactly(folders: dict[str, str], workers: int, taken: int) -> None:
     def loader() -> ss.ShardLoader:
         return ss.ShardLoader(
-            ss.mix(make(folders), WEIGHTS, stop="all_exhausted"), batch_size=8, num_workers=workers
+            ss.mix(datasets(folders), WEIGHTS, stop="all_exhausted"),
+            batch_size=8,
+            num_workers=workers,
         )
 
     whole = seen(loader())
@@ -208,9 +198,26 @@ def test_mix_works_in_plain_iteration_and_a_plain_data_loader(folders: dict[str,
     )
 
 
-def test_epoch_ends_if_a_repeated_part_is_empty(folders: dict[str, str]) -> None:
-    nothing = ss.ShardDataset(folders["a"]).decode().select(lambda sample: sample["cls"] < 0)
-    assert list(ss.mix([nothing], [1.0], samples=10)) == []
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (lambda dataset: dataset.select(bool), "Select"),
+        (lambda dataset: dataset.map(dict).batched(4), "Batched"),
+        (lambda dataset: dataset.shuffle(10), "Shuffle"),
+    ],
+)
+def test_steps_that_change_counts_come_after_a_mix(
+    folders: dict[str, str], step: Any, name: str
+) -> None:
+    parts = {"a": ss.ShardDataset(folders["a"]), "b": ss.ShardDataset(folders["b"])}
+    with pytest.raises(OptionError, match=f"the step {name} of the dataset 'b' .* after ss.mix, or choose .* where="):  # fmt: skip
+        ss.mix(parts | {"b": step(parts["b"])})
+    assert list(step(ss.mix(parts)))
+
+
+def test_part_without_an_index_is_refused(folders: dict[str, str]) -> None:
+    with pytest.raises(OptionError, match="'0' of a mix is read without an index; run 'shardstream index'"):  # fmt: skip
+        ss.mix([ss.ShardDataset(folders["a"], index="ignore")])
 
 
 @pytest.mark.parametrize(
@@ -239,12 +246,9 @@ def test_state_of_another_mix_is_refused(folders: dict[str, str], tmp_path: Path
         ss.ShardLoader(ss.mix(datasets(other), WEIGHTS), batch_size=8).load_state_dict(state)
 
 
-@pytest.mark.parametrize("make", [datasets, streams], ids=["planned", "streams"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_counts_samples_per_dataset(
-    folders: dict[str, str], make: Any, workers: int
-) -> None:
-    loader = ss.ShardLoader(ss.mix(make(folders), WEIGHTS), batch_size=8, num_workers=workers)
+def test_loader_counts_samples_per_dataset(folders: dict[str, str], workers: int) -> None:
+    loader = ss.ShardLoader(ss.mix(datasets(folders), WEIGHTS), batch_size=8, num_workers=workers)
     seen_so_far: list[str] = []
     for batch in loader:
         seen_so_far += batch

@@ -89,21 +89,17 @@ def test_weight_zero_omits_a_part_from_an_epoch(
     first = {name[0] for batch in loader for name in batch}
     second = {name[0] for batch in loader for name in batch}
     assert (first, second) == ({"a"}, {"a", "b"})
-    streams = {"a": parts["a"].select(bool), "b": parts["b"]}
-    assert {name[0] for name in ss.mix(streams, {"a": 1.0, "b": 0.0})} == {"a"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "changed", [{"weights": [9, 1]}, {"stop": "all_exhausted"}, {"samples": 32}]
 )
 def test_state_of_another_recipe_is_refused(
-    parts: dict[str, ss.ShardDataset], stream: bool, changed: dict[str, Any]
+    parts: dict[str, ss.ShardDataset], changed: dict[str, Any]
 ) -> None:
     def loader(**options: Any) -> ss.ShardLoader:
-        first = parts["a"].select(bool) if stream else parts["a"]
         return ss.ShardLoader(
-            ss.mix([first, parts["b"]], **{"weights": [1, 1], **options}), batch_size=4
+            ss.mix([parts["a"], parts["b"]], **{"weights": [1, 1], **options}), batch_size=4
         )
 
     left = loader()

@@ -193,10 +193,6 @@ DIFFERENT: dict[str, tuple[Build, Build]] = {
         lambda ds: ds.select(is_even),
         lambda ds: ds.select(is_even, version=2),
     ),
-    "part of a mix": (
-        lambda ds: ss.mix([ds.select(is_even)]),
-        lambda ds: ss.mix([ds.select(is_odd)]),
-    ),
     "map in a mix that is selected from": (
         lambda ds: ss.mix([ds.map(dict)]).select(bool),
         lambda ds: ss.mix([ds.map(Keeps())]).select(bool),
