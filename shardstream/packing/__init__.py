@@ -6,7 +6,7 @@ A record passes through these folders and files:
     sources/                          detection finds the kind of source, which yields records; keys, class numbers, order, splits
     job/pack_plan, cut, pack_parts    order the records, and cut them into parts
     job/destination, claim, journal   decide whether the folder may be written to, and claim it
-    job/run_jobs, part_record         run the parts, here or by an executor; record each that is finished, to resume a stopped job
+    job/run_jobs, part_record         run the parts by an executor, or here, those of all splits in one pass over the source; record each that is finished, to resume a stopped job
     job/parallel_encode, encode, images    records -> encoded samples
     shards/part_writer, tar_shard     encoded samples -> published shards
     job/publish, merge                check the records of all parts, and write index.json

@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from shardstream.cli import main
-from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
+from shardstream.errors import (
+    ChangedError,
+    OptionError,
+    SourceError,
+    StorageError,
+    UnfinishedError,
+)
 from shardstream.format import iter_samples
 from shardstream.packing import (
     FileRef,
@@ -126,6 +132,28 @@ def test_equal_input_gives_equal_bytes_for_any_number_of_processes(
     pack(photos, tmp_path / "b", processes=processes, **options)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert {*samples_of(tmp_path / "a" / "val")[0]} == {"__key__", "__url__", "webp", "cls"}
+
+
+class _Growing:
+    """Samples whose number is another one than their length says."""
+
+    def __init__(self, length: int, samples: int) -> None:
+        self.length, self.samples = length, samples
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"cls": number} for number in range(self.samples))
+
+
+@pytest.mark.parametrize(("length", "found"), [(20, "fewer"), (10, "more")])
+def test_samples_of_another_number_than_was_split_are_an_error(
+    length: int, found: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ChangedError, match=f"the source has {found} records than when"):
+        pack(_Growing(length, 15), tmp_path, split={"a": 0.5, "b": 0.5})
+    assert not list(tmp_path.rglob("index.json"))
 
 
 def test_splits_are_exact_disjoint_and_complete(photos: Path, tmp_path: Path) -> None:

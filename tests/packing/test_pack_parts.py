@@ -757,6 +757,22 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
         assert files_of(tmp_path / folder) == files_of(tmp_path / "clean")
 
 
+def test_splits_of_many_rows_are_the_same_here_and_as_tasks(tmp_path: Path) -> None:
+    """Splits are looked up in blocks of 65,536 records."""
+    table = tmp_path / "t.csv"
+    table.write_text("n\n" + "".join(f"{number}\n" for number in range(70_000)))
+    options: dict[str, Any] = {"fields": {"cls": "n"}, "split": {"a": 0.9, "b": 0.1}}
+    for folder, executor in (("here", None), ("tasks", ss.tasks.LocalExecutor())):
+        ss.pack(table, tmp_path / folder, executor=executor, **options)
+    assert files_of(tmp_path / "here") == files_of(tmp_path / "tasks")
+    labels = [
+        int(sample["cls"])
+        for split in "ab"
+        for sample in ss.ShardDataset(tmp_path / "here" / split, shuffle=False)
+    ]
+    assert sorted(labels) == [*range(70_000)]
+
+
 class OvertakenExecutor:
     """Runs the tasks here; then, another process finishes the job first."""
 

@@ -325,6 +325,29 @@ def test_resume_after_each_shard(
         assert contents(dest) == clean
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"key": "n"}, {"shuffle": True}, {"on_error": "skip"}], ids=str
+)
+def test_resume_of_several_splits_of_a_table(
+    options: dict[str, Any], tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    """Splits that are written together have not the same parts when they are stopped; one part may be missing between two that are kept."""
+    table = tmp_path / "t.csv"
+    bad = "x" if options.get("on_error") else "7"
+    table.write_text("n,m\n" + "".join(f"{i},{i if i % 5 else bad}\n" for i in range(200)))
+    options = options | {"fields": {"cls": "m"}, "max_samples": 10}
+    options["split"] = {"a": 0.6, "b": 0.3, "c": 0.1}
+    pack(table, tmp_path / "clean", **options)
+    clean = contents(tmp_path / "clean")
+    for count in (1, 2, 5, 9, 17):
+        dest = tmp_path / f"out{count}"
+        pack_stopped(stop_after, count, table, dest, **options)
+        for lost in sorted(dest.rglob("000001.tar"))[:1]:
+            lost.unlink()
+        pack(table, dest, **options)
+        assert contents(dest) == clean
+
+
 def test_pack_can_be_stopped_repeatedly(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -12,6 +12,8 @@ from shardstream.format import member_bytes
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
+Place = tuple[int, int]
+"""Numbers of a job and of one of its parts."""
 
 _PROBES = 32
 _LEAST_PROBES = 4
@@ -61,34 +63,35 @@ def iter_cuts(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> I
 
 
 def number_parts(
-    items: Iterable[T],
+    items: Iterable[tuple[int, T]],
     size: Callable[[T], int],
     max_items: int,
     max_bytes: float,
-    *,
-    first: int = 0,
-) -> Iterator[tuple[int, T]]:
-    """Yield each item with the number of its part; parts are cut as by `cut_by_size`.
+    firsts: Sequence[int] = (0,),
+) -> Iterator[tuple[Place, T]]:
+    """Yield each item with the numbers of its job and of its part; the parts of each job are cut as by `cut_by_size`.
 
     Args:
-        items: The items; one is read at a time.
+        items: The items, each with the number of its job; one is read at a time.
         size: Returns the bytes of an item in a shard.
         max_items: Maximum items of a part, at least 1.
         max_bytes: Maximum bytes of a part; a single item may exceed it.
-        first: Number of the first part.
+        firsts: Number of the first part of each job.
 
-    >>> list(number_parts("aabbbc", {"a": 2, "b": 3, "c": 9}.__getitem__, 10, 5))
-    [(0, 'a'), (0, 'a'), (1, 'b'), (2, 'b'), (3, 'b'), (4, 'c')]
+    >>> sizes = {"a": 2, "b": 3, "c": 9}
+    >>> list(number_parts([(0, "a"), (1, "a"), (0, "b"), (0, "b"), (1, "c")], sizes.__getitem__, 10, 5, [0, 7]))
+    [((0, 0), 'a'), ((1, 7), 'a'), ((0, 0), 'b'), ((0, 1), 'b'), ((1, 8), 'c')]
     """
-    count = total = 0
-    for item in items:
+    parts = [*firsts]
+    counts, totals = [0] * len(parts), [0] * len(parts)
+    for job, item in items:
         more = size(item)
-        if count and (count >= max_items or total + more > max_bytes):
-            first += 1
-            count = total = 0
-        count += 1
-        total += more
-        yield first, item
+        if counts[job] and (counts[job] >= max_items or totals[job] + more > max_bytes):
+            parts[job] += 1
+            counts[job] = totals[job] = 0
+        counts[job] += 1
+        totals[job] += more
+        yield (job, parts[job]), item
 
 
 def fields_bytes(key: str, sizes: Iterable[tuple[str, int]]) -> int:

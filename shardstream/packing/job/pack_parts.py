@@ -1,4 +1,4 @@
-"""Cut a pack into parts: shards that this process writes from one stream of records, or tasks that any process may run."""
+"""Cut a pack into parts: the samples of one stream that this process writes, or tasks that any process may run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import itertools
 import json
 import os
 import uuid
-from bisect import bisect_left
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -19,27 +17,21 @@ from shardstream.errors import ChangedError, OptionError, SampleError, SourceErr
 from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing.encode import encode_field
 from shardstream.packing.job.claim import PartJob
-from shardstream.packing.job.cut import fields_bytes, number_parts, records_that_fit
-from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
+from shardstream.packing.job.cut import Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
-from shardstream.packing.job.parallel_encode import Encoded, chunked, encode_in_order
-from shardstream.packing.job.part_record import PartResult
-from shardstream.packing.job.report import PackReport, ProgressFunction, Skip
-from shardstream.packing.job.run_jobs import (
-    CountSample,
-    FindKept,
-    NumberedWork,
-    SplitJob,
-    run_jobs,
-)
+from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
+from shardstream.packing.job.part_record import EncodedPart, PartResult
+from shardstream.packing.job.report import PackReport, ProgressFunction
+from shardstream.packing.job.run_jobs import FindKept, SplitJob, run_jobs
 from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.packing.sources.source import FileRef, Record, named
-from shardstream.packing.sources.split import Numbers, SplitNumbers
+from shardstream.packing.sources.split import Numbers
 from shardstream.tasks import Executor
 
 T = TypeVar("T")
 
-_SIZED = (FileRef, bytes, int)  # their length in a tar is known as they are
+_PROBES_AT_ONCE = 4  # that a process encodes
+_SIZED = frozenset((FileRef, bytes, int))  # their length in a tar is known as they are
 
 
 def run_pack(
@@ -58,41 +50,41 @@ def run_pack(
             )
         request = request.with_absolute_paths()
     opened = request.open()
-    plan, cut = opened.plan, _Cut.of(opened, request, processes)
-    jobs, call = [], uuid.uuid4().hex
-    for split, name in enumerate(plan.splits):
-        job = _part_job(opened, request, cut, name)
+    plan = opened.plan
+    with EncoderPool(opened.encoder, processes) as pool:
+        cut = _Cut.of(opened, request, pool)
+        jobs = [*map(partial(_split_job, opened, request, cut), plan.splits)]
+        stream = None
         if executor is None:
-            stream = PackStream(
-                opened=opened, request=request, cut=cut, split=split, processes=processes
+            keeps_keys = plan.source.may_repeat_keys
+            stream = PackStream(plan=plan, cut=cut, pool=pool, keeps_keys=keeps_keys)
+        else:
+            work = PackWork(request=request, identity=_identity(opened), call=uuid.uuid4().hex)
+            for split, firsts in enumerate(cut.firsts(plan)):
+                job = replace(jobs[split].job, parts=len(firsts) - 1)
+                jobs[split] = jobs[split]._replace(job=job, works=work.parts(split, firsts))
+        try:
+            report = run_jobs(
+                jobs,
+                executor=executor,
+                overwrite=overwrite,
+                progress=progress,
+                samples=cut.count or plan.total,
+                stream=stream,
             )
-            jobs.append(SplitJob(name, job, streamed=stream))
-            continue
-        firsts = cut.firsts(plan, split)
-        work = PackWork(request=request, identity=_identity(opened), call=call, split=split)
-        jobs.append(SplitJob(name, replace(job, parts=len(firsts) - 1), work.parts(firsts)))
-    try:
-        report = run_jobs(
-            jobs,
-            executor=executor,
-            overwrite=overwrite,
-            progress=progress,
-            samples=cut.count or plan.total,
-            skips=request.skips,
-        )
-    finally:
-        _opened_here.clear()
+        finally:
+            _opened_here.clear()
     return replace(report, files=plan.source.num_files)
 
 
-def _part_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) -> PartJob:
+def _split_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) -> SplitJob:
     plan, options = opened.plan, dict(opened.task.options)
     if cut.part_records is not None:  # of two processes that measure differently, one stops
         options["part_records"] = cut.part_records
     extras = {
         name: data.decode("utf-8", "surrogateescape") for name, data in plan.source.extras.items()
     }
-    return PartJob(
+    job = PartJob(
         kind="pack",
         title=plan.source.name,
         names=replace(opened.names, folder=folder_of_split(opened.names, split)),
@@ -102,6 +94,7 @@ def _part_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) -
         extras=extras,
         storage_options=request.writing,
     )
+    return SplitJob(split, job, skips=request.skips)
 
 
 def _identity(opened: OpenedPack) -> str:
@@ -129,7 +122,7 @@ class _Cut:
     is_encoded_first: bool = False
 
     @classmethod
-    def of(cls, opened: OpenedPack, request: PackRequest, processes: int) -> _Cut:
+    def of(cls, opened: OpenedPack, request: PackRequest, pool: EncoderPool) -> _Cut:
         """Return the cut of a pack: by the sizes of files that stay as they are, else by the mean size of some records.
 
         Raises:
@@ -140,73 +133,82 @@ class _Cut:
         if not isinstance(request.source, str | os.PathLike):
             return replace(cut, is_encoded_first=True)
         if source.has_sizes and request.images.changes_nothing:
-            return replace(cut, is_encoded_first=processes == 1 and not source.may_name_files)
+            return replace(cut, is_encoded_first=pool.processes == 1 and not source.may_name_files)
         count = records.count()
         if source.total_bytes is not None and request.images.changes_nothing:
             mean_bytes = source.total_bytes / max(1, count)
         else:
-            some = records.spaced_records(count)
-            with closing(encode_in_order(some, opened.encoder, processes=processes)) as samples:
-                sizes = [_encoded_bytes(sample) for sample in samples if sample.error is None]
+            some = ((None, record) for record in records.spaced_records(count))
+            samples = pool.encode(some, _PROBES_AT_ONCE)
+            sizes = [_encoded_bytes(sample) for _, sample in samples if sample.error is None]
             mean_bytes = sum(sizes) / max(1, len(sizes))
         fit = records_that_fit(mean_bytes, cut.max_records, cut.max_bytes)
         return replace(cut, part_records=fit, count=count)
 
-    def number(self, records: Iterable[Record], first: int = 0) -> Iterator[tuple[int, Record]]:
-        """Yield records with the number of their part; the first begins part ``first``."""
+    def number(
+        self, records: Iterable[tuple[int, Record]], firsts: Sequence[int]
+    ) -> Iterator[tuple[Place, Record]]:
+        """Yield records with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
         if self.part_records is not None:
-            return number_parts(records, lambda _: 0, self.part_records, 0, first=first)
-        encoded = map(_encode_values, records)
-        return number_parts(encoded, _record_bytes, self.max_records, self.max_bytes, first=first)
+            return number_parts(records, lambda _: 0, self.part_records, 0, firsts)
+        return number_parts(
+            map(_encode_values, records), _record_bytes, self.max_records, self.max_bytes, firsts
+        )
 
     def number_encoded(
-        self, samples: Iterable[Encoded], first: int
-    ) -> Iterator[tuple[int, Encoded]]:
-        """Yield encoded samples with the number of their part; the first begins part ``first``."""
-        return number_parts(samples, _encoded_bytes, self.max_records, self.max_bytes, first=first)
+        self, samples: Iterable[tuple[int, Encoded]], firsts: Sequence[int]
+    ) -> Iterator[tuple[Place, Encoded]]:
+        """Yield encoded samples with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
+        return number_parts(samples, _encoded_bytes, self.max_records, self.max_bytes, firsts)
 
-    def firsts(self, plan: PackPlan, split: int) -> Numbers:
-        """Return the first record of each part among the records of a split, and their number; shape (parts + 1,).
+    def firsts(self, plan: PackPlan) -> list[Numbers]:
+        """Return for each split the first record of each part among its records, and their number; shape (parts + 1,).
 
         Raises:
-            SourceError: If the source has no records.
+            SourceError: If a split has no records.
         """
-        if self.part_records is not None:
-            count = self.count if plan.assigned is None else int((plan.assigned == split).sum())
-            firsts = [*range(0, count, self.part_records)]
+        splits = range(len(plan.splits))
+        counts, firsts = [0] * len(splits), [list[int]() for _ in splits]
+        if self.part_records is None:
+            for (split, part), _ in self.number(plan.iter_from(dict.fromkeys(splits, 0)), counts):
+                if part == len(firsts[split]):
+                    firsts[split].append(counts[split])
+                counts[split] += 1
         else:
-            count, firsts = 0, list[int]()
-            for count, (part, _) in enumerate(self.number(records_of(plan, split, 0)), start=1):
-                if part == len(firsts):
-                    firsts.append(count - 1)
-        if not firsts:
+            counts = [self.count] if plan.assigned is None else plan.split_counts()
+            firsts = [[*range(0, count, self.part_records)] for count in counts]
+        if not all(counts):
             raise _empty_error(plan)
-        return np.array([*firsts, count], dtype=np.int64)
+        return [
+            np.array([*some, count], dtype=np.int64)
+            for some, count in zip(firsts, counts, strict=True)
+        ]
 
 
 def _empty_error(plan: PackPlan) -> SourceError:
     return SourceError("there is nothing to pack: the source is empty", shard=plan.source.name)
 
 
-def _encode_values(record: Record) -> Record:
-    """Return a record with all values but files and whole numbers as bytes, or with its error."""
-    if all(type(value) in _SIZED for value in record.fields.values()):
-        return record
+def _encode_values(numbered: tuple[int, Record]) -> tuple[int, Record]:
+    """Return a record, with the number of its split, with all values but files and whole numbers as bytes, or with its error."""
+    split, record = numbered
+    if _SIZED.issuperset(map(type, record.fields.values())):
+        return numbered
     try:
-        return record._replace(
+        return split, record._replace(
             fields={
                 field: value if isinstance(value, FileRef) else encode_field(field, value)
                 for field, value in record.fields.items()
             }
         )
     except SampleError as error:
-        return Record(record.key, {}, record.where, named(error, record.where))
+        return split, Record(record.key, {}, record.where, named(error, record.where))
 
 
 def _record_bytes(record: Record) -> int:
     """Return how many bytes a record of files, bytes and whole numbers takes in a tar."""
-    sizes = [(field, _value_bytes(value)) for field, value in record.fields.items()]
-    return fields_bytes(record.key, sizes)
+    sizes = map(_value_bytes, record.fields.values())
+    return fields_bytes(record.key, zip(record.fields, sizes, strict=True))
 
 
 def _value_bytes(value: FileRef | bytes | int) -> int:
@@ -219,144 +221,58 @@ def _encoded_bytes(sample: Encoded) -> int:
     return fields_bytes(sample.key, ((field, len(data)) for field, data in sample.fields.items()))
 
 
-def records_of(plan: PackPlan, split: int, first: int) -> Iterator[Record]:
-    """Yield the records of a split, from its ``first``-th on.
-
-    Args:
-        plan: Records of all splits, in packing order.
-        split: Number of the split.
-        first: Position among the records of the split.
-    """
-    assigned = plan.assigned
-    if assigned is None:
-        return plan.records.iter_from(first)
-    begin = _nth(assigned, split, first)
-    return plan.records.iter_some(begin, lambda number: bool(assigned[number] == split))
-
-
-def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
-    """Return the number of the record of a split that has ``count`` others before it; that of all records if there is none."""
-    return bisect_left(
-        range(len(assigned)),
-        count + 1,
-        key=lambda number: int(np.count_nonzero(assigned[: number + 1] == split)),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EncodedPart:
-    """The work of a part whose samples are encoded one after the other.
-
-    Args:
-        samples: The samples, or the errors of their records.
-        skips: Whether records that cannot be packed are skipped.
-        may_repeat_keys: Whether keys are compared when the dataset is published.
-        count_sample: Called with the bytes of each sample.
-    """
-
-    samples: Iterable[Encoded]
-    skips: bool
-    may_repeat_keys: bool
-    count_sample: CountSample = lambda _: None
-
-    def write(self, writer: PartWriter) -> PartResult:
-        """Write the samples (see `PartWork.write`).
-
-        Raises:
-            SourceError: If a record cannot be packed, unless such records are skipped.
-        """
-        skipped: list[Skip] = []
-        keys: list[str] = []
-        for sample in self.samples:
-            error, before = sample.error, writer.size_bytes
-            if error is None:
-                try:
-                    writer.write(sample.key, sample.fields)
-                except SampleError as unfit:
-                    error = named(unfit, sample.where)
-            if error is not None:
-                if not self.skips:
-                    raise error
-                skipped.append(Skip(sample.where, str(error)))
-                continue
-            self.count_sample(writer.size_bytes - before)
-            if self.may_repeat_keys:
-                keys.append(sample.key)
-        return PartResult(skipped=tuple(skipped), key_hashes=encode_hashes(hash_keys(keys)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackStream:
-    """The parts of a split that this process writes: one pass over the records, which are encoded ahead, also across parts.
+    """The samples of all splits that this process writes: one pass over the records, which are encoded ahead, also across parts.
 
     Args:
-        opened: The pack.
-        request: Its arguments.
+        plan: The records.
         cut: Where parts begin.
-        split: Number of the split.
-        processes: Processes that encode.
+        pool: Encodes the records.
+        keeps_keys: Whether keys are compared when the dataset is published.
     """
 
-    opened: OpenedPack
-    request: PackRequest
+    plan: PackPlan
     cut: _Cut
-    split: int
-    processes: int
+    pool: EncoderPool
+    keeps_keys: bool
 
     def open(
-        self, find_kept: FindKept, count_sample: CountSample
-    ) -> Generator[NumberedWork, None, None]:
-        """Yield the parts that are not kept (see `StreamedParts`)."""
-        plan, part, first = self.opened.plan, 0, 0
-        # The records of the first kept parts are not read again: each was written or skipped.
-        while (kept := find_kept(part)) is not None:
-            part += 1
-            first += kept.nsamples + len(kept.skipped)
-        records = records_of(plan, self.split, first)
-        cut = self._cut_encoded if self.cut.is_encoded_first else self._cut_records
-        with closing(cut(records, part, find_kept)) as numbered:
-            for number, samples in itertools.groupby(numbered, key=itemgetter(0)):
-                part = number + 1
-                yield (
-                    number,
-                    _EncodedPart(
-                        samples=map(itemgetter(1), samples),
-                        skips=self.request.skips,
-                        may_repeat_keys=plan.source.may_repeat_keys,
-                        count_sample=count_sample,
-                    ),
-                )
-        if not part:
+        self, jobs: Collection[int], find_kept: FindKept
+    ) -> Generator[tuple[Place, Encoded], None, None]:
+        """Yield the samples of the splits whose parts are not kept (see `SampleStream`)."""
+        plan, missing = self.plan, set(jobs)
+        firsts, begins = [0] * len(plan.splits), dict.fromkeys(jobs, 0)
+        for split in jobs:
+            # The records of the first kept parts are not read again: each was written or skipped.
+            while (kept := find_kept(split, firsts[split])) is not None:
+                missing.discard(split)
+                firsts[split] += 1
+                begins[split] += kept.nsamples + len(kept.skipped)
+        cut, pool, records = self.cut, self.pool, plan.iter_from(begins)
+        if cut.is_encoded_first:
+            cuts = cut.number_encoded(pool.encode(records), firsts)
+            numbered = _without_kept(cuts, firsts, find_kept)
+        else:  # files of kept parts are not opened
+            numbered = pool.encode(_without_kept(cut.number(records, firsts), firsts, find_kept))
+        for place, sample in numbered:
+            missing.discard(place[0])
+            yield place, sample
+        if missing:
             raise _empty_error(plan)
-
-    def _cut_records(
-        self, records: Iterable[Record], first: int, find_kept: FindKept
-    ) -> Generator[tuple[int, Encoded]]:
-        """Yield encoded samples with the numbers of their parts; files of kept parts are not opened."""
-        todo = _without_kept(self.cut.number(records, first), first, find_kept)
-        numbered, again = itertools.tee(todo)
-        with closing(self._encode(record for _, record in again)) as encoded:
-            for sample, (number, _) in zip(encoded, numbered, strict=True):
-                yield number, sample
-
-    def _cut_encoded(
-        self, records: Iterable[Record], first: int, find_kept: FindKept
-    ) -> Generator[tuple[int, Encoded]]:
-        """Yield encoded samples with the numbers of their parts, which are known only now."""
-        with closing(self._encode(records)) as encoded:
-            yield from _without_kept(self.cut.number_encoded(encoded, first), first, find_kept)
-
-    def _encode(self, records: Iterable[Record]) -> Generator[Encoded]:
-        return encode_in_order(records, self.opened.encoder, processes=self.processes)
 
 
 def _without_kept(
-    numbered: Iterable[tuple[int, T]], first: int, find_kept: FindKept
-) -> Iterator[tuple[int, T]]:
-    """Leave out the items of the parts after ``first`` that are kept."""
-    for number, mine in itertools.groupby(numbered, key=itemgetter(0)):
-        if number == first or find_kept(number) is None:
-            yield from mine
+    numbered: Iterable[tuple[Place, T]], firsts: Sequence[int], find_kept: FindKept
+) -> Iterator[tuple[Place, T]]:
+    """Leave out the items of kept parts; the first part of each split is known not to be."""
+    parts, is_kept = [*firsts], [False] * len(firsts)
+    for (split, part), item in numbered:
+        if part != parts[split]:
+            parts[split] = part
+            is_kept[split] = find_kept(split, part) is not None
+        if not is_kept[split]:
+            yield (split, part), item
 
 
 # Of this process: the source that was opened last, by its call. Two sources may have one identity: tables that are equal, but name files of
@@ -381,15 +297,15 @@ class PackWork:
     request: PackRequest
     identity: str
     call: str
-    split: int
+    split: int = 0
     number: int = 0
     first: int = 0
     last: int = 0
 
-    def parts(self, firsts: Numbers) -> Iterator[PackWork]:
-        """Yield the work of each part; ``firsts`` as `_Cut.firsts` returns it."""
+    def parts(self, split: int, firsts: Numbers) -> Iterator[PackWork]:
+        """Yield the work of each part of a split; ``firsts`` as `_Cut.firsts` returns it."""
         for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
-            yield replace(self, number=number, first=first, last=last)
+            yield replace(self, split=split, number=number, first=first, last=last)
 
     def write(self, writer: PartWriter) -> PartResult:
         """Read, encode and write the records (see `PartWork.write`).
@@ -399,12 +315,13 @@ class PackWork:
             ChangedError: If the source has changed since the job was planned.
         """
         opened = self._open()
-        may_repeat_keys = opened.plan.source.may_repeat_keys
-        return _EncodedPart(
-            samples=self._encoded(opened),
-            skips=self.request.skips,
-            may_repeat_keys=may_repeat_keys,
-        ).write(writer)
+        keeps_keys = opened.plan.source.may_repeat_keys
+        part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
+        records = (record for _, record in opened.plan.iter_from({self.split: self.first}))
+        for some in chunked(itertools.islice(records, self.last - self.first)):
+            for sample in opened.encoder.encode(some):
+                part.add(sample)
+        return part.result()
 
     def _open(self) -> OpenedPack:
         """Open the source, or take the one that this process has open."""
@@ -420,8 +337,3 @@ class PackWork:
             _opened_here.clear()
             _opened_here[self.call] = opened
         return opened
-
-    def _encoded(self, opened: OpenedPack) -> Iterator[Encoded]:
-        records = records_of(opened.plan, self.split, self.first)
-        for some in chunked(itertools.islice(records, self.last - self.first)):
-            yield from opened.encoder.encode(some)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from shardstream.errors import OptionError
+import numpy as np
+
+from shardstream.errors import ChangedError, OptionError
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
 from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
@@ -18,9 +21,11 @@ from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
 from shardstream.packing.sources.detection import AnySource, open_source
-from shardstream.packing.sources.source import ShuffledSource, Source, SourceOptions
-from shardstream.packing.sources.split import SplitNumbers, assign_splits
+from shardstream.packing.sources.source import Record, ShuffledSource, Source, SourceOptions
+from shardstream.packing.sources.split import Numbers, SplitNumbers, assign_splits
 from shardstream.storage import Storage, absolute_url, join_url
+
+_BLOCK = 1 << 16  # records whose splits are looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,7 @@ class PackRequest:
         check_is_elsewhere(opened.folders, names.folder, reading)
         if self.reading or self.writing:
             self._check_options(reads_remote=opened.reads_remote)
-        folders = [folder_of_split(names, one) for one in _split_names(opened, self.split)]
+        folders = [*map(partial(folder_of_split, names), _split_names(opened, self.split))]
         opened = number_classes(opened, self.classes, folders, Storage(self.writing))
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
         asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
@@ -154,6 +159,46 @@ class PackPlan:
     splits: tuple[str, ...]
     assigned: SplitNumbers | None
 
+    def split_counts(self) -> list[int]:
+        """Return the number of records of each split, if there are several."""
+        assert self.assigned is not None  # noqa: S101  (so says the caller)
+        return [int(count) for count in np.bincount(self.assigned, minlength=len(self.splits))]
+
+    def iter_from(self, firsts: Mapping[int, int]) -> Iterator[tuple[int, Record]]:
+        """Yield the records of some splits in packing order, each with the number of its split.
+
+        Args:
+            firsts: Number of each split -> position of its first record among those of the split.
+
+        Raises:
+            ChangedError: If there are more or fewer records than when they were assigned to splits.
+        """
+        assigned = self.assigned
+        if assigned is None:
+            for record in self.records.iter_from(firsts[0]):
+                yield 0, record
+            return
+        begins = np.full(len(self.splits), len(assigned), dtype=np.int64)
+        for split, first in firsts.items():
+            begins[split] = _nth(assigned, split, first)
+        begin, splits = int(begins.min()), _splits_from(assigned, begins)
+        end = len(assigned)
+        for record in self.records.iter_some(
+            begin, lambda number: number >= end or bool(number >= begins[assigned[number]])
+        ):
+            assigned_split = next(splits, None)
+            if assigned_split is None:
+                raise self._changed_error("more")
+            yield assigned_split, record
+        if next(splits, None) is not None:
+            raise self._changed_error("fewer")
+
+    def _changed_error(self, found: str) -> ChangedError:
+        return ChangedError(
+            f"the source has {found} records than when they were counted for the splits; run this again, with a source that does not change",
+            shard=self.source.name,
+        )
+
 
 def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
     """Return the names of the datasets to write; one without a name if there are no splits."""
@@ -168,6 +213,24 @@ def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
 def folder_of_split(names: ShardNames, split: str) -> str:
     """Return the folder of a split; that of the pack without splits."""
     return join_url(names.folder, split) if split else names.folder
+
+
+def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
+    """Return the number of the record of a split that has ``count`` others before it; that of all records if there is none."""
+    for start in range(0, len(assigned), _BLOCK):
+        found = np.flatnonzero(assigned[start : start + _BLOCK] == split)
+        if count < len(found):
+            return start + int(found[count])
+        count -= len(found)
+    return len(assigned)
+
+
+def _splits_from(assigned: SplitNumbers, begins: Numbers) -> Iterator[int]:
+    """Yield the split of each record, in order; of each split only from a number of a record on."""
+    for start in range(int(begins.min()), len(assigned), _BLOCK):
+        block = assigned[start : start + _BLOCK]
+        numbers = np.arange(start, start + len(block))
+        yield from block[numbers >= begins[block]].tolist()
 
 
 def _digest(data: bytes | None) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -26,6 +26,8 @@ from shardstream.packing.images import ImageOptions, decode_error, reencode
 from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.storage import Storage, broken_link
 from shardstream.tasks import ProcessPool
+
+T = TypeVar("T")
 
 _CHUNK_RECORDS = 32
 _RECORD_CHUNK_BYTES = 16 << 20
@@ -199,47 +201,82 @@ def _missing(error: NotFoundError, url: str, where: str) -> NotFoundError | Sour
     return error
 
 
-def encode_in_order(
-    records: Iterable[Record], encoder: RecordEncoder, *, processes: int
-) -> Generator[Encoded, None, None]:
-    """Encode records in order; in this process if ``processes`` is 1 or there is nothing to encode.
+class EncoderPool:
+    """Encodes records in order, in this process or in others, which start when they are first needed; use it as a context manager.
 
-    Close the generator to stop the processes early.
-
-    Raises:
-        SourceError: If a process dies.
-        StorageError: If files cannot be reached.
+    Args:
+        encoder: Encodes them.
+        processes: Number of processes; 1: this one.
     """
-    chunks = chunked(records)
-    first = next(chunks, [])
-    chunks = itertools.chain([first], chunks)
-    if processes == 1 or encoder.only_copies(first):
-        for chunk in chunks:
-            yield from encoder.encode(chunk)
-        return
-    in_flight: deque[Future[list[Encoded]]] = deque()
-    # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order, with a bounded number in flight.
-    pool = ProcessPool(processes, _begin, (encoder,))
-    try:
-        with pool:
+
+    def __init__(self, encoder: RecordEncoder, processes: int) -> None:
+        self.processes = processes
+        self._encoder = encoder
+        self._pool: ProcessPool | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """End the processes; kill them after an error."""
+        if self._pool is not None:
+            self._pool.__exit__(kind, *rest)
+
+    def encode(
+        self, labelled: Iterable[tuple[T, Record]], chunk_records: int = _CHUNK_RECORDS
+    ) -> Generator[tuple[T, Encoded], None, None]:
+        """Encode records in order, each with its label; in this process if there is nothing to encode.
+
+        Args:
+            labelled: The records, which are read ahead.
+            chunk_records: Maximum records that a process gets at once.
+
+        Raises:
+            SourceError: If a process dies.
+            StorageError: If files cannot be reached.
+        """
+        labels: deque[T] = deque()  # of the records that were read ahead
+
+        def unlabelled() -> Iterator[Record]:
+            for label, record in labelled:
+                labels.append(label)
+                yield record
+
+        chunks = chunked(unlabelled(), chunk_records)
+        first = next(chunks, [])
+        chunks = itertools.chain([first], chunks)
+        if self.processes == 1 or self._encoder.only_copies(first):
+            encoded: Iterator[list[Encoded]] = map(self._encoder.encode, chunks)
+        else:
+            encoded = self._encode_ahead(chunks)
+        for samples in encoded:
+            for sample in samples:
+                yield labels.popleft(), sample
+
+    def _encode_ahead(self, chunks: Iterable[list[Record]]) -> Iterator[list[Encoded]]:
+        """Encode chunks in processes, with a bounded number in flight."""
+        # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order.
+        pool = self._pool = self._pool or ProcessPool(self.processes, _begin, (self._encoder,))
+        in_flight: deque[Future[list[Encoded]]] = deque()
+        try:
             for chunk in chunks:
                 in_flight.append(pool.submit(_encode_here, chunk))
-                if len(in_flight) > 2 * processes:
-                    yield from in_flight.popleft().result()
+                if len(in_flight) > 2 * self.processes:
+                    yield in_flight.popleft().result()
             while in_flight:
-                yield from in_flight.popleft().result()
-    except BrokenProcessPool as error:
-        raise SourceError(f"a process that encodes died: {pool.why_broken()}") from error
+                yield in_flight.popleft().result()
+        except BrokenProcessPool as error:
+            raise SourceError(f"a process that encodes died: {pool.why_broken()}") from error
 
 
-def chunked(records: Iterable[Record]) -> Iterator[list[Record]]:
+def chunked(records: Iterable[Record], max_records: int = _CHUNK_RECORDS) -> Iterator[list[Record]]:
     """Yield lists of records, bounded by number and by bytes."""
     chunk: list[Record] = []
     size = 0
     for record in records:
         chunk.append(record)
         size += sum(map(_value_bytes, record.fields.values()))
-        if len(chunk) >= _CHUNK_RECORDS or size >= _RECORD_CHUNK_BYTES:
+        if len(chunk) >= max_records or size >= _RECORD_CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
     if chunk:

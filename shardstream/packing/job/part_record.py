@@ -11,13 +11,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from shardstream.errors import NotFoundError, ShardError, StorageError
+from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
 from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
 from shardstream.packing.job.destination import ShardNames
 from shardstream.packing.job.journal import Journal, Task
+from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
+from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.report import Skip
 from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.sources.source import named
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -186,42 +189,20 @@ class PartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartTask:
-    """The task of one part: runs it, unless its record says that it is done.
+class PartFiles:
+    """The files of one part: its shards, and then its record.
 
     Args:
         record: Its record.
-        work: Its work.
         template: Name of a shard (see `ShardNames`).
         limits: Maximum samples and bytes of a shard, and its columns.
-        keeps_skips: Whether the shards of an earlier run that skipped records are kept.
         replaces: Whether shards of these names may exist already (see `PartWriter`).
     """
 
     record: PartRecord
-    work: PartWork
     template: str
     limits: WriterOptions
-    keeps_skips: bool
     replaces: bool
-
-    @property
-    def name(self) -> str:
-        """Number of the part, and the folder."""
-        return f"part {self.record.number} of {self.record.folder}"
-
-    def run(self) -> Mapping[str, JSON]:
-        """Write the shards and the record; a second run changes nothing."""
-        result = self.record.find()
-        is_kept = result is not None and (self.keeps_skips or not result.skipped)
-        if result is None or not is_kept:
-            folder = self.record.open_folder()
-            check_owner = partial(self.record.check_owner, folder)
-            check_owner()
-            with closing(self.open_writer(folder, check_owner)) as writer:
-                result = self.end(folder, writer, self.work.write(writer))
-        # The hashes are in the record: `publish` compares them.
-        return {**replace(result, key_hashes="").encode(), "kept": is_kept}
 
     def open_writer(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartWriter:
         """Return the writer of the shards (see `PartWriter`)."""
@@ -246,6 +227,82 @@ class PartTask:
         )
         self.record.write(folder, result)
         return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTask:
+    """The task of one part: runs it, unless its record says that it is done.
+
+    Args:
+        files: Its shards and its record.
+        work: Its work.
+        keeps_skips: Whether the shards of an earlier run that skipped records are kept.
+    """
+
+    files: PartFiles
+    work: PartWork
+    keeps_skips: bool
+
+    @property
+    def name(self) -> str:
+        """Number of the part, and the folder."""
+        return f"part {self.files.record.number} of {self.files.record.folder}"
+
+    def run(self) -> Mapping[str, JSON]:
+        """Write the shards and the record; a second run changes nothing."""
+        record = self.files.record
+        result = record.find()
+        is_kept = result is not None and (self.keeps_skips or not result.skipped)
+        if result is None or not is_kept:
+            folder = record.open_folder()
+            check_owner = partial(record.check_owner, folder)
+            check_owner()
+            with closing(self.files.open_writer(folder, check_owner)) as writer:
+                result = self.files.end(folder, writer, self.work.write(writer))
+        # The hashes are in the record: `publish` compares them.
+        return {**replace(result, key_hashes="").encode(), "kept": is_kept}
+
+
+class EncodedPart:
+    """The samples of a part, which are written one after the other.
+
+    Args:
+        writer: Writes its shards.
+        skips: Whether records that cannot be packed are skipped.
+        keeps_keys: Whether the hashes of its keys are kept.
+    """
+
+    def __init__(self, writer: PartWriter, *, skips: bool, keeps_keys: bool) -> None:
+        self._writer, self._skips, self._keeps_keys = writer, skips, keeps_keys
+        self._skipped: list[Skip] = []
+        self._keys: list[str] = []
+
+    def add(self, sample: Encoded) -> int:
+        """Write a sample; return its bytes, 0 if its record is skipped.
+
+        Raises:
+            SourceError: If the record cannot be packed, unless such records are skipped.
+            StorageError: If a shard cannot be written.
+        """
+        error, before = sample.error, self._writer.size_bytes
+        if error is None:
+            try:
+                self._writer.write(sample.key, sample.fields)
+            except SampleError as unfit:
+                error = named(unfit, sample.where)
+        if error is not None:
+            if not self._skips:
+                raise error
+            self._skipped.append(Skip(sample.where, str(error)))
+            return 0
+        if self._keeps_keys:
+            self._keys.append(sample.key)
+        return self._writer.size_bytes - before
+
+    def result(self) -> PartResult:
+        """Return what the writer does not count."""
+        hashes = encode_hashes(hash_keys(self._keys))
+        return PartResult(skipped=tuple(self._skipped), key_hashes=hashes)
 
 
 def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartResult] | None:

@@ -77,9 +77,9 @@ class SplitReport:
 
     name: str
     url: str
-    samples: int
-    shards: int
-    total_bytes: int
+    samples: int = 0
+    shards: int = 0
+    total_bytes: int = 0
     kept: int = 0
 
 
@@ -261,18 +261,14 @@ class PartCounts:
         *,
         skips: bool,
     ) -> None:
-        self.split = SplitReport(name="", url="", samples=0, shards=0, total_bytes=0)
-        """The parts of the current split that were run here."""
+        self.splits: list[SplitReport] = []
+        """The parts of each dataset that were run here; datasets are added by the owner."""
         self.fields = Counter[str]()
         self.skipped: list[Skip] = []
         self._progress, self._update = progress, Progress(0, 0, 0, total)
         self.skips = skips
         self._retries = retries
         self._shown_s = 0.0
-
-    def begin(self, split: str, url: str) -> None:
-        """Begin the next split."""
-        self.split = SplitReport(name=split, url=url, samples=0, shards=0, total_bytes=0)
 
     def add_sample(self, size_bytes: int) -> None:
         """Count a sample that is written in this process, of a part that is not done yet."""
@@ -285,27 +281,33 @@ class PartCounts:
             self._progress(self._update)
 
     def add(
-        self, result: PartResult, *, is_kept: bool = False, has_counted_samples: bool = False
+        self,
+        result: PartResult,
+        split: int,
+        *,
+        is_kept: bool = False,
+        has_counted_samples: bool = False,
     ) -> None:
         """Count the result of a part.
 
         Args:
             result: The result.
+            split: Number of its dataset.
             is_kept: Whether an earlier run has written it.
             has_counted_samples: Whether `add_sample` has counted its samples.
 
         Raises:
             OptionError: If records were skipped in an earlier run, and this one does not skip.
         """
-        split, now = self.split, self._update
+        before, now = self.splits[split], self._update
         if result.skipped and not self.skips:
-            raise skipped_before_error(len(result.skipped), result.skipped[0], split.url)
-        self.split = replace(
-            split,
-            samples=split.samples + result.nsamples,
-            shards=split.shards + len(result.shards),
-            total_bytes=split.total_bytes + result.total_bytes,
-            kept=split.kept + len(result.shards) * is_kept,
+            raise skipped_before_error(len(result.skipped), result.skipped[0], before.url)
+        self.splits[split] = replace(
+            before,
+            samples=before.samples + result.nsamples,
+            shards=before.shards + len(result.shards),
+            total_bytes=before.total_bytes + result.total_bytes,
+            kept=before.kept + len(result.shards) * is_kept,
         )
         self.fields.update(result.fields)
         self.skipped += result.skipped

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, replace
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from shardstream.errors import OptionError
 from shardstream.packing.job.claim import Claim, PartJob, claimed, join
+from shardstream.packing.job.cut import Place
+from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.part_record import (
+    EncodedPart,
+    PartFiles,
     PartRecord,
     PartResult,
     PartTask,
@@ -36,31 +40,31 @@ from shardstream.packing.job.report import (
     skipped_before_error,
 )
 from shardstream.packing.shards.part_writer import PartWriter
-from shardstream.storage import absolute_url, is_part_record
+from shardstream.storage import OutputFolder, absolute_url, is_part_record
 from shardstream.tasks import JSON, Executor, Parts, RetryCount, Task
 
-# Parts that are flushed and published while the next one is written; their records are written in order.
-_ENDING = 2
+# Parts that are flushed and published while others are written; their records are written in order.
+_ENDING = 1
+
+FindKept = Callable[[int, int], PartResult | None]
+"""Returns the result of a part, by the numbers of its job and of the part, if an earlier run has written it and it is kept."""
 
 
-CountSample = Callable[[int], None]
-"""Counts a sample that is written, by its bytes."""
-FindKept = Callable[[int], PartResult | None]
-"""Returns the result of a part by its number, if an earlier run has written it and it is kept."""
-NumberedWork = tuple[int, PartWork]
+class SampleStream(Protocol):
+    """The samples of several jobs, from one pass over the source."""
 
-
-class StreamedParts(Protocol):
-    """The parts of a job, whose records come from one pass over the source."""
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether keys are compared when the dataset is published."""
 
     def open(
-        self, find_kept: FindKept, count_sample: CountSample
-    ) -> Generator[NumberedWork, None, None]:
-        """Yield the number and the work of each part that is not kept, in order; each is run before the next one is taken.
+        self, jobs: Collection[int], find_kept: FindKept
+    ) -> Generator[tuple[Place, Encoded], None, None]:
+        """Yield each sample, or the error of its record, with its place; those of one job in order.
 
         Args:
-            find_kept: To be called once for each part of the job.
-            count_sample: To be called by the work, for the progress.
+            jobs: Numbers of the jobs whose samples are wanted, at least one.
+            find_kept: To be called once for each part of these jobs; samples of parts that are kept are left out.
         """
 
 
@@ -72,8 +76,61 @@ class SplitJob(NamedTuple):
     job: PartJob
     works: Iterable[PartWork] = ()
     """Work of each part, in order."""
-    streamed: StreamedParts | None = None
-    """The parts, if all are written in this process, instead of ``works``."""
+    skips: bool = False
+    """Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _JobRun:
+    """A claimed job whose parts run.
+
+    Args:
+        split: The job.
+        claim: Its destination.
+        has_records: Whether there were records of parts before.
+        parts: Number of its parts that are known so far; 0 if its dataset was published before.
+        results: What the parts have written, by their numbers.
+    """
+
+    split: SplitJob
+    claim: Claim
+    has_records: bool
+    parts: int = 0
+    results: dict[int, PartResult] = field(default_factory=dict)
+
+    def check_published(self) -> bool:
+        """Return whether the dataset is published already.
+
+        Raises:
+            OptionError: If its run skipped records, and this one does not.
+        """
+        published = self.claim.journal.published if self.claim.is_published else None
+        if published is not None and published.skipped and not self.split.skips:
+            first, url = Skip(*published.skipped[0]), self.claim.destination.folder.url
+            raise skipped_before_error(len(published.skipped), first, url)
+        return self.claim.is_published
+
+    def files(self, number: int, of: int = 0) -> PartFiles:
+        """Return the files of a part, by its number; ``of`` as in `PartRecord`."""
+        job = self.split.job
+        record = PartRecord(
+            folder=absolute_url(job.names.folder),
+            storage_options=job.storage_options,
+            run_id=job.run,
+            number=number,
+            of=of,
+        )
+        return PartFiles(
+            record=record,
+            template=job.names.template,
+            limits=job.limits,
+            replaces=self.claim.replaces,
+        )
+
+    def ready(self) -> Ready:
+        """Return what is to be published."""
+        folder, journal = self.claim.destination.folder, self.claim.journal
+        return Ready(folder, journal.run, self.parts, journal=journal, results=self.results)
 
 
 def run_jobs(
@@ -83,7 +140,7 @@ def run_jobs(
     overwrite: bool,
     progress: ProgressFunction | None,
     samples: int | None,
-    skips: bool = False,
+    stream: SampleStream | None = None,
 ) -> PackReport:
     """Claim the destinations, run all parts, and publish the datasets together; with `Parts` nothing is published.
 
@@ -93,7 +150,7 @@ def run_jobs(
         overwrite: Replace existing datasets, or unfinished ones of other jobs.
         progress: Called after each part.
         samples: Samples of the source, for ``progress``.
-        skips: Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued.
+        stream: The samples of all jobs, if their parts are written in this process, instead of their works.
 
     Raises:
         OptionError: If another dataset or job is in a folder, an earlier run skipped records, or ``overwrite`` is used with `Parts`.
@@ -104,214 +161,193 @@ def run_jobs(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    begin_s = time.monotonic()
+    begin_s, keeps_skips = time.monotonic(), jobs[0].skips or not overwrite
     part_jobs = [one.job for one in jobs]
     first = part_jobs[0]
     logs = logged(f"{first.kind} {first.names.folder}", progress)
-    counts = PartCounts(logs, samples, RetryCount(executor), skips=skips)
-    run = _Run(counts=counts, executor=executor, keeps_skips=skips or not overwrite)
-    if executor is None:
-        with claimed(part_jobs, overwrite=overwrite) as claims:
-            done = [run.split(one, claim) for one, claim in zip(jobs, claims, strict=True)]
-            reports = publish_locked(_ready(claims, done), first.storage_options)
-    else:
-        claims = join(part_jobs, overwrite=overwrite)
-        done = [run.split(one, claim) for one, claim in zip(jobs, claims, strict=True)]
-        if isinstance(executor, Parts):
-            unfinished = (
-                missing_parts(job.open_folder().list_files(), job.parts) for job in part_jobs
-            )
-            return PackReport(
-                source=first.title,
-                splits=tuple(one.report for one in done),
-                seconds=time.monotonic() - begin_s,
-                skipped=tuple(counts.skipped),
-                fields=dict(counts.fields),
-                unfinished=sum(map(len, unfinished)),
-            )
-        reports = publish(_ready(claims, done), first.storage_options)
+    counts = PartCounts(logs, samples, RetryCount(executor), skips=jobs[0].skips)
+    with (
+        claimed(part_jobs, overwrite=overwrite)
+        if executor is None
+        else nullcontext(join(part_jobs, overwrite=overwrite))
+    ) as claims:
+        runs, todo = list[_JobRun](), list[int]()
+        for number, (one, claim) in enumerate(zip(jobs, claims, strict=True)):
+            counts.splits.append(SplitReport(name=one.split, url=one.job.names.folder))
+            has_records = any(map(is_part_record, claim.destination.files))
+            runs.append(_JobRun(split=one, claim=claim, has_records=has_records))
+            if not runs[number].check_published():
+                todo.append(number)
+        if executor is None:
+            with closing(_PartsHere(runs, counts, keeps_skips=keeps_skips)) as here:
+                here.run(todo, stream)
+            reports = publish_locked([*map(_JobRun.ready, runs)], first.storage_options)
+        else:
+            _run_tasks(runs, todo, executor, counts, keeps_skips=keeps_skips)
+            if isinstance(executor, Parts):
+                return _unfinished(part_jobs, counts, begin_s)
+            reports = publish([*map(_JobRun.ready, runs)], first.storage_options)
     shown = [
         replace(
             one.splits[0],
-            name=ran.report.name,
-            url=ran.report.url,
-            kept=ran.report.kept if ran.parts else one.shards,
+            name=counted.name,
+            url=counted.url,
+            kept=counted.kept if run.parts else one.shards,
         )
-        for one, ran in zip(reports, done, strict=True)
+        for one, counted, run in zip(reports, counts.splits, runs, strict=True)
     ]
     report = combine_reports(first.title, reports, seconds=time.monotonic() - begin_s)
     return replace(report, splits=tuple(shown))
 
 
-def _ready(claims: Sequence[Claim], done: Sequence[_SplitRun]) -> list[Ready]:
-    return [
-        Ready(
-            claim.destination.folder,
-            claim.journal.run,
-            one.parts,
-            journal=claim.journal,
-            results=one.results,
-        )
-        for claim, one in zip(claims, done, strict=True)
-    ]
+def _unfinished(jobs: Sequence[PartJob], counts: PartCounts, begin_s: float) -> PackReport:
+    """Return the report of one of several `Parts`."""
+    unfinished = [missing_parts(job.open_folder().list_files(), job.parts) for job in jobs]
+    return PackReport(
+        source=jobs[0].title,
+        splits=tuple(counts.splits),
+        seconds=time.monotonic() - begin_s,
+        skipped=tuple(counts.skipped),
+        fields=dict(counts.fields),
+        unfinished=sum(map(len, unfinished)),
+    )
+
+
+def _run_tasks(
+    runs: Sequence[_JobRun],
+    todo: Collection[int],
+    executor: Executor,
+    counts: PartCounts,
+    *,
+    keeps_skips: bool,
+) -> None:
+    """Run each part as a task, those of one job after those of another."""
+    of = executor.of if isinstance(executor, Parts) else 0
+    for split in todo:
+        run = runs[split]
+
+        def tasks(run: _JobRun = run) -> Iterator[PartTask]:
+            for number, work in enumerate(run.split.works):
+                run.parts = number + 1
+                yield PartTask(files=run.files(number, of), work=work, keeps_skips=keeps_skips)
+
+        def count(
+            task: Task, document: Mapping[str, JSON], split: int = split, run: _JobRun = run
+        ) -> None:
+            result = PartResult.decode(document)
+            if isinstance(task, PartTask):
+                run.results[task.files.record.number] = result
+            counts.add(result, split, is_kept=bool(document["kept"]))
+
+        executor.run(tasks(), count)
+
+
+class _Part(NamedTuple):
+    """A part that is being written."""
+
+    job: int
+    number: int
+    files: PartFiles
+    folder: OutputFolder
+    writer: PartWriter
 
 
 class _Ending(NamedTuple):
     """A part that is written, and is being published and recorded."""
 
-    number: int
+    part: _Part
     result: Future[PartResult]
-    writer: PartWriter
+    has_counted_samples: bool
 
 
-class _SplitRun(NamedTuple):
-    report: SplitReport
-    parts: int
-    """Parts of the job; 0 if the dataset was published before."""
-    results: Mapping[int, PartResult]
-    """What each part has written, by its number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Runs the parts of claimed jobs.
+class _PartsHere:
+    """Runs parts in this process.
 
     Args:
-        counts: Counts their results.
-        executor: Where they run; None: in this process.
+        runs: The jobs.
+        counts: Counts the results, by the numbers of the jobs.
         keeps_skips: Whether the shards of an earlier run that skipped records are kept.
     """
 
-    counts: PartCounts
-    executor: Executor | None
-    keeps_skips: bool
+    def __init__(self, runs: Sequence[_JobRun], counts: PartCounts, *, keeps_skips: bool) -> None:
+        self._runs, self._counts, self._keeps_skips = runs, counts, keeps_skips
+        self._open: dict[int, _Part] = {}
+        self._ending: deque[_Ending] = deque()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardstream-end")
 
-    def split(self, one: SplitJob, claim: Claim) -> _SplitRun:
-        """Run the parts of one job, unless its dataset is published already."""
-        self.counts.begin(one.split, one.job.names.folder)
-        if claim.is_published:
-            self._check_published(claim)
-            return _SplitRun(self.counts.split, 0, {})
-        executor = self.executor
-        parts, results = (
-            self._run_here(one, claim)
-            if executor is None
-            else self._run_tasks(one, claim, executor)
-        )
-        return _SplitRun(self.counts.split, parts, results)
+    def close(self) -> None:
+        """Drop the parts that are not written, and wait for those that are being published."""
+        for part in self._open.values():
+            part.writer.close()
+        for ending in self._ending:  # there are some after an error only
+            if ending.result.cancel():  # its record is not written then
+                ending.part.writer.close()
+        self._pool.shutdown(wait=True)
 
-    def _check_published(self, claim: Claim) -> None:
-        """Refuse to complete a dataset whose run skipped records, if this one does not."""
-        published = claim.journal.published
-        if published is not None and published.skipped and not self.counts.skips:
-            first = Skip(*published.skipped[0])
-            raise skipped_before_error(len(published.skipped), first, claim.destination.folder.url)
+    def run(self, jobs: Collection[int], stream: SampleStream | None) -> None:
+        """Run the parts of some jobs, by their numbers: those of a stream together, the works one after the other."""
+        if stream is not None and jobs:
+            self._write_stream(stream, jobs)
+        for job in jobs:
+            for number, work in enumerate(self._runs[job].split.works):
+                if self._find_kept(job, number) is None:
+                    part = self._begin(job, number)
+                    self._end(part, work.write(part.writer))
+        self._wait(0)
 
-    def _record(self, job: PartJob, number: int) -> PartRecord:
-        return PartRecord(
-            folder=absolute_url(job.names.folder),
-            storage_options=job.storage_options,
-            run_id=job.run,
-            number=number,
-            of=self.executor.of if isinstance(self.executor, Parts) else 0,
-        )
+    def _write_stream(self, stream: SampleStream, jobs: Collection[int]) -> None:
+        encoded: dict[int, EncodedPart] = {}
+        with closing(stream.open(jobs, self._find_kept)) as samples:
+            for (job, number), sample in samples:
+                part = self._open.get(job)
+                if part is None or part.number != number:
+                    if part is not None:
+                        self._end(part, encoded[job].result(), has_counted_samples=True)
+                    writer, skips = self._begin(job, number).writer, self._runs[job].split.skips
+                    encoded[job] = EncodedPart(writer, skips=skips, keeps_keys=stream.keeps_keys)
+                if size_bytes := encoded[job].add(sample):
+                    self._counts.add_sample(size_bytes)
+        for job, part in sorted(self._open.items()):
+            self._end(part, encoded[job].result(), has_counted_samples=True)
 
-    def _task(self, job: PartJob, claim: Claim, number: int, work: PartWork) -> PartTask:
-        return PartTask(
-            record=self._record(job, number),
-            work=work,
-            template=job.names.template,
-            limits=job.limits,
-            keeps_skips=self.keeps_skips,
-            replaces=claim.replaces,
-        )
+    def _find_kept(self, job: int, number: int) -> PartResult | None:
+        """Return the result of a part that an earlier run has written and that is kept, and count it."""
+        run = self._runs[job]
+        result = run.files(number).record.find() if run.has_records else None
+        if result is None or (result.skipped and not self._keeps_skips):
+            return None
+        run.parts = max(run.parts, number + 1)
+        run.results[number] = replace(result, key_hashes="")
+        self._counts.add(result, job, is_kept=True)
+        return result
 
-    def _run_tasks(
-        self, one: SplitJob, claim: Claim, executor: Executor
-    ) -> tuple[int, dict[int, PartResult]]:
-        """Run each part as a task; return the number of parts, and the results."""
-        parts, results = 0, dict[int, PartResult]()
+    def _begin(self, job: int, number: int) -> _Part:
+        run = self._runs[job]
+        # Records are read ahead: a later part may have been found, and kept, already.
+        run.parts = max(run.parts, number + 1)
+        files = run.files(number)
+        folder = files.record.open_folder()
+        writer = files.open_writer(folder, run.claim.check_owner)
+        part = self._open[job] = _Part(job, number, files, folder, writer)
+        return part
 
-        def tasks() -> Iterator[PartTask]:
-            nonlocal parts
-            for number, work in enumerate(one.works):
-                parts = number + 1
-                yield self._task(one.job, claim, number, work)
-
-        def count(task: Task, document: Mapping[str, JSON]) -> None:
-            result = PartResult.decode(document)
-            if isinstance(task, PartTask):
-                results[task.record.number] = result
-            self.counts.add(result, is_kept=bool(document["kept"]))
-
-        executor.run(tasks(), count)
-        return parts, results
-
-    def _run_here(self, one: SplitJob, claim: Claim) -> tuple[int, dict[int, PartResult]]:
-        """Write the parts one after the other; publish each, and record it, while the next one is written.
-
-        Returns:
-            The number of parts, and the results.
-        """
-        parts, results = 0, dict[int, PartResult]()
-        has_records = any(map(is_part_record, claim.destination.files))
-
-        def find_kept(number: int) -> PartResult | None:
-            nonlocal parts
-            result = self._record(one.job, number).find() if has_records else None
-            if result is None or (result.skipped and not self.keeps_skips):
-                return None
-            parts = number + 1
-            results[number] = replace(result, key_hashes="")
-            self.counts.add(result, is_kept=True)
-            return result
-
-        if one.streamed is None:
-            works = (
-                (number, work) for number, work in enumerate(one.works) if find_kept(number) is None
-            )
-        else:
-            works = one.streamed.open(find_kept, self.counts.add_sample)
-        ending: deque[_Ending] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="shardstream-end") as pool, closing(works):
-            try:
-                for number, work in works:
-                    # Records are read ahead: a later part may have been found, and kept, already.
-                    parts = max(parts, number + 1)
-                    while len(ending) >= _ENDING or (ending and ending[0].result.done()):
-                        results |= self._count(ending, one)
-                    ending.append(
-                        self._begin(self._task(one.job, claim, number, work), claim, pool)
-                    )
-                while ending:
-                    results |= self._count(ending, one)
-            except BaseException:
-                for _, future, writer in ending:
-                    if future.cancel():  # its record is not written then
-                        writer.close()
-                raise
-        return parts, results
-
-    def _count(self, ending: deque[_Ending], one: SplitJob) -> dict[int, PartResult]:
-        """Wait until the first part is recorded, and count it; return its number and result."""
-        number, future, _ = ending.popleft()
-        result = future.result()
-        self.counts.add(result, has_counted_samples=one.streamed is not None)
-        return {number: result}
-
-    def _begin(self, task: PartTask, claim: Claim, pool: ThreadPoolExecutor) -> _Ending:
-        """Write the samples of a part, and hand it over to a thread that publishes the last of them."""
-        folder = task.record.open_folder()
-        writer = task.open_writer(folder, claim.check_owner)
-        try:
-            written = task.work.write(writer)
-            writer.end()
-        except BaseException:
-            writer.close()
-            raise
+    def _end(self, part: _Part, written: PartResult, *, has_counted_samples: bool = False) -> None:
+        """Hand a part over to a thread that publishes its last shard, and records it."""
+        _, _, files, folder, writer = part
+        writer.end()
 
         def end() -> PartResult:
             with closing(writer):
-                return replace(task.end(folder, writer, written), key_hashes="")
+                return replace(files.end(folder, writer, written), key_hashes="")
 
-        return _Ending(task.record.number, pool.submit(end), writer)
+        result = self._pool.submit(end)
+        del self._open[part.job]
+        self._ending.append(_Ending(part, result, has_counted_samples))
+        self._wait(_ENDING)
+
+    def _wait(self, most: int) -> None:
+        """Wait until at most ``most`` parts are not recorded, and count those that are."""
+        while len(self._ending) > most or (self._ending and self._ending[0].result.done()):
+            part, future, has_counted_samples = self._ending.popleft()
+            result = self._runs[part.job].results[part.number] = future.result()
+            self._counts.add(result, part.job, has_counted_samples=has_counted_samples)
