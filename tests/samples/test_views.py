@@ -5,47 +5,39 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog import ObjectCatalog, ShardCatalog
 from shardstream.packing import open_joined_table
-from shardstream.samples import Concat, Join, Numbers, Samples, Subset, join_samples, open_part
-from shardstream.storage import Storage, list_files, locate_shards, publish_bytes
+from shardstream.samples import Join, Numbers, Subset
+from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_samples
-
-Row = dict[str, object]
-
-
-class Made(NamedTuple):
-    """Samples, and what they must be by plain Python."""
-
-    samples: Samples
-    rows: list[Row]
+from tests.samples.made import Made, Row, concat, join, open_files, open_shards, subset
 
 
 def shards(folder: str, count: int = 23, *, field: str = "txt", large: bool = False) -> Made:
-    fields: list[Row] = [
-        {field: f"{n}".encode() * (40_000 if large else 1), f"{field}.cls": b"%d" % (n % 3)}
+    rows: list[Row] = [
+        {
+            "__key__": f"{n:04d}",
+            field: f"{n}".encode() * (40_000 if large else 1),
+            f"{field}.cls": b"%d" % (n % 3),
+        }
         for n in range(count)
     ]
     with ss.ShardWriter(folder, max_samples=5, columns=f"__key__,{field}.cls") as writer:
-        for number, row in enumerate(fields):
-            writer.write({"__key__": f"{number:04d}", **row})
-    storage = Storage()
-    catalog = ShardCatalog(locate_shards(folder, storage), storage)
-    return Made(catalog, [{"__key__": f"{n:04d}", **row} for n, row in enumerate(fields)])
+        for row in rows:
+            writer.write(row)
+    return Made(open_shards(folder), rows)
 
 
 def files(folder: str) -> Made:
-    storage, rows = Storage(), list[Row]()
+    rows: list[Row] = []
     for number in range(7):
-        publish_bytes(storage, f"{folder}/{number:04d}.png", bytes(number + 1))
+        publish_bytes(Storage(), f"{folder}/{number:04d}.png", bytes(number + 1))
         rows.append({"__key__": f"{number:04d}", "png": bytes(number + 1)})
-    return Made(ObjectCatalog(folder, list_files(folder, storage), storage), rows)
+    return Made(open_files(folder), rows)
 
 
 def table(folder: str) -> Made:
@@ -54,27 +46,6 @@ def table(folder: str) -> Made:
     found = open_joined_table([f"{folder}/captions.csv"], {"json.txt": "text"}, Storage())
     rows: list[Row] = [{"__key__": f"{n:04d}", "json.txt": b"caption %d" % n} for n in range(30)]
     return Made(found, rows)
-
-
-def subset(made: Made, numbers: list[int]) -> Made:
-    return Made(Subset(made.samples, np.array(numbers)), [made.rows[n] for n in numbers])
-
-
-def concat(*made: Made) -> Made:
-    return Made(Concat([one.samples for one in made]), [row for one in made for row in one.rows])
-
-
-def join(first: Made, *others: Made, missing: Any = "error") -> Made:
-    joined = join_samples(
-        first.samples, [open_part(one.samples, None) for one in others], "key", missing
-    )
-    by_key = [{row["__key__"]: row for row in one.rows} for one in others]
-    rows = []
-    for row in first.rows:
-        found = [one.get(row["__key__"]) for one in by_key]
-        if None not in found or missing == "keep":
-            rows.append(row | {k: v for one in found for k, v in (one or {}).items()})
-    return Made(joined, rows)
 
 
 Make = Callable[[str], Made]
