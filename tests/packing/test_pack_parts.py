@@ -245,7 +245,7 @@ def test_merge_of_a_folder_with_a_job_of_its_own_leaves_the_splits_under_it_alon
 
 @pytest.mark.parametrize(
     ("key", "field"),
-    [("k" * 96, "txt"), ("k" * 97, "txt"), ("k" * 95, "txt"), ("\xe9", "txt"), ("a", "\xe9"), ("a", "f" * 98), ("a", "f" * 99)],
+    [("k" * 96, "txt"), ("k" * 97, "txt"), ("k" * 95, "txt"), ("\xe9k", "txt"), ("k", "\xe9"), ("a", "f" * 98), ("a", "f" * 99)],
 )  # fmt: skip
 def test_the_sizes_of_long_names_are_known_before(key: str, field: str, tmp_path: Path) -> None:
     for number in range(4):
@@ -374,6 +374,22 @@ def test_skipped_records_are_reported_by_all_executors(photos: str, tmp_path: Pa
     assert keys[0] == keys[1]
 
 
+def test_a_value_that_json_cannot_hold_is_skipped_whoever_encodes_it(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"a": 1}\n{"a": NaN}\n{"a": {"b": 2}}\n{"a": [1e999]}\n')
+    for name, options in (
+        ("here", {}),
+        ("two", {"processes": 2}),
+        ("executor", {"executor": ss.tasks.LocalExecutor()}),
+    ):
+        report = ss.pack(
+            rows, tmp_path / name, fields={"json": "a"}, max_samples=1, on_error="skip", **options
+        )
+        assert [one.where for one in report.skipped] == [f"{rows}, row 2", f"{rows}, row 4"]
+        assert "JSON cannot hold this value" in report.skipped[0].reason
+        assert files_of(tmp_path / name) == files_of(tmp_path / "here")
+
+
 def test_a_pack_goes_on_after_a_bad_record_with_skips_and_not_back_without(
     photos: str, tmp_path: Path
 ) -> None:
@@ -401,6 +417,28 @@ def test_source_that_changes_between_parts_is_refused(photos: str, tmp_path: Pat
     (source / "ant" / "999.jpg").write_bytes(jpeg(3))
     with pytest.raises(ss.errors.OptionError, match="the source has changed"):
         ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.tasks.Parts(2, 2))
+
+
+def test_source_that_changes_before_a_task_opens_it_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("caption\n" + "a\n" * 9)
+
+    class LateExecutor(OrderedExecutor):
+        def run(
+            self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]
+        ) -> None:
+            listed = list(tasks)
+            rows.write_text("caption\n" + "b\n" * 9)
+            super().run(listed, done)
+
+    options: dict[str, Any] = {"fields": {"txt": "caption"}, "max_samples": 3}
+    with pytest.raises(
+        ss.errors.ChangedError, match=r"have changed since the job began.*rows\.csv"
+    ):
+        ss.pack(rows, tmp_path / "out", executor=LateExecutor(0, 1, 2), **options)
+    assert not list((tmp_path / "out").glob("*.tar"))
+    report = ss.pack(rows, tmp_path / "out", executor=OrderedExecutor(0, 1, 2), **options)
+    assert (report.samples, report.kept) == (9, 0)
 
 
 @pytest.fixture

@@ -121,6 +121,8 @@ def spaced_numbers(count: int) -> list[int]:
 
     >>> spaced_numbers(100)
     [8, 25, 41, 58, 75, 91]
+    >>> [len(spaced_numbers(count)) for count in (0, 3, 10, 10_000)]
+    [0, 3, 4, 32]
     """
     probes = min(count, _PROBES, max(_LEAST_PROBES, count // _RECORDS_OF_A_PROBE))
     return [(2 * number + 1) * count // (2 * probes) for number in range(probes)]

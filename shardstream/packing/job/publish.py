@@ -145,8 +145,8 @@ class _Publication:
     manifest_files: ManifestFiles
     published: Published
     report: PackReport
-    is_published: bool = False
-    is_tidied: bool = False
+    is_published: bool
+    is_tidied: bool
 
     def announce(self, together: Sequence[_Publication]) -> None:
         """Write to the journal which manifests follow, and what the records say that are deleted after them."""
