@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardstream.format import ShardInfo
@@ -20,6 +20,7 @@ from shardstream.packing import KeyHashes, find_repeated_keys, hash_keys, place_
     st.randoms(use_true_random=False),
     st.sampled_from([1, 7, 1000]),
 )
+@example([[*range(8)]] * 5, Random(0), 7)
 def test_repeated_keys_are_listed_in_the_order_of_the_samples(
     shards: list[list[int]], random: Random, kept: int
 ) -> None:

@@ -840,6 +840,15 @@ def test_pack_whose_dataset_another_process_publishes_first_reports_it(
         ss.pack(table, tmp_path / "new", executor=deleting, **job)
 
 
+def test_shard_that_is_replaced_before_its_keys_are_compared_is_an_error(tmp_path: Path) -> None:
+    rows, shard = tmp_path / "rows.csv", tmp_path / "out" / "000001.tar"
+    rows.write_text("k,v\n0,a\n1,b\n0,c\n1,d\n")
+    erasing = OvertakenExecutor(lambda: shard.write_bytes(bytes(shard.stat().st_size)))
+    with pytest.raises(ss.errors.ChangedError, match=r"shard was replaced meanwhile.*000001\.tar"):
+        ss.pack(rows, tmp_path / "out", key="k", max_samples=2, executor=erasing)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
 def test_pages_of_a_replaced_manifest_are_deleted(
     table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
