@@ -216,7 +216,7 @@ def test_other_sources_keep_their_class_numbers(splits: Path, tmp_path: Path) ->
 def test_tars_with_conflicting_class_numbers_are_refused(splits: Path, tmp_path: Path) -> None:
     for name in ("train", "val"):
         ss.pack(splits / name, tmp_path / name[0], max_samples=100)
-    with pytest.raises(SourceError, match="differ among these tars: 'bee' is class 1"):
+    with pytest.raises(OptionError, match="differ among these shards: 'bee' is class 1"):
         ss.pack(f"{tmp_path}/t::{tmp_path}/v", tmp_path / "out")
 
 

@@ -56,10 +56,8 @@ class SamplesSource(Source):
         )
 
     def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
-        """Yield the records with these numbers; those of a sequence are not stored before."""
-        samples = self._samples
-        if not isinstance(samples, Sequence):
-            return super().records_at(numbers)
+        """Yield the records with these numbers, of a sequence (see `in_any_order`)."""
+        samples: Any = self._samples
         return (self._record(number, samples[number]) for number in numbers)
 
     def in_any_order(self) -> Source:

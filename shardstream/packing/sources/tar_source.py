@@ -10,12 +10,11 @@ from contextlib import suppress
 from functools import cached_property
 from typing import BinaryIO, cast
 
-from shardstream.catalog import ClassNames, find_difference
+from shardstream.catalog import ClassNames
 from shardstream.errors import (
     AccessDeniedError,
     IndexMismatchError,
     NotFoundError,
-    SourceError,
     get_logger,
     plural,
     redact,
@@ -69,9 +68,9 @@ class TarSource(SequentialSource):
         self, urls: str | Sequence[str], storage: Storage, *, key: str | None = None
     ) -> None:
         located = locate_shards(urls, storage)
-        self._title = urls if isinstance(urls, str) else ", ".join(urls[:3])
+        title = urls if isinstance(urls, str) else ", ".join(urls[:3])
         super().__init__(
-            f"{plural(len(located.shards), 'tar')} of {self._title}",
+            f"{plural(len(located.shards), 'tar')} of {title}",
             key or "{key}",
             [shard.url for shard in located.shards],
             storage,
@@ -106,15 +105,9 @@ class TarSource(SequentialSource):
         """``classes.json``, if the tars have one: their class numbers stay.
 
         Raises:
-            SourceError: If the tars of several folders number their classes differently.
+            OptionError: If the tars of several folders number their classes differently.
         """
-        difference = find_difference(self._class_names.found)
-        if difference is not None:
-            raise SourceError(
-                f"class numbers differ among these tars: {difference}; pack each folder separately",
-                shard=self._title,
-            )
-        names = self._class_names.names
+        names = self._class_names.checked_names
         return {} if names is None else {CLASSES_NAME: encode_classes(names)}
 
     @property
