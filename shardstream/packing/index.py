@@ -19,8 +19,10 @@ from shardstream.format import (
     ShardInfo,
     encode_index,
     encode_member_index,
+    is_pages_name,
 )
 from shardstream.packing.job.claim import locked
+from shardstream.packing.job.destination import shard_of
 from shardstream.packing.job.key_hashes import (
     OTHER_KEYS,
     KeyHashes,
@@ -54,6 +56,7 @@ from shardstream.storage import (
     check_finished,
     check_folder_finished,
     commit_all,
+    final_name,
     find_tars,
     is_compressed,
     is_journal,
@@ -221,6 +224,8 @@ def index(  # noqa: PLR0913  (the public door)
         _check_all_unchanged(tars, storage)
         warnings += _warn_repeated(keys, manifest, tars, folder, storage)
         _publish(output, manifest, present)
+        for left in _half_written(present, tars):
+            output.remove(left)
     url = join_url(folder, MANIFEST_NAME)
     warnings += _warn_left_out(present, tars, url)
     return IndexReport(manifest_url=url, manifest=manifest, warnings=tuple(warnings))
@@ -300,6 +305,16 @@ def _publish(output: OutputFolder, manifest: Manifest, present: Mapping[str, Fil
         )
     output.sync()  # the indexes, which other processes may have written
     ManifestFiles(output, manifest, present, lambda: None).write()
+
+
+def _half_written(present: Iterable[str], tars: Sequence[FileInfo]) -> Iterator[str]:
+    """Yield the files that a killed run has left of an index, of columns or of the manifest."""
+    names = {_name(tar.url) for tar in tars}
+    for name in present:
+        final = final_name(name) or ""
+        is_manifest = final == MANIFEST_NAME or is_pages_name(final)
+        if is_manifest or (final not in names and shard_of(final) in names):
+            yield name
 
 
 def _find_tars(urls: Urls, storage: Storage, *, is_elsewhere: bool) -> list[FileInfo]:

@@ -78,6 +78,18 @@ def test_indexing_again_adds_new_tars_and_keeps_the_name(tmp_path: Path) -> None
     assert (len(report.manifest.shards), report.manifest.name) == (3, "kept")
 
 
+def test_files_that_a_killed_index_has_left_are_deleted(tmp_path: Path) -> None:
+    make_dataset(tmp_path, shards=1)
+    (tar,) = tmp_path.glob("*.tar")
+    left = [f"{tar.name}.idx", f"{tar.name}.cols.parquet", "index.json"]
+    others = ["other.tar.idx", "notes.txt"]
+    for name in left + others:
+        (tmp_path / f"{name}.part-0123456789ab").write_bytes(b"half")
+    index(str(tmp_path))
+    found = {path.name for path in tmp_path.glob("*.part-*")}
+    assert found == {f"{name}.part-0123456789ab" for name in others}
+
+
 def test_broken_or_later_manifest_is_replaced(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     for text in (
