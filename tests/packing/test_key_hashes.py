@@ -21,6 +21,7 @@ from shardstream.packing import KeyHashes, find_repeated_keys, hash_keys, place_
     st.sampled_from([1, 7, 1000]),
 )
 @example([[*range(8)]] * 5, Random(0), 7)
+@example([[*range(8)]] * 5, Random(0), 1000)
 def test_repeated_keys_are_listed_in_the_order_of_the_samples(
     shards: list[list[int]], random: Random, kept: int
 ) -> None:
