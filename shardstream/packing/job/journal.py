@@ -17,7 +17,7 @@ from shardstream.errors import ChangedError, NotFoundError, OptionError, Storage
 from shardstream.storage import JOURNAL_NAME, OutputFolder, join_url
 
 # Of the file, and of the bytes that a job writes: a journal of another version is refused.
-VERSION = 4
+VERSION = 5
 # Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
