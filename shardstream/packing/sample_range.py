@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import numpy as np
 
 from shardstream.format import Sample
 from shardstream.order import derive_key, permute
+from shardstream.packing.job.kept_values import keep
 from shardstream.pipeline import Stage
 from shardstream.samples import FetchOptions, Join, JoinPart, Numbers, Samples, Subset, Table
 
@@ -21,10 +21,6 @@ _CHUNK_SAMPLES = 4096
 _PURPOSE = 0x7E5A  # separates this permutation from those of epochs
 
 T = TypeVar("T")
-
-# Of this process: what it keeps of the job whose task was received last.
-_kept: dict[str, Kept[Any]] = {}
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +43,7 @@ class Kept(Generic[T]):
 
 def _receive(job: str, name: str, value: T) -> Kept[T]:
     received = Kept(job, name, value)
-    if not job:
-        return received
-    with _lock:
-        for other in [one for one, kept in _kept.items() if kept.job != job]:
-            del _kept[other]
-        return cast("Kept[T]", _kept.setdefault(name, received))
+    return keep(job, name, lambda: received) if job else received
 
 
 class Order(NamedTuple):

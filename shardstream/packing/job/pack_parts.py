@@ -18,6 +18,7 @@ from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing.encode import encode_field
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import Place, fields_bytes, number_parts, records_that_fit
+from shardstream.packing.job.kept_values import forget, keep
 from shardstream.packing.job.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
 from shardstream.packing.job.part_record import EncodedPart, PartResult
@@ -50,7 +51,7 @@ def run_pack(
             )
         request = request.with_absolute_paths()
     opened = request.open()
-    plan = opened.plan
+    plan, call = opened.plan, uuid.uuid4().hex
     with EncoderPool(opened.encoder, processes) as pool:
         cut = _Cut.of(opened, request, pool)
         jobs = [*map(partial(_split_job, opened, request, cut), plan.splits)]
@@ -59,7 +60,7 @@ def run_pack(
             keeps_keys = plan.source.may_repeat_keys
             stream = PackStream(plan=plan, cut=cut, pool=pool, keeps_keys=keeps_keys)
         else:
-            work = PackWork(request=request, identity=_identity(opened), call=uuid.uuid4().hex)
+            work = PackWork(request=request, identity=_identity(opened), call=call)
             for split, firsts in enumerate(cut.firsts(plan)):
                 job = replace(jobs[split].job, parts=len(firsts) - 1)
                 jobs[split] = jobs[split]._replace(job=job, works=work.parts(split, firsts))
@@ -73,7 +74,8 @@ def run_pack(
                 stream=stream,
             )
         finally:
-            _opened_here.clear()
+            if executor is not None:
+                forget(call)
     return replace(report, files=plan.source.num_files)
 
 
@@ -275,11 +277,6 @@ def _without_kept(
             yield (split, part), item
 
 
-# Of this process: the source that was opened last, by its call. Two sources may have one identity: tables that are equal, but name files of
-# other folders.
-_opened_here: dict[str, OpenedPack] = {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackWork:
     """The work of one part of a pack.
@@ -314,7 +311,8 @@ class PackWork:
             SourceError: If a record cannot be packed, unless such records are skipped.
             ChangedError: If the source has changed since the job was planned.
         """
-        opened = self._open()
+        # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
+        opened = keep(self.call, "source", self._open)
         keeps_keys = opened.plan.source.may_repeat_keys
         part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
         records = (record for _, record in opened.plan.iter_from({self.split: self.first}))
@@ -324,16 +322,12 @@ class PackWork:
         return part.result()
 
     def _open(self) -> OpenedPack:
-        """Open the source, or take the one that this process has open."""
-        opened = _opened_here.get(self.call)
-        if opened is None:
-            opened = self.request.open()
-            if _identity(opened) != self.identity:
-                raise ChangedError(
-                    "the source, or the class numbers of a dataset next to the destination, have changed since the job began; start it "
-                    "again in another folder, or with overwrite=True (--overwrite)",
-                    shard=opened.plan.source.name,
-                )
-            _opened_here.clear()
-            _opened_here[self.call] = opened
+        """Open the source."""
+        opened = self.request.open()
+        if _identity(opened) != self.identity:
+            raise ChangedError(
+                "the source, or the class numbers of a dataset next to the destination, have changed since the job began; start it "
+                "again in another folder, or with overwrite=True (--overwrite)",
+                shard=opened.plan.source.name,
+            )
         return opened
