@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from shardstream.samples.base import Fetcher, FetchOptions, Samples
 from shardstream.samples.mapped import Numbers
 
 _MIN_PREFETCH_BYTES = 1 << 20  # of each inner fetcher
+_MAX_WAITING = (
+    1 << 20
+)  # numbers (8 MB) that wait for a fetcher: more than 64 MiB of the smallest samples
+_NONE: Numbers = np.empty(0, dtype=np.int64)
 
 
 class ViewFetcher(Fetcher):
@@ -32,11 +38,11 @@ class ViewFetcher(Fetcher):
         options: FetchOptions,
     ) -> None:
         total = sum(weights) or 1.0
-        groups = None if upcoming is None else itertools.tee(upcoming, len(inner))
+        plan = None if upcoming is None else _SharedPlan(upcoming, len(inner))
         self.fetchers: list[Fetcher] = []
         for place, (one, weight) in enumerate(zip(inner, weights, strict=True)):
             budget = max(_MIN_PREFETCH_BYTES, int(options.prefetch_bytes * weight / total))
-            own = None if groups is None else _own_groups(groups[place], place, numbers_in)
+            own = None if plan is None else _own_groups(plan.groups(place), place, numbers_in)
             self.fetchers.append(one.open_fetcher(own, replace(options, prefetch_bytes=budget)))
 
     def stats(self) -> dict[str, float]:
@@ -49,6 +55,36 @@ class ViewFetcher(Fetcher):
         """Close all fetchers."""
         for fetcher in self.fetchers:
             fetcher.close()
+
+
+class _SharedPlan:
+    """Groups of numbers that several fetchers take, each at its own pace.
+
+    A fetcher that does not prefetch, such as one of local shards in memory, takes none: of what waits for it, only the last is kept. What
+    a fetcher misses it reads when it is asked for.
+    """
+
+    def __init__(self, upcoming: Iterable[Numbers], count: int) -> None:
+        self._upcoming = iter(upcoming)
+        self._waiting: list[deque[Numbers]] = [deque() for _ in range(count)]
+        self._held = [0] * count
+
+    def groups(self, place: int) -> Iterator[Numbers]:
+        """Yield the groups for one of the fetchers."""
+        waiting = self._waiting[place]
+        while True:
+            while waiting:
+                group = waiting.popleft()
+                self._held[place] -= len(group)
+                yield group
+            group = next(self._upcoming, _NONE)
+            if not len(group):
+                return
+            for other, queue in enumerate(self._waiting):
+                queue.append(group)
+                self._held[other] += len(group)
+                while self._held[other] > _MAX_WAITING and len(queue) > 1:
+                    self._held[other] -= len(queue.popleft())
 
 
 def _own_groups(
