@@ -53,7 +53,7 @@ from shardstream.samples import (
     JoinPart,
     Numbers,
     Samples,
-    Subset,
+    View,
     check_missing,
     join_samples,
     open_part,
@@ -349,10 +349,10 @@ def _plan_job(
 
 
 def _leaves_of(catalog: Samples) -> list[Samples]:
-    """Return the catalogs that a join or a subset consists of."""
-    if isinstance(catalog, Join):
-        return [leaf for one in catalog.inner for leaf in _leaves_of(one)]
-    return _leaves_of(catalog.whole) if isinstance(catalog, Subset) else [catalog]
+    """Return the samples that a view consists of, through all views."""
+    if not isinstance(catalog, View):
+        return [catalog]
+    return [leaf for one in catalog.inner for leaf in _leaves_of(one)]
 
 
 def _title(leaves: Sequence[Samples]) -> str:
@@ -381,7 +381,7 @@ def _warn_of_unused(catalog: Samples) -> tuple[str, ...]:
     warnings = []
     for part in catalog.parts:
         if part.num_unused:
-            (leaf,) = _leaves_of(part.samples)
+            leaf = _leaves_of(part.samples)[0]
             url = leaf.url_of(0)
             place = redact(parent_url(url) if isinstance(leaf, ShardCatalog) else url)
             warnings.append(

@@ -38,6 +38,7 @@ from shardstream.samples.join_samples import (
 from shardstream.samples.mapped import MappedSamples, Numbers
 from shardstream.samples.subset import Choice, Subset, read_array, select_subset
 from shardstream.samples.table import Table
+from shardstream.samples.view import View
 
 __all__ = [
     "Choice",
@@ -54,6 +55,7 @@ __all__ = [
     "Samples",
     "Subset",
     "Table",
+    "View",
     "check_missing",
     "check_numbers",
     "chunk_steps",

@@ -126,3 +126,15 @@ def test_the_contract_detects_wrong_samples(tmp_path: Path) -> None:
     short = Short(joined.samples.first, joined.samples.parts)
     with pytest.raises(AssertionError, match="restrict_to|restricted"):
         check_samples(lambda: short, joined.rows)
+
+
+def test_a_concat_is_resharded_but_not_over_its_datasets(tmp_path: Path) -> None:
+    one, other = shards(f"{tmp_path}/a", 7), shards(f"{tmp_path}/b", 3, field="wav")
+    both = subset(concat(one, subset(other, [2, 0])), [8, 1, 3, 7])
+    dataset = ss.loader.CatalogDataset(both.samples)
+    for folder in ("a", "b"):
+        with pytest.raises(ss.errors.OptionError, match="overwritten while they are read"):
+            ss.reshard(dataset, f"{tmp_path}/{folder}")
+    ss.reshard(dataset, f"{tmp_path}/new", seed=None)
+    found = [dict(sample) for sample in ss.ShardDataset(f"{tmp_path}/new")]
+    assert [{k: v for k, v in row.items() if k != "__url__"} for row in found] == both.rows
