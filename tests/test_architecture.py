@@ -119,6 +119,8 @@ HOMES = {
         "loader/accelerate.py",
         "loader/serialize.py",
         "loader/worker.py",
+        "loader/worker_pool.py",
+        "loader/worker_process.py",
         "loader/map_dataset.py",
         "loader/checkpoint.py",
         "loader/dataset.py",

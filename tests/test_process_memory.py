@@ -79,7 +79,7 @@ def test_workers_exclude_inherited_objects_from_garbage_collection(tmp_path: Any
     before = gc.get_freeze_count()
     (in_worker,) = ss.ShardLoader(dataset, batch_size=4, num_workers=1)
     assert min(in_worker) > before
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before
 
 
 class Garbage(Cycle):

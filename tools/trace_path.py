@@ -53,6 +53,7 @@ LIMITS = {
     "next batch": (16, 54),
     "first state_dict": (12, 21),
     "next state_dict": (6, 10),
+    "with one worker": (38, 172),
     "ShardWriter, 40 samples": (20, 94),
     "pack of four photos": (53, 367),
 }
@@ -173,6 +174,19 @@ def trace_reading(folder: str, job: Job) -> dict[str, Trace]:
     }
 
 
+def trace_worker(folder: str, job: Job) -> dict[str, Trace]:
+    """Trace the main process until the first batch of one forked worker."""
+    found = Trace()
+    with traced(found):
+        dataset = ss.ShardDataset(folder, shuffle=not job.plain)
+        if not job.plain:
+            dataset = dataset.decode("rgb8").to_tuple("jpg", "cls")
+        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+        batches = iter(ss.ShardLoader(dataset, batch_size=BATCH_SIZE, **options))
+        next(batches)
+    return {"with one worker": found}
+
+
 def photos() -> Iterator[dict[str, Any]]:
     """Yield small photos with a label, encoded."""
     rng = np.random.default_rng(0)
@@ -192,7 +206,7 @@ def trace_all(job: Job) -> dict[str, Trace]:
     )  # imported before the processes are forked
     paths: dict[str, Trace] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for trace in (trace_writing, trace_packing, trace_reading):
+        for trace in (trace_writing, trace_packing, trace_reading, trace_worker):
             paths |= in_own_process(trace, f"{folder}/train", job)
     return {path: paths[path] for path in LIMITS}
 

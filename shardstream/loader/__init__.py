@@ -11,7 +11,8 @@ A batch passes through these files:
     decoder_tables                  names that ``decode`` gets -> decoders of fields
     seeded_function                 global generators with the randomness of a sample
     collation                       samples -> tensors
-    serialize, shared_memory, message_batching   send batches from a worker to the main process
+    worker_pool, worker_process     start workers, send them positions, receive their batches
+    serialize, shared_memory        send a batch from a worker to the main process
     pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
     iterator, stats                 position and timing of an epoch
@@ -48,13 +49,6 @@ from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.join_dataset import join
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import ShardMapDataset
-from shardstream.loader.message_batching import (
-    MessageSizes,
-    WorkerMessage,
-    preferred_size,
-    receive_items,
-    send_messages,
-)
 from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
@@ -64,19 +58,15 @@ from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.trial import Trial, fewest_workers, run_trials
-from shardstream.loader.worker import BatchDataset
-from shardstream.loader.worker_errors import WorkerWatch
 
 if TYPE_CHECKING:
     from shardstream.loader.accelerate import check_data_parallel
 
 __all__ = [
     "MAX_TENSOR_BYTES",
-    "BatchDataset",
     "CatalogDataset",
     "DeviceCopies",
     "EpochAgreement",
-    "MessageSizes",
     "ObjectDataset",
     "ObjectMapDataset",
     "PinnedMemory",
@@ -88,8 +78,6 @@ __all__ = [
     "StreamDataset",
     "Trial",
     "WorkerIterator",
-    "WorkerMessage",
-    "WorkerWatch",
     "check_data_parallel",
     "check_same_device",
     "collate",
@@ -104,12 +92,9 @@ __all__ = [
     "mix",
     "open_pinned_memory",
     "open_rings",
-    "preferred_size",
     "prefetch",
-    "receive_items",
     "run_trials",
     "save_checkpoint",
-    "send_messages",
     "show",
     "to_tensor",
     "warn_of_lanes",

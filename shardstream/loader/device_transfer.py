@@ -142,7 +142,7 @@ class DeviceCopies:
 
 
 def prefetch(
-    items: Iterator[_T], start: Callable[[_T], _S], *, depth: int, is_ready: Callable[[int], bool]
+    items: Iterator[_T], start: Callable[[_T], _S], *, depth: int, is_ready: Callable[[], bool]
 ) -> Generator[_S]:
     """Start items ahead of their use, and yield them in order.
 
@@ -153,18 +153,17 @@ def prefetch(
         items: The items.
         start: Starts the work on an item.
         depth: Items started at most, with the one that is yielded next.
-        is_ready: Whether item ``number`` (from 0) can be taken without waiting.
+        is_ready: Returns whether the next item can be taken without waiting.
 
     Raises:
         Exception: Any error of ``items`` or ``start``, at its turn.
     """
     started: deque[_S] = deque()
-    number, end = 0, None
+    end = None
     while True:
-        while end is None and (not started or (len(started) < depth and is_ready(number))):
+        while end is None and (not started or (len(started) < depth and is_ready())):
             try:
                 started.append(start(next(items)))
-                number += 1
             except Exception as error:  # noqa: BLE001  (raised after the items before it)
                 end = error
         if not started:

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -21,7 +21,7 @@ from shardstream.distributed import (
     accelerate_loader,
     is_called_by_accelerate,
 )
-from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
+from shardstream.errors import OptionError, ReportWarning, StateError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_transfer import (
@@ -34,20 +34,14 @@ from shardstream.loader.device_transfer import (
 )
 from shardstream.loader.epoch_positions import EpochPositions
 from shardstream.loader.lightning import fetched_by_lightning, is_overfit_by_lightning
-from shardstream.loader.message_batching import TakenOverError
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.serialize import new_tensor
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import (
-    BatchDataset,
-    WorkerBatch,
-    as_is,
-    change_batch,
-    starting_workers,
-)
-from shardstream.loader.worker_errors import WorkerWatch, end_workers, is_batch_made, live_workers
+from shardstream.loader.worker import BatchDataset, WorkerBatch, as_is, change_batch
+from shardstream.loader.worker_pool import PoolIteration, WorkerPool
+from shardstream.loader.worker_process import WorkerSetup
 from shardstream.order import PartitionConfig, RankPartition, derive_key
 from shardstream.pipeline import (
     BadSample,
@@ -90,7 +84,7 @@ class ShardLoader(DataLoader[Any]):
             ready are copied ahead. They do not count in `state_dict`.
         options: Those of ``DataLoader``: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are shared,
             ``prefetch_factor=4`` instead of 2 lets a fast worker get further ahead of a slow one, for the memory of two more
-            batches per worker. Up to 64 batches that are made within 8 ms count as one. With ``pin_memory=True`` tensors are
+            batches per worker. Small batches count in part: a worker may be at most 64 times as many ahead. With ``pin_memory=True`` tensors are
             pinned when they leave the shared memory of their worker, without torch's thread.
 
     Raises:
@@ -125,6 +119,7 @@ class ShardLoader(DataLoader[Any]):
         self._refilled: dict[int, int] = {}
         self._epoch_calls = dataset.epoch_calls
         self._is_compared = self._serves_accelerate = False
+        self._pool: WorkerPool | None = None  # of persistent workers
         self._stopwatch = Stopwatch(epoch=dataset.chosen_epoch, workers=num_workers)
         source = dataset.pipeline.indexed_source
         self._given = ReadOptions() if source is None else source.options
@@ -160,7 +155,7 @@ class ShardLoader(DataLoader[Any]):
             raise OptionError(
                 "a ShardLoader cannot be sent to another process; pass its dataset, and make the loader there"
             )
-        return self.__dict__
+        return self.__dict__ | {"_pool": None}
 
     @property
     def epoch(self) -> int:
@@ -266,7 +261,7 @@ class ShardLoader(DataLoader[Any]):
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
         if self._partition is None and self._batches.follow_ranks(self._positions.next):
-            self._iterator, self._is_compared = None, False
+            self._pool, self._is_compared = None, False
             self._bad_sample_report = _open_report(self._batches.source_dataset)
         dataset = self._batches.source_dataset
         calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
@@ -316,57 +311,67 @@ class ShardLoader(DataLoader[Any]):
         self._compare_ranks()
         self._skipped, self._samples_per_dataset, self._refilled = {}, {}, {}
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
-        self._batches.begin(begin)
-        if self.num_workers:
-            self._prepare_workers(begin.epoch)
         pinned_memory = self._open_pinned_memory()
-        # Without workers torch's iterator would only add 11 us per batch, or its warning that nothing can be pinned.
-        is_in_process = self.num_workers == 0 and (pinned_memory is not None or not self.pin_memory)
-        with self._batches.serve_loader():
-            worker_batches = workers = iter(self._batches) if is_in_process else super().__iter__()
-        if self.num_workers:
-            worker_batches = self._batches.receive_batches(
-                workers,
-                self.num_workers,
-                self.prefetch_factor or 1,
-                allocate=new_tensor if pinned_memory is None else pinned_memory.new_tensor,
-            )
+        received = self._open_iteration(begin, pinned_memory) if self.num_workers else None
+        batches: Iterator[WorkerBatch] = received or self._batches.read(begin)
         if pinned_memory is not None or self.device is not None:
-            worker_batches = self._place_batches(worker_batches, pinned_memory)
-        if not self.persistent_workers:  # else a ring keeps its peak memory
-            self._batches.rings = []
+            is_ready = (lambda: False) if received is None else received.is_ready
+            batches = self._place_batches(batches, pinned_memory, is_ready)
         yield_batches = self._serve_accelerate if self._serves_accelerate else self._yield_batches
-        return yield_batches(worker_batches, workers, begin, self._positions.iteration)
+        return yield_batches(batches, received, begin, self._positions.iteration)
 
-    def _prepare_workers(self, epoch: int) -> None:
-        """Seed workers and open their channels before they start or get the next epoch."""
+    def _open_iteration(
+        self, begin: LoaderPosition, pinned_memory: PinnedMemory | None
+    ) -> PoolIteration:
+        """Begin an iteration of the persistent workers, or of new ones."""
         if self._seeds_workers:
             seed = self._batches.source_dataset.pipeline.source.seed
-            self.generator.manual_seed(derive_key(seed, epoch, self.placement.rank) >> 1)
-        if self._iterator is not None:
-            self._iterator = live_workers(self._iterator)
-        if self._iterator is None:  # workers will be started
-            self._batches.open_channels(self.num_workers)
-        self._batches.message_sizes.begin()
+            self.generator.manual_seed(derive_key(seed, begin.epoch, self.placement.rank) >> 1)
+        pool = self._pool
+        if pool is None or not pool.is_usable:
+            pool = self._start_workers()
+        if self.persistent_workers:
+            self._pool = pool
         keep_freed_memory()  # of the batches that come out of rings
+        source = self._batches.indexed_source
+        return PoolIteration(
+            pool,
+            begin,
+            self._partition,
+            None if source is None else source.catalog,
+            new_tensor if pinned_memory is None else pinned_memory.new_tensor,
+        )
+
+    def _start_workers(self) -> WorkerPool:
+        self.check_worker_number_rationality()  # torch's warning
+        seed = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator)
+        setup = WorkerSetup(
+            dataset=self._batches,
+            num_workers=self.num_workers,
+            base_seed=int(seed),
+            init_fn=self.worker_init_fn,
+            prefetch_factor=self.prefetch_factor or 1,
+        )
+        context = self.multiprocessing_context or torch.multiprocessing.get_context()
+        return WorkerPool(setup, context, self.timeout)
 
     def _open_pinned_memory(self) -> PinnedMemory | None:
         """Return pinned memory if batches shall be pinned, and can be."""
         copies_to_cuda = self.device is not None and self.device.type == "cuda"
-        return open_pinned_memory() if self.pin_memory or copies_to_cuda else None
-
-    def _get_iterator(self) -> Any:
-        """Return torch's iterator, without its thread that pins if this loader pins."""
-        pins, pin_memory = self._open_pinned_memory() is not None, self.pin_memory
-        self.pin_memory = pin_memory and not pins
-        try:
-            with starting_workers():
-                return super()._get_iterator()
-        finally:
-            self.pin_memory = pin_memory  # trainers read it
+        pinned_memory = open_pinned_memory() if self.pin_memory or copies_to_cuda else None
+        if pinned_memory is None and self.pin_memory:
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found that uses pinned memory, so batches are not pinned",
+                UserWarning,
+                stacklevel=3,
+            )
+        return pinned_memory
 
     def _place_batches(
-        self, worker_batches: Iterator[WorkerBatch], pinned_memory: PinnedMemory | None
+        self,
+        worker_batches: Iterator[WorkerBatch],
+        pinned_memory: PinnedMemory | None,
+        is_ready: Callable[[], bool],
     ) -> Iterator[WorkerBatch]:
         """Pin the batches, and start their copies to the device, as the loader's options say."""
         if pinned_memory is not None:
@@ -375,17 +380,12 @@ class ShardLoader(DataLoader[Any]):
             return worker_batches
         copies = DeviceCopies(indexed_device(self.device))
         start = partial(change_batch, copies.start)
-
-        def is_ready(number: int) -> bool:
-            made = self._batches.current_batches.values
-            return self.num_workers > 0 and is_batch_made(made, number, self._partition)
-
         return prefetch(worker_batches, start, depth=self.prefetch_to_device, is_ready=is_ready)
 
     def _serve_accelerate(
         self,
         worker_batches: Iterator[WorkerBatch],
-        workers: Any,
+        received: PoolIteration | None,
         begin: LoaderPosition,
         iteration: int,
     ) -> Iterator[Any]:
@@ -399,7 +399,7 @@ class ShardLoader(DataLoader[Any]):
         )
         worker_batches = prepared.mark_last_batch(worker_batches)
         return prepared.move_to_device(
-            self._yield_batches(worker_batches, workers, begin, iteration)
+            self._yield_batches(worker_batches, received, begin, iteration)
         )
 
     def _refuse_second_split(self) -> None:
@@ -430,17 +430,13 @@ class ShardLoader(DataLoader[Any]):
     def _yield_batches(
         self,
         worker_batches: Iterator[WorkerBatch],
-        workers: Any,
+        received: PoolIteration | None,
         begin: LoaderPosition,
         iteration: int,
     ) -> Iterator[Any]:
-        batches, positions = self._batches, self._positions
-        catalog = None if batches.indexed_source is None else batches.indexed_source.catalog
-        watch: AbstractContextManager[object] = nullcontext()
-        if self.num_workers:
-            watch = WorkerWatch(workers, batches.current_batches.values, self._partition, catalog)
+        positions = self._positions
         stopwatch, requested_at = self._stopwatch, time.perf_counter()
-        with self._ending_workers_on_error(workers), watch:
+        with self._ending(received):
             for steps, worker_batch in enumerate(worker_batches, start=1):
                 stopwatch.add_batch(
                     worker_batch.part,
@@ -464,26 +460,28 @@ class ShardLoader(DataLoader[Any]):
                 if iteration == positions.iteration:
                     positions.check_ranks()
                 requested_at = time.perf_counter()
-        stopwatch.stop()
+            stopwatch.stop()
         if iteration == positions.iteration:
             positions.end()
             self._partition = None
 
     @contextmanager
-    def _ending_workers_on_error(self, workers: Any) -> Iterator[None]:
-        """End the workers at once on an error: torch would wait for garbage collection, 5 s per worker."""
+    def _ending(self, received: PoolIteration | None) -> Iterator[None]:
+        """End the workers and the report of bad samples; persistent workers only on an error."""
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, TakenOverError):
-                end_workers(workers, immediately=isinstance(error, WorkerError))
-                self._iterator = None
+            if received is not None:
+                is_left = isinstance(error, GeneratorExit)
+                received.end(keeps_workers=self.persistent_workers and is_left)
             waits = not isinstance(error, KeyboardInterrupt)
             if (problem := self._finish_report(waits=waits)) is not None:
                 error.add_note(str(problem))
                 if isinstance(error, GeneratorExit):  # after a break the note would never be shown
                     warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
             raise
+        if received is not None:
+            received.end(keeps_workers=self.persistent_workers)
         if (problem := self._finish_report(waits=True)) is not None:
             warn_or_raise(problem)
 
@@ -548,7 +546,7 @@ class ShardLoader(DataLoader[Any]):
                 )
         self._positions.place(position)
         self._partition = None
-        self._iterator = None  # ends persistent workers, which cannot receive the new position
+        self._pool = None  # ends persistent workers, which cannot receive a new order
         self._is_compared = False
         # The state overrides earlier calls of `set_epoch`.
         self._epoch_calls = self._batches.source_dataset.epoch_calls

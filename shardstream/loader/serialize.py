@@ -101,27 +101,6 @@ def unsendable_error(error: Exception) -> SampleError:
     )
 
 
-class PickledValue:
-    """A value pickled at construction; unpickling returns the value itself.
-
-    torch's queue pickles in its own thread, where an error is only printed and the batch is lost: the loader would hang.
-
-    Raises:
-        SampleError: If it cannot be pickled.
-    """
-
-    __slots__ = ("_pickled",)
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._pickled = bytes(reduction.ForkingPickler.dumps(value))
-        except Exception as error:
-            raise unsendable_error(error) from error
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._pickled,)
-
-
 def is_picklable_type(kind: type) -> bool:
     """Return whether another process can find a class by its name."""
     try:

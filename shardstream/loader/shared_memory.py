@@ -12,16 +12,17 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing import reduction
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from shardstream.fetch import SharedBlocks, SharedBytes
 from shardstream.loader.serialize import (
     NewTensor,
+    SerializedValue,
     TensorLayout,
     deserialize_value,
     new_tensor,
@@ -37,7 +38,7 @@ RING_BYTES, BLOCKS_BYTES = 256 << 20, 1 << 30
 RING_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
 _HEAD_BYTES = (
     mmap.PAGESIZE
-)  # starts with the number of unpacked messages, written by the main process
+)  # the number of unpacked messages, written by the main process; the worker's progress
 _COUNT = struct.Struct("q")
 _ALIGN_BYTES = 64
 _START = attrgetter("start")
@@ -46,7 +47,6 @@ _START = attrgetter("start")
 class RingMessage(NamedTuple):
     """Position of a serialised value in the ring, or the value's pieces."""
 
-    worker: int
     number: int
     """Sequence number in the ring, from 1; 0 if the value is not in the ring."""
     start: int
@@ -66,6 +66,51 @@ class RingMessage(NamedTuple):
         """Bytes of all pieces."""
         return sum(end - start for start, end in self.places)
 
+    @property
+    def is_in_ring(self) -> bool:
+        """Whether the message is only a place in the ring."""
+        return self.pieces is None and not self.rest
+
+
+class Channel(Protocol):
+    """Sends values from a worker to the main process, by messages of a pipe."""
+
+    progress: int
+    """n while the worker makes its batch n, from 1, then -n; always 0 in a main process without shared memory."""
+
+    @property
+    def blocks(self) -> SharedBlocks | None:
+        """In the worker: memory of samples that are sent without a copy, if there is any."""
+
+    def reset(self, *, give_back: bool) -> None:
+        """In the worker: drop values that were not received."""
+
+    def pack(self, value: Any) -> RingMessage:
+        """In the worker: return the message for a value."""
+
+    def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
+        """In the main process: return the value of a message."""
+
+
+class PipeChannel:
+    """Sends whole values in messages, where the system has no shared memory for rings."""
+
+    blocks: SharedBlocks | None = None
+    progress: int = 0
+
+    def reset(self, *, give_back: bool) -> None:
+        """Do nothing: values are in the pipe only."""
+
+    def pack(self, value: Any) -> RingMessage:
+        """Return a message that holds the value."""
+        return _whole(*_serialize(value))
+
+    def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
+        """Return the value that a message holds."""
+        del allocate  # torch has brought the tensors
+        pieces = message.pieces or []
+        return deserialize_value(pieces[-1], message.rest, lambda number, _: pieces[number])
+
 
 class _InFlight(NamedTuple):
     """What a message uses until it is unpacked."""
@@ -78,7 +123,7 @@ class _InFlight(NamedTuple):
     """Keeps their blocks in use."""
 
 
-class RingBuffer:
+class RingBuffer(PipeChannel):
     """Shared memory that a worker fills and the main process empties, in the same order.
 
     Picklable only while a process is started. Uses ``memfd_create`` (Linux), which is not limited by the size of /dev/shm.
@@ -96,8 +141,18 @@ class RingBuffer:
     def __reduce__(self) -> tuple[Callable[[Any, int], RingBuffer], tuple[Any, int]]:
         return _attach, (reduction.DupFd(self._handle), self._blocks_bytes)
 
+    @property
+    def progress(self) -> int:
+        """See `Channel`."""
+        (number,) = _COUNT.unpack_from(self._memory, _COUNT.size)
+        return int(number)
+
+    @progress.setter
+    def progress(self, number: int) -> None:
+        _COUNT.pack_into(self._memory, _COUNT.size, number)
+
     @cached_property
-    def blocks(self) -> SharedBlocks:
+    def blocks(self) -> SharedBlocks:  # type: ignore[override]
         """In the worker: memory of samples that are sent without a copy."""
         return SharedBlocks(memoryview(self._memory), _HEAD_BYTES + RING_BYTES, self._give_back)
 
@@ -123,26 +178,18 @@ class RingBuffer:
         with suppress(OSError):  # not supported in some sandboxes
             self._memory.madvise(mmap.MADV_REMOVE, start, size)
 
-    def pack(self, value: Any, worker: int) -> RingMessage:
-        """In the worker: copy a value into the ring; return the message to send.
+    def pack(self, value: Any) -> RingMessage:
+        """In the worker: copy a value into the ring; return the message to send, which holds the value if there is no room.
 
         Raises:
             SampleError: If the value cannot be pickled.
         """
-        try:
-            pieces, rest = serialize_value(value)
-        except Exception as error:
-            raise unsendable_error(error) from error
+        pieces, rest = _serialize(value)
         places = _lay_out_pieces(pieces)
         size = places[-1][1]
         start = self._find_room(size)
         if start is None:
-            # Cloned, because the queue's thread pickles them later: a step may have changed its tensors by then.
-            copies = [
-                bytes(one) if isinstance(one, bytes | SharedBytes) else one.clone()
-                for one in pieces
-            ]
-            return RingMessage(worker, 0, 0, places, copies, rest)
+            return _whole(pieces, rest)
         shared: list[SharedBytes] = []
         base = _HEAD_BYTES + start
         for number, (piece, (first, last)) in enumerate(zip(pieces, places, strict=True)):
@@ -154,7 +201,7 @@ class RingBuffer:
                 self._memory[base + first : base + last] = data
         self._number += 1
         self._in_flight.append(_InFlight(self._number, start, start + size, shared))
-        return RingMessage(worker, self._number, start, places, None, rest)
+        return RingMessage(self._number, start, places, None, rest)
 
     def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
         """In the main process: copy a value out of the ring and free its space.
@@ -163,8 +210,8 @@ class RingBuffer:
             message: The message of `pack`.
             allocate: Returns the memory that a tensor is copied to, such as pinned memory.
         """
-        if (pieces := message.pieces) is not None:
-            return deserialize_value(pieces[-1], message.rest, lambda number, _: pieces[number])
+        if message.pieces is not None:
+            return super().unpack(message)
         base = _HEAD_BYTES + message.start
         view = memoryview(self._memory)
 
@@ -208,6 +255,11 @@ def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
     return places
 
 
+def open_channels(workers: int) -> Sequence[Channel]:
+    """Return a channel for each worker: a ring, if the system supports it."""
+    return open_rings(workers) or [PipeChannel() for _ in range(workers)]
+
+
 def open_rings(workers: int) -> list[RingBuffer]:
     """Return a ring for each worker; an empty list if the system does not support them."""
     if not hasattr(os, "memfd_create"):
@@ -216,6 +268,19 @@ def open_rings(workers: int) -> list[RingBuffer]:
         with suppress(OSError):  # a sandbox, or a limit on address space, open files or file size
             return [RingBuffer(blocks_bytes=blocks_bytes) for _ in range(workers)]
     return []
+
+
+def _serialize(value: Any) -> SerializedValue:
+    try:
+        return serialize_value(value)
+    except Exception as error:
+        raise unsendable_error(error) from error
+
+
+def _whole(pieces: list[Any], rest: list[Any]) -> RingMessage:
+    """Return a message that holds its pieces; tensors are copied, because torch sends their memory, which a step may use again."""
+    held = [bytes(one) if isinstance(one, bytes | SharedBytes) else one.clone() for one in pieces]
+    return RingMessage(0, 0, _lay_out_pieces(pieces), held, rest)
 
 
 def _attach(handle: Any, blocks_bytes: int) -> RingBuffer:

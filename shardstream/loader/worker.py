@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import copy
-import math
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from multiprocessing.context import get_spawning_popen
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import get_worker_info
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, SkipBudgetError, StateError, without_addresses
 from shardstream.fetch import SharedBlocks
-from shardstream.loader.collation import SharedNumbers, collate
+from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
-from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
 from shardstream.loader.replacement_samples import replace_bad_samples
-from shardstream.loader.serialize import NewTensor, PickledValue, new_tensor
-from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
-from shardstream.loader.worker_errors import track_progress
 from shardstream.loader.worker_timings import WorkerTimings
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition, WorkerSteps
 from shardstream.pipeline import (
@@ -36,7 +28,7 @@ from shardstream.pipeline import (
     SkipTracker,
     State,
 )
-from shardstream.process_memory import forked_workers_keep_objects, tune_worker_process
+from shardstream.process_memory import forked_workers_keep_objects
 
 _NOT_FOR_OTHERS = (
     "only its ShardLoader can read this dataset, but another loader was built around it (accelerate's skip_first_batches does so); "
@@ -68,25 +60,6 @@ class WorkerBatch(NamedTuple):
     """Set if the skip budget is exceeded: there is no batch, and the worker ends."""
 
 
-def _insert_gaps(
-    worker_batches: Generator[WorkerBatch], steps: WorkerSteps | None
-) -> Generator[WorkerBatch | None]:
-    """Yield None, too, at each turn of the worker that has no step, so that all workers send equally many.
-
-    Args:
-        worker_batches: The worker's batches.
-        steps: Its steps, if they are known in advance.
-    """
-    place = 0
-    with closing(worker_batches):
-        for worker_batch in worker_batches:
-            yield worker_batch
-            del worker_batch  # many MB, not to be kept while the next is made
-            if steps is not None and steps.has_gap_after(place):
-                yield None
-            place += 1
-
-
 def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> WorkerBatch:
     """Return a worker batch whose batch is changed by a function."""
     return worker_batch._replace(batch=change(worker_batch.batch))
@@ -95,14 +68,6 @@ def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> Wor
 def as_is(worker_batch: Any) -> Any:
     """Return a worker batch unchanged: the collate function that torch gets, because workers make whole batches."""
     return worker_batch
-
-
-class _Receiver:
-    """One iteration of the main process over the messages of the workers."""
-
-    def __init__(self, sent: Iterator[Any]) -> None:
-        self.sent = weakref.ref(sent)  # without it the workers would outlive their iteration
-        self.is_current = True
 
 
 class BatchDataset(SplitDataset):
@@ -131,37 +96,17 @@ class BatchDataset(SplitDataset):
         self.partition_config = partition_config
         self._readers = max(1, num_workers)
         self.placement = dataset.placement
-        self._serves_loader = False
-        self._position = LoaderPosition()
-        self._is_used = False
-        # Epoch and samples consumed, in shared memory for persistent workers. Positions of parts need no place here:
-        # loading a state ends persistent workers.
-        self._control = SharedNumbers(0, 0)
-        self.current_batches = SharedNumbers(*[0] * max(1, num_workers))
-        """Current batch of each worker (see `track_progress`)."""
-        self.rings: list[RingBuffer] = []
-        """Ring buffer of each worker; empty without workers or system support."""
-        self._receiver: _Receiver | None = None
-        self.message_sizes: MessageSizes
         self.indexed_source = None if batch_size is None else dataset.pipeline.indexed_source
         """The source if positions are arithmetic; None if each worker has its own position."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Rings go only to a spawned worker; any other copy starts workers of its own.
-        state = self.__dict__.copy()
-        if get_spawning_popen() is None:
-            state["rings"] = []
-        return state | {"_receiver": None}
 
     def __len__(self) -> int:
         """Return the samples of this rank in an epoch, for readers of ``loader.dataset``."""
         return len(self.source_dataset)
 
     @property
-    def _is_in_worker(self) -> bool:
-        """Whether this process is a worker of the loader, and not of another one, in which the loader was made."""
-        worker = get_worker_info()
-        return worker is not None and worker.dataset is self
+    def is_remote(self) -> bool:
+        """Whether positions are arithmetic and the samples are not on local disks."""
+        return self.indexed_source is not None and not self.indexed_source.catalog.is_local
 
     @property
     def lanes(self) -> int:
@@ -192,64 +137,6 @@ class BatchDataset(SplitDataset):
                 self.partition_config, world_size=self.placement.world_size
             )
         return True
-
-    def begin(self, position: LoaderPosition) -> None:
-        """Set the start of the next iteration; called in the main process before workers start."""
-        self._position = position
-        self._control.values[:] = position.epoch, position.consumed
-        self.current_batches.values[:] = 0
-
-    @contextmanager
-    def serve_loader(self) -> Iterator[None]:
-        """Allow iteration by the `ShardLoader` inside this context, also in workers started there."""
-        self._serves_loader = True
-        try:
-            yield
-        finally:
-            self._serves_loader = False
-
-    def open_channels(self, num_workers: int) -> None:
-        """Open the rings and message sizes of new workers, before they start."""
-        self.rings = open_rings(num_workers)
-        self.message_sizes = MessageSizes()
-
-    def receive_batches(
-        self,
-        sent: Iterator[Any],
-        num_workers: int,
-        prefetch_factor: int,
-        *,
-        allocate: NewTensor = new_tensor,
-    ) -> Iterator[WorkerBatch]:
-        """In the main process: yield the worker batches of the current workers.
-
-        Args:
-            sent: torch's iterator, of the messages of the workers in turn.
-            num_workers: Number of workers.
-            prefetch_factor: Messages that are requested from each worker before the first is received.
-            allocate: As in `RingBuffer.unpack`.
-        """
-        rings = self.rings  # bound now: the next iteration may replace self.rings
-
-        def unpack(packed: Any) -> WorkerBatch | None:
-            if type(packed) is RingMessage:
-                return WorkerBatch(*rings[packed.worker].unpack(packed, allocate))
-            worker_batch: WorkerBatch | None = packed
-            return worker_batch
-
-        # Persistent workers serve the last iteration only: its messages come from the same iterator, and rings are used again.
-        if self._receiver is not None and self._receiver.sent() is sent:
-            self._receiver.is_current = False
-        self._receiver = receiver = _Receiver(sent)
-        items = receive_items(
-            sent,
-            num_workers,
-            self.message_sizes,
-            unpack,
-            prefetch_factor=prefetch_factor,
-            is_current=lambda: receiver.is_current,
-        )
-        return filter(None, items)  # without the gaps
 
     def set_order_options(self, order: Mapping[str, Any]) -> None:
         """Set order options from a state; they hold for later epochs too."""
@@ -287,59 +174,26 @@ class BatchDataset(SplitDataset):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._serves_loader:
-            raise OptionError(_NOT_FOR_OTHERS)
-        position = self._start_position()
+        raise OptionError(_NOT_FOR_OTHERS)
+
+    def read(
+        self, position: LoaderPosition, blocks: SharedBlocks | None = None
+    ) -> Generator[WorkerBatch]:
+        """Return the batches of this process from a position on: of one worker, or of the whole rank outside of workers.
+
+        Args:
+            position: The position.
+            blocks: Memory for raw samples, which is shared with the main process; it is used where no step or function reads them.
+        """
         worker_info = current_worker_info(self, self.placement)
         partition = self.partition(position)
-        worker_batches = (
-            self._read_stream(worker_info, position)
-            if partition is None
-            else self._read_steps(partition, worker_info)
-        )
-        if not self._is_in_worker:
-            return worker_batches
-        tune_worker_process()
-        tracked = track_progress(worker_batches, self.current_batches.values, worker_info.worker)
-        steps = None
-        if partition is not None:
-            steps = WorkerSteps(partition, worker_info.worker, worker_info.num_workers)
-        return send_messages(
-            _insert_gaps(tracked, steps),
-            worker_info.worker,
-            self.message_sizes,
-            self._message_packer(worker_info.worker),
-        )
-
-    def _message_packer(self, worker: int) -> Callable[[WorkerBatch | None], tuple[Any, float]]:
-        """Return a function that packs a worker batch, with its bytes as in `WorkerMessage`."""
-        if not self.rings:
-            return lambda worker_batch: (PickledValue(worker_batch), math.inf)
-        ring = self.rings[worker]
-        ring.reset(
-            give_back=self.indexed_source is not None and not self.indexed_source.catalog.is_local
-        )
-
-        def pack(worker_batch: WorkerBatch | None) -> tuple[Any, float]:
-            if worker_batch is None:
-                return None, 0
-            message = ring.pack(tuple(worker_batch), worker)
-            if message.pieces or message.rest:
-                return PickledValue(message), math.inf
-            return message, message.nbytes
-
-        return pack
-
-    def _start_position(self) -> LoaderPosition:
-        """Return the start position; a reused persistent worker reads it from shared memory."""
-        if not self._is_in_worker or not self._is_used:
-            self._is_used = self._is_in_worker
-            return self._position
-        epoch, consumed = self._control.values.tolist()
-        return LoaderPosition(epoch=epoch, consumed=consumed)
+        if partition is None:
+            return self._read_stream(worker_info, position)
+        is_raw = self.source_dataset.pipeline.is_raw and self.collate_fn is collate
+        return self._read_steps(partition, worker_info, blocks if is_raw else None)
 
     def _read_steps(
-        self, partition: RankPartition, worker_info: WorkerInfo
+        self, partition: RankPartition, worker_info: WorkerInfo, blocks: SharedBlocks | None
     ) -> Generator[WorkerBatch]:
         source, pipeline = self.indexed_source, self.source_dataset.pipeline
         assert source is not None  # noqa: S101  (it has a partition)
@@ -369,7 +223,7 @@ class BatchDataset(SplitDataset):
             worker_info,
             skips,
             pipeline.kept_fields,
-            self._shared_blocks(worker_info.worker),
+            blocks,
         )
         runner = pipeline.open_runner(
             partition.plan.epoch, skips, by_column=self.collate_fn is collate
@@ -398,11 +252,6 @@ class BatchDataset(SplitDataset):
             runner.close()
             run.close()
 
-    def _shared_blocks(self, worker: int) -> SharedBlocks | None:
-        """Return the shared memory of a worker for raw samples; None where a step or function reads their bytes."""
-        is_raw = self.source_dataset.pipeline.is_raw and self.collate_fn is collate
-        return self.rings[worker].blocks if is_raw and self.rings and self._is_in_worker else None
-
     def _collate(self, items: Sequence[Any]) -> Any:
         if not items:
             return None
@@ -411,7 +260,7 @@ class BatchDataset(SplitDataset):
     def _read_stream(
         self, worker_info: WorkerInfo, position: LoaderPosition
     ) -> Generator[WorkerBatch]:
-        # torch reads worker 0 first, so after a resume parts are rotated: worker 0 takes part `next_part`.
+        # Worker 0 is read first, so after a resume parts are rotated: worker 0 takes part `next_part`.
         part = (worker_info.worker + position.next_part) % worker_info.num_workers
         pipeline = self.source_dataset.pipeline
         worker_info = WorkerInfo(worker_info.placement, part, worker_info.num_workers)
@@ -476,7 +325,7 @@ def starting_workers() -> Iterator[None]:
         OptionError: If a function of the dataset, or something else in it, cannot be pickled.
     """
     try:
-        with forked_workers_keep_objects(), torch.device("cpu"):  # torch draws a seed there
+        with forked_workers_keep_objects(), torch.device("cpu"):  # forked workers inherit it
             yield
     except Exception as error:
         # A PicklingError, or an AttributeError or TypeError of a local function.

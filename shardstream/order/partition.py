@@ -239,12 +239,6 @@ class WorkerSteps:
         )
         return mask
 
-    def has_gap_after(self, place: int) -> bool:
-        """Return whether the worker has no step at its turn after this one, but has later ones."""
-        is_last_of_cycle = (self._first + place + 1) % self._own == 0
-        has_gaps = self._own < -(-self._cycle // self._num_workers)
-        return has_gaps and is_last_of_cycle and place + 1 < self._length
-
     def _count(self, steps: int) -> int:
         return len(range(self._worker, steps, self._num_workers))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
+from shardstream.pipeline import LoaderPosition
 from shardstream.testing import make_shards
 
 
@@ -24,10 +25,9 @@ def test_yielded_batch_has_no_other_references(many: bool, tmp_path: Path) -> No
     url = make_shards(tmp_path, samples=200, per_shard=200 if many else 9)
     dataset = ss.ShardDataset(url, shuffle=True).map(Thing)
     loader = ss.ShardLoader(dataset, 20, num_workers=0, collate_fn=list)
-    with loader._batches.serve_loader():
-        worker_batches = iter(loader._batches)
-        for _ in range(5):
-            worker_batch = next(worker_batches)
-            held = [weakref.ref(thing) for thing in worker_batch.batch]
-            del worker_batch
-            assert [one() for one in held] == [None] * 20
+    worker_batches = loader._batches.read(LoaderPosition())
+    for _ in range(5):
+        worker_batch = next(worker_batches)
+        held = [weakref.ref(thing) for thing in worker_batch.batch]
+        del worker_batch
+        assert [one() for one in held] == [None] * 20

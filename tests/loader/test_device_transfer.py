@@ -44,7 +44,9 @@ class Source:
         return number * 10
 
     def prefetched(self, depth: int) -> Iterator[int]:
-        return prefetch(iter(self), self.start, depth=depth, is_ready=lambda n: n < self.ready)
+        return prefetch(
+            iter(self), self.start, depth=depth, is_ready=lambda: len(self.taken) < self.ready
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5, 100])
@@ -81,7 +83,7 @@ def test_interrupt_is_not_held_back() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        next(prefetch(items(), lambda one: one, depth=2, is_ready=lambda _: True))
+        next(prefetch(items(), lambda one: one, depth=2, is_ready=lambda: True))
 
 
 # -- the copies ----------------------------------------------------------------------------------------------------------------

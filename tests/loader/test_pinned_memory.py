@@ -131,7 +131,7 @@ def test_strided_tensors_keep_their_layout() -> None:
     memory, ring = CountedMemory(), RingBuffer()
     image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
     sent = {"image": image, "flag": torch.tensor(True), "empty": torch.empty(0, 3)}
-    came = ring.unpack(ring.pack(sent, 0), memory.new_tensor)
+    came = ring.unpack(ring.pack(sent), memory.new_tensor)
     assert len(memory.unpacked) == 3
     assert came["image"].stride() == image.stride()
     assert all(torch.equal(came[name], sent[name]) for name in sent)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 
 import shardstream as ss
@@ -39,6 +40,11 @@ def remote(pair: list[Path], bucket: str, s3_env: None) -> str:
     return f"{bucket}/set"
 
 
+def enlarged(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample whose batches are so large that a worker is few of them ahead."""
+    return {**sample, "padding": np.zeros(1 << 19, np.uint8)}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("index", ["require", "ignore"])
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -48,7 +54,8 @@ def test_replaced_dataset_on_s3_ends_the_epoch(
     dataset = ss.ShardDataset(
         remote, index=index, shuffle=shuffle, prefetch_bytes=1, window=10
     ).decode()
-    batches, found = iter(ss.ShardLoader(dataset, 5, num_workers=workers)), list[int]()
+    loader = ss.ShardLoader(dataset.map(enlarged), 5, num_workers=workers)
+    batches, found = iter(loader), list[int]()
     read(batches, found, 1)
     upload(pair[1], remote)  # shards with the same names and lengths
     with pytest.raises(

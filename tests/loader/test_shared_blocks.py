@@ -365,7 +365,7 @@ def test_bytes_stay_as_they_are_until_they_are_unpacked(
                 held.popleft()
             elif step == "send" and held:
                 data, value = held.popleft()
-                on_way.append((data, ring.pack({"jpg": [value], "n": 1}, 0)))
+                on_way.append((data, ring.pack({"jpg": [value], "n": 1})))
                 del value
             elif step == "unpack" and on_way:
                 data, message = on_way.popleft()
@@ -430,7 +430,7 @@ def test_limited_address_space_leaves_rings_without_blocks() -> None:
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + (700 << 20), -1))
         [one, other] = open_rings(2)
-        message = one.pack([b"x" * 100_000, one.blocks.hold(memoryview(bytes(100_000)))], 0)
+        message = one.pack([b"x" * 100_000, one.blocks.hold(memoryview(bytes(100_000)))])
         assert one.unpack(message) == [b"x" * 100_000, bytes(100_000)]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

@@ -62,7 +62,7 @@ def test_packed_messages_are_unpacked_in_order(sent: list[tuple[Any, int]]) -> N
         set_limits(patch, RingBuffer, RING_BYTES=8 * _LEAST)  # full after a few messages
         on_way: deque[tuple[Any, Any]] = deque()
         for batch, received in sent:
-            on_way.append((batch, ring.pack(batch, 0)))
+            on_way.append((batch, ring.pack(batch)))
             for _ in range(min(received, len(on_way))):
                 came, packed = on_way.popleft()
                 assert ring.unpack(packed) == came
@@ -77,24 +77,24 @@ def test_full_ring_falls_back_to_the_pipe_until_space_is_freed(
     set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * _LEAST + 200)  # and the pickled part
     set_limits(monkeypatch, RingBuffer, RING_STEP_BYTES=1)
     batch = {"jpg": [b"x" * _LEAST]}
-    first, second, third = (ring.pack(batch, 0) for _ in range(3))
+    first, second, third = (ring.pack(batch) for _ in range(3))
     assert third.pieces is not None
     for message in (third, first, second):
         assert (message.pieces is None) == (message is not third)
         assert ring.unpack(message) == batch
     half, rest = [b"y" * (_LEAST + _LEAST // 2)], [b"z" * _LEAST]
-    packed = ring.pack(half, 0)
+    packed = ring.pack(half)
     assert packed.pieces is None
-    assert ring.pack(rest, 0).pieces is not None
+    assert ring.pack(rest).pieces is not None
     assert ring.unpack(packed) == half
-    assert ring.unpack(ring.pack([b"x" * 3 * _LEAST], 0)) == [b"x" * 3 * _LEAST]
+    assert ring.unpack(ring.pack([b"x" * 3 * _LEAST])) == [b"x" * 3 * _LEAST]
 
 
 def test_messages_of_similar_size_reuse_the_same_pages() -> None:
     ring, rng = RingBuffer(), random.Random(0)
     on_way: deque[Any] = deque()
     for _ in range(100):
-        message = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
+        message = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)])
         on_way.append(message)
         assert message.start + message.nbytes <= 3 * (3 << 20)
         if len(on_way) == 3:
@@ -104,13 +104,19 @@ def test_messages_of_similar_size_reuse_the_same_pages() -> None:
 def test_ring_returns_memory_when_requested() -> None:
     ring = RingBuffer()
     batch = [b"x" * (1 << 20)]
-    message = ring.pack(batch, 0)
+    message = ring.pack(batch)
     for give_back in (False, True):
         ring.reset(give_back=give_back)
         assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
     # The memory of a message that is never received is zeroed.
     assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(99)
-    assert ring.unpack(ring.pack(batch, 0)) == batch
+    assert ring.unpack(ring.pack(batch)) == batch
+
+
+def rings_of(loader: ss.ShardLoader) -> list[Any]:
+    """Return the rings of the loader's persistent workers."""
+    assert loader._pool is not None
+    return [worker.channel for worker in loader._pool.workers]
 
 
 @pytest.mark.usefixtures("s3_env")
@@ -126,11 +132,11 @@ def test_ring_returns_memory_between_epochs_of_remote_data(
         ss.ShardDataset(url), batch_size=8, num_workers=1, persistent_workers=True
     )
     assert sum(len(right(batch)) for batch in loader) == 64
-    [ring] = loader._batches.rings
+    [ring] = rings_of(loader)
     last = module_of(RingBuffer).RING_BYTES
     ring._memory[last] = 1  # as after it was full once
     assert sum(len(right(batch)) for batch in loader) == 64
-    assert loader._batches.rings == [ring]
+    assert rings_of(loader) == [ring]
     assert ring._memory[last] == is_local
 
 
@@ -166,7 +172,7 @@ def test_tensors_round_trip(
         set_limits(monkeypatch, RingBuffer, RING_BYTES=0)
     ring = RingBuffer()
     batch = {"odd": b"x" * (_LEAST + 1), "x": tensor, "again": [tensor]}
-    back = ring.unpack(pickle.loads(pickle.dumps(ring.pack(batch, 0))))  # noqa: S301  (our own)
+    back = ring.unpack(pickle.loads(pickle.dumps(ring.pack(batch))))  # noqa: S301  (our own)
     assert (back["x"].dtype, back["x"].shape) == (tensor.dtype, tensor.shape)
     assert back["x"].requires_grad == tensor.requires_grad
     assert torch.equal(back["x"].to_dense(), tensor.to_dense())
@@ -175,16 +181,16 @@ def test_tensors_round_trip(
 
 def test_tensors_own_aligned_memory() -> None:
     ring = RingBuffer()
-    messages = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
+    messages = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)]) for n in range(3)]
     ones = [ring.unpack(message)[1] for message in messages]
-    ring.pack([torch.full((5,), 9)], 0)
+    ring.pack([torch.full((5,), 9)])
     assert [one.tolist() for one in ones] == [[n] * 5 for n in range(3)]
     assert all(one.data_ptr() % 64 == 0 and not one.is_shared() for one in ones)
 
 
 def test_very_large_tensor_is_left_to_torch() -> None:
     ring = RingBuffer()
-    message = ring.pack(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8), 0)
+    message = ring.pack(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8))
     assert isinstance(message, RingMessage)
     assert message.nbytes < 10_000
     [left] = message.rest
@@ -197,18 +203,18 @@ def test_memory_format_of_tensors_is_kept() -> None:
         torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         torch.zeros(2, 3, 4).permute(2, 0, 1),
     ):
-        assert ring.unpack(ring.pack(tensor, 0)).stride() == tensor.stride()
+        assert ring.unpack(ring.pack(tensor)).stride() == tensor.stride()
 
 
 def test_numpy_arrays_are_writable_as_with_torch() -> None:
     ring = RingBuffer()
     array = np.frombuffer(bytes(99), dtype=np.uint8)
-    ring.unpack(ring.pack(array, 0))[0] = 1
+    ring.unpack(ring.pack(array))[0] = 1
 
 
 def test_unpicklable_value_raises_at_once() -> None:
     with pytest.raises(ss.errors.SampleError, match="cannot be sent to the main process"):
-        RingBuffer().pack({"x": lambda: None}, 0)
+        RingBuffer().pack({"x": lambda: None})
 
 
 def test_packing_creates_no_reference_cycles() -> None:
@@ -218,7 +224,7 @@ def test_packing_creates_no_reference_cycles() -> None:
     gc.disable()
     try:
         counts = [sys.getrefcount(one) for one in (*data, tensor)]
-        assert ring.unpack(ring.pack({"jpg": data, "x": tensor}, 0))["jpg"] == data
+        assert ring.unpack(ring.pack({"jpg": data, "x": tensor}))["jpg"] == data
         assert [sys.getrefcount(one) for one in (*data, tensor)] == counts
     finally:
         gc.enable()

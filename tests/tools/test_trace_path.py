@@ -33,6 +33,7 @@ def test_table_has_a_row_for_each_path_and_none_became_longer() -> None:
         "next batch",
         "first state_dict",
         "next state_dict",
+        "with one worker",
         "ShardWriter, 40 samples",
         "pack of four photos",
     )

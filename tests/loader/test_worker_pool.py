@@ -1,0 +1,413 @@
+"""Workers of a loader: what they are given, in which order their batches arrive, and how they end."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import shardstream as ss
+from tests.small_datasets import FEW_CORES, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+METHODS = [
+    "fork",
+    pytest.param("spawn", marks=pytest.mark.slow),
+    pytest.param("forkserver", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered(tmp_path_factory.mktemp("many") / "data", 4000, 500)
+
+
+def batches_of(loader: ss.ShardLoader) -> list[list[int]]:
+    return [batch["cls"].tolist() for batch in loader]
+
+
+def test_state_counts_only_yielded_batches(many: str) -> None:
+    def loader() -> ss.ShardLoader:
+        return ss.ShardLoader(ss.ShardDataset(many, shuffle=True).decode(), 4, num_workers=2)
+
+    whole = batches_of(loader())
+    one = loader()
+    batches = iter(one)
+    for taken in range(1, 800):
+        assert next(batches)["cls"].tolist() == whole[taken - 1]
+        if taken % 263 == 0:
+            other = loader()
+            other.load_state_dict(one.state_dict())
+            assert batches_of(other) == whole[taken:]
+
+
+def test_state_of_a_stream_counts_only_yielded_batches(many: str) -> None:
+    """Steps change counts, and one worker has more batches than the other."""
+
+    def loader() -> ss.ShardLoader:
+        dataset = ss.ShardDataset(many, shuffle=True).decode().select(not_every_third)
+        return ss.ShardLoader(dataset, 4, num_workers=3)
+
+    whole = batches_of(loader())
+    assert sorted(functools.reduce(operator.iadd, whole, [])) == [
+        number for number in range(4000) if number % 3
+    ]
+    one = loader()
+    for taken, _ in enumerate(one, start=1):
+        if taken % 307 == 0:
+            other = loader()
+            other.load_state_dict(one.state_dict())
+            assert batches_of(other) == whole[taken:]
+
+
+def not_every_third(sample: dict[str, Any]) -> bool:
+    return bool(sample["cls"] % 3)
+
+
+def test_batches_before_an_error_are_yielded(many: str) -> None:
+    def broken(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == 3001:
+            raise ValueError("this one is bad")
+        return sample
+
+    def came(num_workers: int) -> list[list[int]]:
+        dataset = ss.ShardDataset(many).decode().map(broken)
+        taken = []
+        with suppress(ValueError):
+            for batch in ss.ShardLoader(dataset, 4, num_workers=num_workers):
+                taken.append(batch["cls"].tolist())  # noqa: PERF401  (an error ends it)
+        return taken
+
+    assert came(1) == came(0)
+    assert len(came(1)) == 750
+
+
+def test_abandoned_iteration_restarts_with_persistent_workers(many: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(), 4, num_workers=2, persistent_workers=True
+    )
+    whole = batches_of(loader)
+    for left in (1, 40, 400):
+        for taken, batch in enumerate(loader, start=1):
+            assert batch["cls"].tolist() == whole[taken - 1]
+            if taken == left:
+                break
+    assert batches_of(loader) == whole
+
+
+def test_two_iterations_at_once_have_workers_of_their_own(many: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
+    both = [(a["cls"].tolist(), b["cls"].tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert all(a == b for a, b in both)
+    assert len(both) == 1000
+
+
+def test_second_iteration_with_the_same_workers_raises_in_the_first(many: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(), 4, num_workers=1, persistent_workers=True
+    )
+    first = iter(loader)
+    next(first)
+    assert len(batches_of(loader)) == 1000
+    with pytest.raises(ss.errors.OptionError, match="use two loaders"):
+        list(first)
+
+
+class Collated:
+    """A collate function with attributes."""
+
+    def __init__(self) -> None:
+        self.config = {"seen": [0]}
+        self.buffer = torch.zeros(4, dtype=torch.int64)
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        self.buffer[:] = torch.tensor([item["cls"] for item in items])
+        return {"cls": self.buffer, "config": self.config, "text": [item["cls"] for item in items]}
+
+
+def test_batches_share_no_memory(many: str) -> None:
+    """Each batch is copied when it is made, even if collate_fn reuses its memory."""
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1, collate_fn=Collated())
+    for batch in loader:
+        assert batch["cls"].tolist() == batch["text"]
+        assert batch["config"] == {"seen": [0]}
+        batch["config"]["seen"].append(1)
+
+
+def test_unsendable_batch_raises_after_the_batches_before_it(many: str) -> None:
+    def odd(sample: dict[str, Any]) -> dict[str, Any]:
+        return sample | {"x": (lambda: None) if sample["cls"] == 3001 else 0}
+
+    came = 0
+    with pytest.raises(ss.errors.SampleError, match="cannot be sent"):  # noqa: PT012  (an error ends the loop)
+        for _ in ss.ShardLoader(ss.ShardDataset(many).decode().map(odd), 4, num_workers=1):
+            came += 1
+    assert came == 750
+
+
+def test_batch_is_unpacked_in_the_inference_mode_of_the_caller(many: str) -> None:
+    batches = iter(ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1))
+    for _ in range(100):
+        with torch.inference_mode():
+            next(batches)
+        assert not next(batches)["cls"].is_inference()
+
+
+def test_batches_arrive_when_a_step_becomes_slow(many: str) -> None:
+    def slow(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] >= 3960:
+            time.sleep(0.1)  # 0.4 s per batch; torch would time out after 16 of them
+        return sample
+
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(slow), 4, num_workers=1, timeout=4)
+    assert len(batches_of(loader)) == 1000
+
+
+def shown_worker(sample: dict[str, Any]) -> dict[str, Any]:
+    """Add what a function sees of its worker."""
+    info = get_worker_info()
+    assert info is not None
+    numbers = info.id, info.num_workers, info.seed, torch.initial_seed(), INITIAL[0]
+    return sample | {"seen": [*numbers, torch.get_num_threads(), len(info.dataset)]}  # type: ignore[arg-type]
+
+
+INITIAL = [-1]
+
+
+def set_initial(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None and info.id == worker  # noqa: PT018
+    INITIAL[0] = worker
+    random.seed(100 + worker)
+
+
+def as_dicts(items: list[Any]) -> list[Any]:
+    return items
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_workers_have_torchs_info_and_seeds(method: str, many: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode().map(shown_worker),
+        100,
+        num_workers=2,
+        collate_fn=as_dicts,
+        multiprocessing_context=method,
+        worker_init_fn=set_initial,
+        generator=torch.Generator().manual_seed(5),
+    )
+    for number, batch in enumerate(loader):
+        worker = number % 2
+        seed = base_seed + worker
+        assert batch[0]["seen"] == [worker, 2, seed, seed, worker, 1, 4000]
+
+
+class Drawn(IterableDataset[Any]):
+    """Numbers from the global generators of a worker, of which torch's loader sets the seeds."""
+
+    def __iter__(self) -> Any:
+        yield drawn({})["drawn"]
+
+
+def drawn(sample: dict[str, Any]) -> dict[str, Any]:
+    numbers = random.random(), float(np.random.random()), float(torch.rand(()))
+    return sample | {"drawn": numbers}
+
+
+def test_global_generators_have_the_seeds_of_torchs_workers(many: str) -> None:
+    options: dict[str, Any] = {"num_workers": 2, "collate_fn": as_dicts}
+    theirs = DataLoader(Drawn(), 1, generator=torch.Generator().manual_seed(9), **options)
+    ours = ss.ShardLoader(
+        ss.ShardDataset(many).map(drawn), 1, generator=torch.Generator().manual_seed(9), **options
+    )
+    expected = [batch[0] for batch in theirs]
+    found = iter(ours)
+    assert [next(found)[0]["drawn"] for _ in range(2)] == expected
+
+
+def fail_in_second(worker: int) -> None:
+    if worker == 1:
+        raise KeyError("no such setting")
+
+
+def test_error_of_worker_init_fn_has_its_type_and_traceback(many: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(many), 8, num_workers=2, worker_init_fn=fail_in_second)
+    with pytest.raises(KeyError, match=r"(?s)worker process 1.*fail_in_second"):
+        list(loader)
+
+
+def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(3600 if sample["cls"] == 16 else 0.01)
+    return sample
+
+
+def test_batch_that_takes_longer_than_the_timeout_is_an_error(many: str) -> None:
+    before = active_children()
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(sleepy), 8, num_workers=1, timeout=2)
+    batches = iter(loader)
+    assert [next(batches)["cls"][0].item() for _ in range(2)] == [0, 8]
+    with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+        next(batches)
+    assert set(active_children()) <= set(before)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("taken", [0, 1, 60])
+def test_workers_end_with_the_iteration_or_the_loader(
+    many: str, persistent: bool, taken: int
+) -> None:
+    before = active_children()
+    loader = ss.ShardLoader(ss.ShardDataset(many), 8, num_workers=2, persistent_workers=persistent)
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    assert len(set(active_children()) - set(before)) == 2
+    del batches
+    assert len(set(active_children()) - set(before)) == (2 if persistent else 0)
+    del loader
+    assert set(active_children()) <= set(before)
+
+
+def test_batches_larger_than_the_ring_arrive(tmp_path: Path) -> None:
+    """Neither the worker nor the main process waits for room."""
+    url = numbered(tmp_path / "data", 6, 3)
+    dataset = ss.ShardDataset(url).decode().map(with_many_bytes)
+    loader = ss.ShardLoader(dataset, 1, num_workers=2, collate_fn=as_dicts)
+    for number, (item,) in enumerate(loader):
+        assert [len(part) for part in item["large"]] == [1 << 20] * 300
+        assert {part[:1] for part in item["large"]} == {bytes([number])}
+
+
+def with_many_bytes(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"large": [bytes([sample["cls"]]) * (1 << 20)] * 300}
+
+
+def test_24_workers_read_each_sample_once(many: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many, shuffle=True).decode(), 8, num_workers=24, prefetch_factor=3
+    )
+    assert sorted(functools.reduce(operator.iadd, batches_of(loader), [])) == list(range(4000))
+
+
+@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+def test_tensors_arrive_by_both_sharing_strategies(many: str, strategy: str) -> None:
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy(strategy)  # type: ignore[no-untyped-call]
+    try:
+        dataset = ss.ShardDataset(many).decode().map(with_leaf)
+        loader = ss.ShardLoader(dataset, 100, num_workers=2, collate_fn=as_dicts)
+        found = [float(item["leaf"].detach().sum()) for batch in loader for item in batch[:1]]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
+    assert found == [100.0 * number * 3 for number in range(40)]
+
+
+def with_leaf(sample: dict[str, Any]) -> dict[str, Any]:
+    """Add a tensor that only torch can send."""
+    if sample["cls"] % 100:
+        return sample
+    return sample | {"leaf": torch.full((3,), float(sample["cls"]), requires_grad=True)}
+
+
+def test_daemonic_process_may_not_start_workers(many: str) -> None:
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def read() -> None:
+        try:
+            list(ss.ShardLoader(ss.ShardDataset(many), 8, num_workers=1))
+        except AssertionError as error:
+            theirs.send(str(error))
+
+    process = context.Process(target=read, daemon=True)
+    process.start()
+    assert "daemonic processes are not allowed to have children" in ours.recv()
+    process.join()
+
+
+def test_forked_process_starts_workers_of_its_own(many: str) -> None:
+    """It has copies of the persistent workers of its parent, which go on."""
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(), 100, num_workers=2, persistent_workers=True
+    )
+    batches = iter(loader)
+    whole = [next(batches)["cls"].tolist()]
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def read() -> None:
+        loader.set_epoch(0)
+        theirs.send(batches_of(loader))
+
+    process = context.Process(target=read)
+    process.start()
+    found = ours.recv()
+    process.join()
+    whole += [batch["cls"].tolist() for batch in batches]
+    assert found == whole
+
+
+READER = """
+import os, signal, sys, time
+import shardstream as ss
+
+def slow(sample):
+    time.sleep(0.01)
+    return sample
+
+dataset = ss.ShardDataset(sys.argv[1]).map(slow)
+loader = ss.ShardLoader(dataset, 4, num_workers=2, persistent_workers=sys.argv[2] == "True")
+for number, _ in enumerate(loader):
+    if number == 3:
+        import multiprocessing
+        print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "to_group"), [(signal.SIGKILL, False), (signal.SIGINT, False), (signal.SIGINT, True)]
+)
+def test_workers_end_with_a_main_process_that_is_killed_or_interrupted(
+    many: str, sent: int, to_group: bool, persistent: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(READER)
+    main = subprocess.Popen(
+        [sys.executable, script, many, str(persistent)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert main.stdout is not None
+    workers = [int(pid) for pid in main.stdout.readline().split()]
+    assert len(workers) == 2
+    (os.killpg if to_group else os.kill)(main.pid, sent)
+    _, printed = main.communicate()
+    until = time.monotonic() + 300  # the machine may be busy
+    while any(map(is_running, workers)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(is_running, workers))
+    assert main.returncode == -sent
+    assert printed.count("Traceback") == (sent == signal.SIGINT)  # of the main process only
