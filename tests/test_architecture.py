@@ -140,7 +140,7 @@ HOMES = {
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
 # `serialize` unpickles messages of its own workers, `testing` its own pickles.
-MAY_PICKLE = ("pipeline/decode.py", "loader/serialize.py", "testing.py")
+MAY_PICKLE = ("loader/serialize.py", "testing.py")
 NEVER_CALLED = ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
 
 

@@ -1,51 +1,73 @@
-"""Field bytes <-> values, for formats of other libraries. No file here imports torch.
+"""Field bytes <-> values, by format. No file here imports torch.
 
 optional            import the packages of extras, with one error that names the extra
+images, raw_images  pictures -> PIL images or arrays; the numbers that are stored, and masks
+jpeg                JPEG -> pixels, fast
 audio               sound -> samples and rate
 video               videos that are decoded where they are used
 video_container     which container a file is, by its first bytes; cut files
 video_readers       frames and sound of a video file, by torchcodec or PyAV
 mp4_frames          times of the frames of a long MP4 file, without reading them
-plain_values        MessagePack, CBOR, CSV; the depth of nested values
+arrays              npy and npz -> arrays
+plain_values        JSON, MessagePack, CBOR, CSV; the depth of nested values
+inflate             gzip, and the limit of what is unpacked
 tenbin              arrays in WebDataset's tensor format
+installed_decoders  decoders of installed packages, by entry point
 """
 
+from shardstream.codecs.arrays import decode_npy, decode_npy_column, decode_npz, iter_npz
 from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders, sound_peaks
+from shardstream.codecs.images import IMAGE_NAMES, ImageDecoder
+from shardstream.codecs.inflate import decode_gzip
+from shardstream.codecs.installed_decoders import installed_decoders
+from shardstream.codecs.jpeg import decode_jpeg, has_only_pixels
 from shardstream.codecs.optional import import_extra
 from shardstream.codecs.plain_values import (
-    DEPTH_LIMIT,
-    VALUES_LIMIT,
-    check_depth,
     decode_cbor,
     decode_csv,
+    decode_json,
+    decode_jsonl,
     decode_msgpack,
     decode_tsv,
     encode_cbor,
     encode_msgpack,
     iter_tsv,
+    parse_json,
 )
+from shardstream.codecs.raw_images import LossyDecodeError
 from shardstream.codecs.tenbin import decode_buffer, encode_buffer
 from shardstream.codecs.video import VIDEO_EXTENSIONS, Video, VideoDecoder
 
 __all__ = [
-    "DEPTH_LIMIT",
-    "VALUES_LIMIT",
+    "IMAGE_NAMES",
     "VIDEO_EXTENSIONS",
     "Audio",
     "AudioDecoder",
+    "ImageDecoder",
+    "LossyDecodeError",
     "Video",
     "VideoDecoder",
     "audio_decoders",
-    "check_depth",
     "decode_buffer",
     "decode_cbor",
     "decode_csv",
+    "decode_gzip",
+    "decode_jpeg",
+    "decode_json",
+    "decode_jsonl",
     "decode_msgpack",
+    "decode_npy",
+    "decode_npy_column",
+    "decode_npz",
     "decode_tsv",
     "encode_buffer",
     "encode_cbor",
     "encode_msgpack",
+    "has_only_pixels",
     "import_extra",
+    "installed_decoders",
+    "iter_npz",
     "iter_tsv",
+    "parse_json",
     "sound_peaks",
 ]

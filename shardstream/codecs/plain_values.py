@@ -1,13 +1,16 @@
-"""MessagePack, CBOR and CSV in bounded memory, and a limit on the depth of nested values."""
+"""JSON, MessagePack, CBOR and CSV in bounded memory, and a limit on the depth of nested values."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NoReturn
+
+import orjson
 
 from shardstream.codecs.optional import import_extra
 
@@ -23,10 +26,52 @@ _CELL_CHARS = 128 << 10  # Python's own limit, which packing a table raises for 
 _BIG_NUMBER_LIMIT_BYTES = 1 << 10  # conversion to a decimal takes quadratic time
 
 _EXTRA = "formats"
+_LONG_NUMBER = re.compile(rb"\d{19}")  # orjson turns integers over 64 bits into floats
 _QUOTED = re.compile('"(?:[^"]|"")*"')
 _CELL = re.compile(r'(?:^|(?<=\t))(?:"(?:[^"]|"")*"(?=\t|$)|[^\t]*)')
 # Tags of CBOR that make values refer to each other, or that compile expressions and parse mails.
 _REFUSED_TAGS = (28, 29, 35, 36)
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON to the values of ``json.loads``, 5 times as fast."""
+    if _LONG_NUMBER.search(data) is None:
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError:
+            pass  # `json` accepts NaN, lone surrogates and other encodings; for invalid JSON it has the better message
+    return json.loads(data)
+
+
+def decode_json(data: bytes) -> Any:
+    """Decode JSON; nesting over 200 levels is refused, and over 10 million values (commas and brackets in text count)."""
+    _check_values(data)
+    return _parse_shallow(data)
+
+
+def decode_jsonl(data: bytes) -> list[Any]:
+    """Decode JSON lines to a list of their values, with the limits of `decode_json`; blank lines are left out."""
+    _check_values(data)
+    lines = data.split(b"\n")
+    if len(lines) > VALUES_LIMIT:
+        raise ValueError(f"{len(lines)} lines, the limit is {VALUES_LIMIT}")
+    return [_parse_shallow(line) for line in lines if line.strip()]
+
+
+def _check_values(data: bytes) -> None:
+    if len(data) > VALUES_LIMIT:
+        values = sum(map(data.count, (b",", b"[", b"{")))
+        if values > VALUES_LIMIT:
+            raise ValueError(
+                f"JSON of {values} values, the limit is {VALUES_LIMIT}; store large lists as npy"
+            )
+
+
+def _parse_shallow(data: bytes) -> Any:
+    value = parse_json(data)
+    if data.count(b"[") + data.count(b"{") > DEPTH_LIMIT:
+        check_depth(value)
+    return value
 
 
 def decode_msgpack(data: bytes) -> Any:

@@ -16,11 +16,11 @@ import PIL.Image
 import PIL.ImageDraw
 import simplejpeg
 
-from shardstream.codecs import Video, sound_peaks
+from shardstream.codecs import ImageDecoder, Video, decode_jpeg, iter_npz, sound_peaks
 from shardstream.display.field_kinds import Kind, extension, is_mask_array
 from shardstream.errors import OptionError
 from shardstream.format import PILLOW_FORMATS
-from shardstream.pipeline import BASIC, ImageDecoder, decode_jpeg, iter_npz
+from shardstream.pipeline import BASIC
 
 Array = np.ndarray[Any, Any]
 

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
+from shardstream.codecs import (
+    IMAGE_NAMES,
+    VIDEO_EXTENSIONS,
+    AudioDecoder,
+    ImageDecoder,
+    VideoDecoder,
+    audio_decoders,
+    installed_decoders,
+)
 from shardstream.errors import OptionError
 from shardstream.format import IMAGE_FORMATS
 from shardstream.loader.collation import load_safetensors, load_tensors, to_tensor
-from shardstream.pipeline import (
-    BASIC,
-    IMAGE_NAMES,
-    Decoder,
-    ImageDecoder,
-    installed_decoders,
-)
+from shardstream.pipeline import BASIC, Decoder
 
 Named = str | AudioDecoder | VideoDecoder
 """What chooses the decoders of a kind of fields."""

@@ -11,8 +11,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     mix                                 weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
     fields                              fields= and lazy= of a dataset
-    decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
-    installed_decoders                  decoders of installed packages, by entry point
+    decode                              field bytes -> values, by the decoders of codecs
     records                             all samples and steps of a dataset, to be cut into ranges
     map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
     loader_state                        position of a loader -> saved state; what a state must match
@@ -33,12 +32,7 @@ from shardstream.pipeline.decode import (
     Decode,
     Decoder,
     Handler,
-    decode_gzip,
-    decode_npy,
-    decode_npz,
-    iter_npz,
 )
-from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
 from shardstream.pipeline.fields import (
     KeepFields,
     OpenFields,
@@ -48,7 +42,6 @@ from shardstream.pipeline.fields import (
     keep_fields,
 )
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
-from shardstream.pipeline.image_decode import IMAGE_NAMES, ImageDecoder
 from shardstream.pipeline.indexed_source import (
     DEFAULT_PREFETCH_BYTES,
     CatalogSource,
@@ -59,7 +52,6 @@ from shardstream.pipeline.indexed_source import (
     group_by_window,
     plan_steps,
 )
-from shardstream.pipeline.installed_decoders import installed_decoders
 from shardstream.pipeline.loader_state import (
     VERSION,
     check_state,
@@ -114,7 +106,6 @@ from shardstream.pipeline.weighted_source import (
 __all__ = [
     "BASIC",
     "DEFAULT_PREFETCH_BYTES",
-    "IMAGE_NAMES",
     "VERSION",
     "BadSample",
     "BadSampleReport",
@@ -126,7 +117,6 @@ __all__ = [
     "Decoder",
     "GroupBatched",
     "Handler",
-    "ImageDecoder",
     "IndexedRun",
     "IndexedSource",
     "ItemFunction",
@@ -173,10 +163,6 @@ __all__ = [
     "check_stage",
     "check_state",
     "data_identity",
-    "decode_gzip",
-    "decode_jpeg",
-    "decode_npy",
-    "decode_npz",
     "default_partition",
     "describe",
     "field_names",
@@ -184,16 +170,12 @@ __all__ = [
     "first_stages",
     "function_name",
     "group_by_window",
-    "has_only_pixels",
-    "installed_decoders",
-    "iter_npz",
     "keep_fields",
     "like_tuple",
     "open_runner",
     "open_sequential_source",
     "open_source",
     "open_stages",
-    "parse_json",
     "part_state",
     "plan_state",
     "plan_steps",

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import math
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from numpy.lib import format as npy_format
+from typing import Any
 
 from shardstream.codecs import (
-    DEPTH_LIMIT,
-    VALUES_LIMIT,
+    LossyDecodeError,
     Video,
     VideoDecoder,
-    check_depth,
     decode_buffer,
     decode_cbor,
     decode_csv,
+    decode_gzip,
+    decode_json,
+    decode_jsonl,
     decode_msgpack,
+    decode_npy,
+    decode_npy_column,
+    decode_npz,
     decode_tsv,
 )
 from shardstream.errors import (
@@ -33,9 +30,7 @@ from shardstream.errors import (
     get_logger,
     redact,
 )
-from shardstream.format import FIELDS_LIMIT, INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
-from shardstream.pipeline.fast_decode import parse_json
-from shardstream.pipeline.raw_image_decode import LossyDecodeError
+from shardstream.format import INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
 from shardstream.pipeline.runner import ItemFunction, ItemStage
 from shardstream.pipeline.stage import Context
 from shardstream.storage import FieldFile
@@ -52,167 +47,10 @@ Table = Mapping[str, Decoder]
 """Last part of a field (``png`` of ``seg.png``) or a whole field -> decoder."""
 
 _TEXT = ("txt", "text", "transcript")
-INFLATED_LIMIT_BYTES = 1 << 30
-_PIECE_BYTES = 1 << 18
-_LAYOUTS_KEPT = 1000
-_NUMBERS, _MAX_NUMBER_BYTES = "biuf", 8  # the types of numbers that torch has, too
-_SMALL_BYTES = 1 << 14  # arrays that cost less to copy than to make
 _REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
 _warned_of: set[str] = set()
 """Fields that this process has named in a warning."""
-_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
-
-
-class _Layout(NamedTuple):
-    """Header of a ``.npy`` file."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    order: Literal["C", "F"]
-    size: int
-
-
-_layouts: dict[bytes, _Layout] = {}
-"""Cache of parsed headers: parsing one takes 20 times as long as the rest of the decoding."""
-
-
-def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
-    """Decode a ``.npy`` file to an array of the stored shape and dtype; object arrays (pickles) are refused.
-
-    Format: NumPy enhancement proposal 1.
-    """
-    end = 10 + int.from_bytes(data[8:10], "little")
-    layout = _layouts.get(data[:end])
-    if layout is None:
-        layout, end = _read_layout(data)
-    if layout.size * layout.dtype.itemsize > len(data) - end:
-        raise ValueError(
-            f"an array of shape {layout.shape}, {layout.dtype}, does not fit in {len(data) - end} bytes"
-        )
-    flat = np.ndarray(layout.size, layout.dtype, data, end)
-    return flat.reshape(layout.shape, order=layout.order).copy(order="K")
-
-
-def _read_layout(data: bytes) -> tuple[_Layout, int]:
-    """Parse a header; return the layout and the offset of the header's end."""
-    stream = io.BytesIO(data)
-    version = npy_format.read_magic(stream)
-    is_first = version == (1, 0)
-    read = npy_format.read_array_header_1_0 if is_first else npy_format.read_array_header_2_0
-    try:
-        shape, is_fortran, dtype = read(stream)
-    except (MemoryError, RecursionError) as error:  # raised by Python's parser for deep nesting
-        raise ValueError("the header of the array is nested too deeply") from error
-    if dtype.hasobject:
-        raise ValueError("an array of objects is a pickle, which could run code")
-    if min(shape, default=0) < 0:
-        raise ValueError(f"an array of shape {shape} has a negative length")
-    layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
-    if layout.size and not dtype.itemsize:
-        # The data does not bound the number of items: a field of 128 bytes could request unlimited work.
-        raise ValueError(f"an array of shape {shape} with items of 0 bytes ({dtype})")
-    end = stream.tell()
-    if is_first and len(_layouts) < _LAYOUTS_KEPT:
-        _layouts[data[:end]] = layout
-    return layout, end
-
-
-def decode_npy_column(files: list[bytes]) -> list[np.ndarray[Any, Any]] | np.ndarray[Any, Any]:
-    """Decode ``.npy`` files as `decode_npy`; small ones of one shape and type of numbers to one array, shape (n, ...).
-
-    That takes a tenth of the time: no array, and no copy, for each file. Large arrays would be copied once more.
-    """
-    first = files[0]
-    end = 10 + int.from_bytes(first[8:10], "little")
-    layout = _layouts.get(first[:end])
-    if layout is None:
-        layout, end = _read_layout(first)
-    used = layout.size * layout.dtype.itemsize
-    if (
-        layout.order != "C"
-        or layout.dtype.kind not in _NUMBERS
-        or layout.dtype.itemsize > _MAX_NUMBER_BYTES
-        or not 0 < used <= min(_SMALL_BYTES, len(first) - end)
-        or any(len(file) != len(first) for file in files)
-    ):
-        return list(map(decode_npy, files))
-    rows = np.frombuffer(b"".join(files), np.uint8).reshape(len(files), len(first))
-    if (rows[:, :end] != rows[0, :end]).any():
-        return list(map(decode_npy, files))
-    return rows[:, end : end + used].copy().view(layout.dtype).reshape(len(files), *layout.shape)
-
-
-def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """Decode a ``.npz`` file to its arrays by name; pickles, contents over 1 GiB and over 65,536 arrays are refused."""
-    return dict(iter_npz(data, limit_bytes=INFLATED_LIMIT_BYTES))
-
-
-def iter_npz(data: bytes, *, limit_bytes: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield the arrays of a ``.npz`` file with their names, one in memory at a time; contents over the limit are refused before."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        entries = archive.infolist()
-        if len(entries) > FIELDS_LIMIT:
-            raise ValueError(f"{len(entries)} arrays, the limit is {FIELDS_LIMIT}")
-        _check_inflated(sum(entry.file_size for entry in entries), limit_bytes)
-        for entry in entries:
-            yield entry.filename.removesuffix(".npy"), decode_npy(_read_entry(archive, entry))
-
-
-def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """Read at most the declared size of an entry; ``archive.read`` would first inflate all of it."""
-    if entry.compress_type not in _PACKED:
-        raise ValueError(f"{entry.filename!r} has a compression method that numpy does not use")
-    with archive.open(entry) as stream:
-        return stream.read(entry.file_size)
-
-
-def decode_gzip(data: bytes) -> bytes:
-    """Inflate a ``.gz`` field; contents over 1 GiB are refused."""
-    pieces: list[bytes] = []
-    size = 0
-    with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
-        while piece := stream.read(_PIECE_BYTES):
-            pieces.append(piece)
-            size += len(piece)
-            _check_inflated(size, INFLATED_LIMIT_BYTES)
-    return b"".join(pieces)
-
-
-def _check_inflated(size: int, limit_bytes: int) -> None:
-    if size > limit_bytes:
-        raise ValueError(f"it unpacks to {size} bytes or more, the limit is {limit_bytes}")
-
-
-def decode_json(data: bytes) -> Any:
-    """Decode JSON; nesting over 200 levels is refused, and over 10 million values (commas and brackets in text count)."""
-    _check_values(data)
-    return _parse_shallow(data)
-
-
-def decode_jsonl(data: bytes) -> list[Any]:
-    """Decode JSON lines to a list of their values, with the limits of `decode_json`; blank lines are left out."""
-    _check_values(data)
-    lines = data.split(b"\n")
-    if len(lines) > VALUES_LIMIT:
-        raise ValueError(f"{len(lines)} lines, the limit is {VALUES_LIMIT}")
-    return [_parse_shallow(line) for line in lines if line.strip()]
-
-
-def _check_values(data: bytes) -> None:
-    if len(data) > VALUES_LIMIT:
-        values = sum(map(data.count, (b",", b"[", b"{")))
-        if values > VALUES_LIMIT:
-            raise ValueError(
-                f"JSON of {values} values, the limit is {VALUES_LIMIT}; store large lists as npy"
-            )
-
-
-def _parse_shallow(data: bytes) -> Any:
-    value = parse_json(data)
-    if data.count(b"[") + data.count(b"{") > DEPTH_LIMIT:
-        check_depth(value)
-    return value
 
 
 def _decode_text(data: bytes) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from shardstream.codecs import parse_json
 from shardstream.display import extension
 from shardstream.format import KEY_COLUMN
-from shardstream.pipeline import parse_json
 from shardstream.viewer.samples import FoundSample, Shown
 
 _BINS = 24

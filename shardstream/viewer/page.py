@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import PIL
 
+from shardstream.codecs import parse_json
 from shardstream.display import (
     Kind,
     choose_thumbnail,
@@ -23,7 +24,7 @@ from shardstream.display import (
     statistics,
 )
 from shardstream.errors import DecodeError, describe_error, redact
-from shardstream.pipeline import BASIC, BadSample, parse_json
+from shardstream.pipeline import BASIC, BadSample
 from shardstream.viewer.samples import BrokenSample, FoundSample, Place, Shown
 
 _EXCERPT = 240  # characters of a card

@@ -18,12 +18,13 @@ from shardstream.codecs import (
     audio_decoders,
     decode_buffer,
     decode_cbor,
+    decode_gzip,
     decode_msgpack,
 )
 from shardstream.errors import DecodeError, OptionError, describe_error
 from shardstream.format import PILLOW_FORMATS
 from shardstream.loader import load_tensors, to_tensor
-from shardstream.pipeline import BASIC, decode_gzip
+from shardstream.pipeline import BASIC
 from shardstream.webdataset import utils
 from shardstream.webdataset.handlers import UnsafeError
 

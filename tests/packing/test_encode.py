@@ -16,10 +16,11 @@ import torch
 from PIL import Image
 
 import shardstream as ss
+from shardstream.codecs import ImageDecoder
 from shardstream.errors import DecodeError, OptionError, SampleError, SourceError
 from shardstream.format import INT_FIELDS
 from shardstream.packing import ImageOptions, encode_field, encode_sample, reencode
-from shardstream.pipeline import BASIC, ImageDecoder
+from shardstream.pipeline import BASIC
 from tests.image_files import netpbm_of, png_of
 
 RGB = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)

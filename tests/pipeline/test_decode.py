@@ -16,9 +16,10 @@ import torch
 from webdataset.autodecode import Decoder as TheirDecoder
 
 import shardstream as ss
+from shardstream.codecs import decode_gzip, decode_npy, decode_npz
 from shardstream.errors import DecodeError, OptionError
 from shardstream.format import Sample
-from shardstream.pipeline import BASIC, Context, Decode, decode_gzip, decode_npy, decode_npz
+from shardstream.pipeline import BASIC, Context, Decode
 from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.small_datasets import picture
@@ -246,7 +247,7 @@ def test_decode_error_names_shard_key_and_field(field: str, data: bytes, message
 def test_contents_that_decompress_past_the_limit_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    set_limits(monkeypatch, Decode, INFLATED_LIMIT_BYTES=1000)
+    set_limits(monkeypatch, decode_gzip, INFLATED_LIMIT_BYTES=1000)
     zeros = saved(lambda stream: np.savez_compressed(stream, x=np.zeros(2000, dtype=np.uint8)))
     with pytest.raises(ValueError, match="the limit is 1000"):
         decode_npz(zeros)

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import shardstream as ss
-from shardstream.codecs import encode_buffer
+from shardstream.codecs import ImageDecoder, decode_gzip, encode_buffer
 from shardstream.format import IMAGE_FORMATS
 from shardstream.loader import load_safetensors, load_tensors
-from shardstream.pipeline import BASIC, Context, Decode, ImageDecoder
+from shardstream.pipeline import BASIC, Context, Decode
 from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.format.test_hostile import zeros_packed
@@ -206,7 +206,7 @@ ATTACKS: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
 def test_hostile_fields_are_bad_samples_in_bounded_memory(
     field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, Decode, INFLATED_LIMIT_BYTES=64 * MiB)
+    set_limits(monkeypatch, decode_gzip, INFLATED_LIMIT_BYTES=64 * MiB)
     attacks = {
         name: (data, message) for name, (one, data, message) in ATTACKS.items() if one == field
     }

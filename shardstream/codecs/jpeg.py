@@ -1,17 +1,13 @@
-"""Decode JSON (orjson) and JPEG (simplejpeg) fast, to the same values as ``json`` and Pillow."""
+"""Decode JPEG fast (simplejpeg), to the same pixels as Pillow."""
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
 import numpy as np
-import orjson
 import PIL.Image
 import simplejpeg
 
-_LONG_NUMBER = re.compile(rb"\d{19}")  # orjson turns integers over 64 bits into floats
 _START_OF_IMAGE = b"\xff\xd8"
 _START_OF_SCAN = 0xDA
 _ABOUT_PIXELS = frozenset(
@@ -19,16 +15,6 @@ _ABOUT_PIXELS = frozenset(
 )  # SOFn, DHT, DQT, DRI, APP0 (JFIF), COM
 _SAME_PIXELS = {"RGB": ("YCbCr", "RGB", "Gray"), "L": ("Gray",)}
 """Mode -> colour spaces of files that libjpeg-turbo decodes to the same bits as Pillow."""
-
-
-def parse_json(data: bytes) -> Any:
-    """Parse JSON to the values of ``json.loads``, 5 times as fast."""
-    if _LONG_NUMBER.search(data) is None:
-        try:
-            return orjson.loads(data)
-        except orjson.JSONDecodeError:
-            pass  # `json` accepts NaN, lone surrogates and other encodings; for invalid JSON it has the better message
-    return json.loads(data)
 
 
 def decode_jpeg(

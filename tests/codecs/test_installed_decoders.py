@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import shardstream as ss
+from shardstream.codecs import installed_decoders
 from shardstream.errors import OptionError
-from shardstream.pipeline import installed_decoders
 from shardstream.testing import make_shards
 
 Install = Callable[..., None]

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.codecs import IMAGE_NAMES, ImageDecoder
 from shardstream.errors import DecodeError, ImageWarning, OptionError
 from shardstream.loader import to_tensor
-from shardstream.pipeline import IMAGE_NAMES, ImageDecoder
 from shardstream.testing import make_shards
 from tests.image_files import netpbm_of, png_of, tiff_of
 from tests.limits import module_of

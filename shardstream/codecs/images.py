@@ -12,6 +12,13 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+from shardstream.codecs.jpeg import decode_jpeg, has_only_pixels, jpeg_size
+from shardstream.codecs.raw_images import (
+    LossyDecodeError,
+    read_mask,
+    read_stored,
+    shrink_to_nearest,
+)
 from shardstream.errors import ImageWarning, OptionError
 from shardstream.format import (
     PILLOW_FORMATS,
@@ -19,13 +26,6 @@ from shardstream.format import (
     is_rendered,
     scale_to_8_bits,
     stored_depth,
-)
-from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, jpeg_size
-from shardstream.pipeline.raw_image_decode import (
-    LossyDecodeError,
-    read_mask,
-    read_stored,
-    shrink_to_nearest,
 )
 
 # name -> (library, type, mode), as in webdataset.autodecode

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardstream.codecs import ImageDecoder, decode_jpeg, has_only_pixels, parse_json
 from shardstream.loader import to_tensor
-from shardstream.pipeline import ImageDecoder, decode_jpeg, has_only_pixels, parse_json
 from tests.limits import module_of
 
 

@@ -14,10 +14,10 @@ import webdataset
 from webdataset.autodecode import ImageHandler, imagespecs
 
 import shardstream as ss
+from shardstream.codecs import IMAGE_NAMES, ImageDecoder
 from shardstream.errors import DecodeError, OptionError, SkipBudgetError
 from shardstream.format import IMAGE_FORMATS
 from shardstream.loader import to_tensor
-from shardstream.pipeline import IMAGE_NAMES, ImageDecoder
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, flat, labels, picture, take
 

@@ -1,0 +1,125 @@
+"""Decode NumPy's files of arrays, npy and npz; pickles are refused."""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from shardstream.codecs.inflate import check_inflated
+from shardstream.format import FIELDS_LIMIT
+
+_LAYOUTS_KEPT = 1000
+_NUMBERS, _MAX_NUMBER_BYTES = "biuf", 8  # the types of numbers that torch has, too
+_SMALL_BYTES = 1 << 14  # arrays that cost less to copy than to make
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
+
+
+class _Layout(NamedTuple):
+    """Header of a ``.npy`` file."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"]
+    size: int
+
+
+_layouts: dict[bytes, _Layout] = {}
+"""Cache of parsed headers: parsing one takes 20 times as long as the rest of the decoding."""
+
+
+def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
+    """Decode a ``.npy`` file to an array of the stored shape and dtype; object arrays (pickles) are refused.
+
+    Format: NumPy enhancement proposal 1.
+    """
+    end = 10 + int.from_bytes(data[8:10], "little")
+    layout = _layouts.get(data[:end])
+    if layout is None:
+        layout, end = _read_layout(data)
+    if layout.size * layout.dtype.itemsize > len(data) - end:
+        raise ValueError(
+            f"an array of shape {layout.shape}, {layout.dtype}, does not fit in {len(data) - end} bytes"
+        )
+    flat = np.ndarray(layout.size, layout.dtype, data, end)
+    return flat.reshape(layout.shape, order=layout.order).copy(order="K")
+
+
+def _read_layout(data: bytes) -> tuple[_Layout, int]:
+    """Parse a header; return the layout and the offset of the header's end."""
+    stream = io.BytesIO(data)
+    version = npy_format.read_magic(stream)
+    is_first = version == (1, 0)
+    read = npy_format.read_array_header_1_0 if is_first else npy_format.read_array_header_2_0
+    try:
+        shape, is_fortran, dtype = read(stream)
+    except (MemoryError, RecursionError) as error:  # raised by Python's parser for deep nesting
+        raise ValueError("the header of the array is nested too deeply") from error
+    if dtype.hasobject:
+        raise ValueError("an array of objects is a pickle, which could run code")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"an array of shape {shape} has a negative length")
+    layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
+    if layout.size and not dtype.itemsize:
+        # The data does not bound the number of items: a field of 128 bytes could request unlimited work.
+        raise ValueError(f"an array of shape {shape} with items of 0 bytes ({dtype})")
+    end = stream.tell()
+    if is_first and len(_layouts) < _LAYOUTS_KEPT:
+        _layouts[data[:end]] = layout
+    return layout, end
+
+
+def decode_npy_column(files: list[bytes]) -> list[np.ndarray[Any, Any]] | np.ndarray[Any, Any]:
+    """Decode ``.npy`` files as `decode_npy`; small ones of one shape and type of numbers to one array, shape (n, ...).
+
+    That takes a tenth of the time: no array, and no copy, for each file. Large arrays would be copied once more.
+    """
+    first = files[0]
+    end = 10 + int.from_bytes(first[8:10], "little")
+    layout = _layouts.get(first[:end])
+    if layout is None:
+        layout, end = _read_layout(first)
+    used = layout.size * layout.dtype.itemsize
+    if (
+        layout.order != "C"
+        or layout.dtype.kind not in _NUMBERS
+        or layout.dtype.itemsize > _MAX_NUMBER_BYTES
+        or not 0 < used <= min(_SMALL_BYTES, len(first) - end)
+        or any(len(file) != len(first) for file in files)
+    ):
+        return list(map(decode_npy, files))
+    rows = np.frombuffer(b"".join(files), np.uint8).reshape(len(files), len(first))
+    if (rows[:, :end] != rows[0, :end]).any():
+        return list(map(decode_npy, files))
+    return rows[:, end : end + used].copy().view(layout.dtype).reshape(len(files), *layout.shape)
+
+
+def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """Decode a ``.npz`` file to its arrays by name; pickles, contents over 1 GiB and over 65,536 arrays are refused."""
+    return dict(iter_npz(data))
+
+
+def iter_npz(
+    data: bytes, *, limit_bytes: int | None = None
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield the arrays of a ``.npz`` file with their names, one in memory at a time; contents over the limit (1 GiB) are refused before."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if len(entries) > FIELDS_LIMIT:
+            raise ValueError(f"{len(entries)} arrays, the limit is {FIELDS_LIMIT}")
+        check_inflated(sum(entry.file_size for entry in entries), limit_bytes)
+        for entry in entries:
+            yield entry.filename.removesuffix(".npy"), decode_npy(_read_entry(archive, entry))
+
+
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Read at most the declared size of an entry; ``archive.read`` would first inflate all of it."""
+    if entry.compress_type not in _PACKED:
+        raise ValueError(f"{entry.filename!r} has a compression method that numpy does not use")
+    with archive.open(entry) as stream:
+        return stream.read(entry.file_size)
