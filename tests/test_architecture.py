@@ -391,6 +391,15 @@ def test_every_folder_of_the_package_is_shallow() -> None:
         assert "/" not in folder or folder in deeper, path
 
 
+@pytest.mark.parametrize("room", [*ROOMS, "integrations"])
+def test_readme_of_a_room_names_its_files_and_what_it_may_import(room: str) -> None:
+    text = (PACKAGE / room / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+", text))
+    modules = {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__"}
+    assert modules <= named
+    assert f"May import: {', '.join(f'`{one}`' for one in MAY_IMPORT[room])}." in text
+
+
 def test_importing_the_package_does_not_import_torch_or_clients() -> None:
     heavy = (
         "torch",

@@ -1,16 +1,4 @@
-"""Map sample numbers to byte ranges of shards and of loose files.
-
-shard_catalog    samples of tar shards, by their indexes
-object_catalog   loose files, returned as the tars that `pack` would write
-columns          values of all samples in Parquet next to the shards, and keys in their headers
-conditions       samples by key and by condition on columns
-choose           some samples, as a user names them
-member_indexes   ranges of some members of samples, by ``NAME.idx``
-integrity        compare the bytes of shards with the checksums of their manifest
-manifest_versions  detect remote datasets that are replaced while they are read
-inspect          list shards and read single samples, also without an index
-class_names      class names, from the ``classes.json`` in the folder of the shards
-"""
+"""Map sample numbers to byte ranges of shards and of loose files."""
 
 from shardstream.catalog.choose import choose_samples
 from shardstream.catalog.class_names import (

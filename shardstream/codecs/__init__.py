@@ -1,19 +1,4 @@
-"""Field bytes <-> values, by format. No file here imports torch.
-
-optional            import the packages of extras, with one error that names the extra
-images, raw_images  pictures -> PIL images or arrays; the numbers that are stored, and masks
-jpeg                JPEG -> pixels, fast
-audio               sound -> samples and rate
-video               videos that are decoded where they are used
-video_container     which container a file is, by its first bytes; cut files
-video_readers       frames and sound of a video file, by torchcodec or PyAV
-mp4_frames          times of the frames of a long MP4 file, without reading them
-arrays              npy and npz -> arrays
-plain_values        JSON, MessagePack, CBOR, CSV; the depth of nested values
-inflate             gzip, and the limit of what is unpacked
-tenbin              arrays in WebDataset's tensor format
-installed_decoders  decoders of installed packages, by entry point
-"""
+"""Field bytes <-> values, by format. No file here imports torch."""
 
 from shardstream.codecs.arrays import decode_npy, decode_npy_column, decode_npz, iter_npz
 from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders, sound_peaks

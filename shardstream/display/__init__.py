@@ -1,9 +1,4 @@
-"""What people see of samples: pictures, kinds of fields, HTML for notebooks. No file here imports torch.
-
-field_kinds     names of fields -> how they are shown
-pictures        field bytes and arrays -> small pictures, always encoded again
-notebook        datasets, samples, batches and timings as HTML without scripts
-"""
+"""What people see of samples: pictures, kinds of fields, HTML for notebooks. No file here imports torch."""
 
 from shardstream.display.field_kinds import (
     Kind,

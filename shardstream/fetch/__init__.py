@@ -1,14 +1,4 @@
-"""Read and prefetch samples that are byte ranges of shards.
-
-byte_ranges  samples in byte ranges of shards, as fetchers need them
-coalesce     merge neighbouring samples into one range
-local        copy samples of local shards, which are mapped to memory, and ask the kernel for their pages before
-remote       prefetch by range requests within a byte budget
-batch        range requests without prefetching
-in_flight    send concurrent range requests; hedge slow ones
-shared_blocks   memory of large samples that a worker shares with the main process
-catalog      the base class of catalogs: chooses one of these fetchers
-"""
+"""Read and prefetch samples that are byte ranges of shards."""
 
 from shardstream.fetch.byte_ranges import FAR_READ_RATIO, Extents, IndexChunk
 from shardstream.fetch.catalog import Catalog

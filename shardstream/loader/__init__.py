@@ -1,28 +1,4 @@
-"""Torch datasets and the loader: workers, batches, state.
-
-A batch passes through these files:
-
-    dataset, map_dataset, object_dataset, mix_dataset, join_dataset   public datasets; their methods are in ``steps``
-    loader, option_checks           the loader in the main process; checks of its options
-    epoch_positions, lightning      where an iteration of a loader begins, and what its state holds
-    epoch_counter, epoch_chain      epochs of plain loaders and loops, and of datasets chained from one
-    rank_consistency                compare the order of samples between ranks
-    worker, replacement_samples     make the batches of one rank in a worker process
-    decoder_tables                  names that ``decode`` gets -> decoders of fields
-    seeded_function                 global generators with the randomness of a sample
-    collation                       samples -> tensors
-    worker_pool, worker_process     start workers, send them positions, receive their batches
-    serialize, shared_memory        send a batch from a worker to the main process
-    pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
-    worker_errors                   report a worker that died
-    iterator, stats                 position and timing of an epoch
-    notebook_view                   datasets, samples and batches in notebooks
-    worker_timings, stats_advice    time by phase; what limits an epoch, and what to change
-    trial                           measure a dataset with different numbers of workers
-    checkpoint                      save and load training checkpoints
-
-``accelerate`` adapts a loader to Hugging Face Accelerate's ``prepare``.
-"""
+"""Torch datasets and the loader: workers, batches, state."""
 
 from typing import TYPE_CHECKING, Any
 

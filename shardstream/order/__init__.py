@@ -1,13 +1,4 @@
-"""Compute the order of samples from sizes, seed and epoch.
-
-No file of this package does I/O or keeps state. The order of an epoch is computed in these steps:
-
-    permutation    permute 0 to n - 1 for any n, without memory
-    epoch_plan     batch number -> sample numbers of one epoch
-    weighted_plan  weights -> how often each sample comes, and the plan of an epoch of them
-    mix_schedule   place in a mix -> dataset that fills it
-    partition      steps of an epoch -> steps of each rank and worker
-"""
+"""Compute the order of samples from sizes, seed and epoch."""
 
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.mix_schedule import MixSchedule

@@ -1,20 +1,4 @@
-"""Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``.
-
-A record passes through these folders and files:
-
-    pack                              the options of a packing job
-    sources/                          detection finds the kind of source, which yields records; keys, class numbers, order, splits
-    job/pack_plan, cut, pack_parts    order the records, and cut them into parts
-    job/destination, claim, journal   decide whether the folder may be written to, and claim it
-    job/run_jobs, part_record         run the parts by an executor, or here, those of all splits in one pass over the source; record each that is finished, to resume a stopped job
-    job/parallel_encode, encode, images    records -> encoded samples
-    shards/part_writer, tar_shard     encoded samples -> published shards
-    job/publish, merge                check the records of all parts, and write index.json
-
-``reshard`` is such a job whose parts read a dataset (``sample_range``) and its steps (``sample_steps``). `ShardWriter` is a claim, one part and
-its publication. ``index`` and ``verify`` scan shards that are there (``shards/shard_scan``, ``shards/shard_checks``). ``job/key_hashes`` is the
-check of repeated keys for all of them.
-"""
+"""Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``."""
 
 from shardstream.packing.encode import (
     TEXT_FIELDS,

@@ -1,24 +1,4 @@
-"""Stages and runs that turn field bytes into batches. No file here imports torch.
-
-A stage describes a step and is picklable; a run executes that step in one process. A sample passes through these files:
-
-    stage                               the protocols of stages and runs
-    runner                              items through stages of one item per item: the samples of a batch together, or a stream
-    source                              the protocol of sources
-    indexed_source                      samples by number, in the order of an epoch plan
-    weighted_source                     samples drawn by weight, for such a source
-    sequential_source                   whole shards, for data without an index
-    mix                                 weighted mixes of datasets
-    pipeline                            source + stages: the only file that composes them
-    fields                              fields= and lazy= of a dataset
-    decode                              field bytes -> values, by the decoders of codecs
-    records                             all samples and steps of a dataset, to be cut into ranges
-    map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
-    loader_state                        position of a loader -> saved state; what a state must match
-    batch, binning, group_batch, sequence_packing         samples -> batches
-
-``bad_samples`` counts skipped samples, ``bad_sample_report`` lists them, ``step_signatures`` names steps in states.
-"""
+"""Stages and runs that turn field bytes into batches. No file here imports torch."""
 
 from shardstream.pipeline.bad_sample_report import (
     BadSample,

@@ -1,23 +1,4 @@
-"""Read and write datasets with Ray Data, and run shard tasks on Ray. Ray is imported at the first use of a name.
-
-A row passes through these files:
-
-    read_dataset     the public function: check the arguments, plan, build a `ray.data.Dataset`
-    read_plan        dataset size -> row ranges, one for each read task; pure arithmetic
-    datasource       a Ray ``Datasource`` whose read tasks are row ranges
-    read_task        read the rows of a range in a Ray worker; blocks of at most 8 MiB
-    arrow_columns    samples -> Arrow table
-    collate          batch of a Ray dataset -> tensors and lists
-
-And back to shards:
-
-    write            the public function: check the destination, cut rows into shards, publish
-    row_stream       run the dataset; its blocks in order, encoded by tasks
-    field_columns    columns of a block -> field bytes, and how many bytes each row takes in a tar
-    write_task       write one shard in a Ray worker
-
-``executor`` runs tasks of `ss.reshard`, `ss.index` and `ss.verify` on a cluster. In this folder ``ray`` is Ray itself: imports are absolute.
-"""
+"""Read and write datasets with Ray Data, and run shard tasks on Ray. Ray is imported at the first use of a name."""
 
 from __future__ import annotations
 

@@ -1,19 +1,4 @@
-"""Samples by number: all that orders, pipelines and loaders know of a dataset, and views that are made of other samples.
-
-base             the protocols `Samples` and `Fetcher`
-mapped           samples in mapped shards, copied at access
-view             samples that are made of other samples
-view_fetcher     a fetcher for each of the inner samples
-subset           some samples of others
-concat           several datasets, one after the other
-table            rows of a table in memory, to be joined
-key_matching     match the samples of two datasets by key
-join_samples     find the samples of several datasets that belong together
-join_part        a dataset that is joined to another
-join             samples of several datasets as one sample
-join_fetcher     read and join them
-class_weights    weights of samples by their class
-"""
+"""Samples by number: all that orders, pipelines and loaders know of a dataset, and views that are made of other samples."""
 
 from shardstream.samples.base import (
     Fetcher,

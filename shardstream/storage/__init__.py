@@ -1,27 +1,4 @@
-"""Bytes by URL: the only room that imports fsspec and s3fs.
-
-A URL becomes bytes in these steps:
-
-    discover, url_patterns, check_manifest_urls   URL, pattern, list or manifest -> shards
-    find_tars                    the same for tars alone, whatever a manifest lists
-    listing, listing_pages, journal_marker   files below a folder, page by page; refuse a dataset that is not finished
-    file_list, row_file, temporary_file      many files sorted by path, in bounded memory
-    store, clients               one door for all stores; clients are opened once in each process
-    local_files                  list, read and map files of this machine; notice that one is overwritten
-    s3_config, s3_request        storage options and variables -> settings of S3; settings -> signed requests
-    s3_http_client, fsspec_readers   send one request; return a ``response``
-    http_connection              connect, over TLS or not; receive head and body
-    transfer, aiohttp_limits     limit time and bytes of a response; end it from another thread
-    http_status, response_head   meaning of a status; compare a response with its request
-    retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors
-    range_file                   a remote file as a stream
-    field_file                   a field of a sample as a file, read by ranges
-    cache, cache_space           a bounded cache on the local disk
-
-Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``; ``output_folder`` is the folder of a dataset
-that is being written, on this machine or elsewhere. ``fork_safety`` protects forked children from
-clients of their parent; ``byte_sizes`` parses sizes such as "2 GB".
-"""
+"""Bytes by URL: the only room that imports fsspec and s3fs."""
 
 from shardstream.storage.atomic_write import (
     PendingFile,

@@ -1,8 +1,4 @@
-"""Run shard tasks in this thread, in processes, or in any ``concurrent.futures`` pool.
-
-executor        the protocols `Task` and `Executor`; `LocalExecutor`, `FuturesExecutor` and `Parts`
-process_pool    worker processes that end with their parent and ignore Ctrl-C
-"""
+"""Run shard tasks in this thread, in processes, or in any ``concurrent.futures`` pool."""
 
 from shardstream.tasks.executor import (
     JSON,

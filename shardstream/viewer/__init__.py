@@ -1,19 +1,4 @@
-"""Look at a dataset in a browser: ``shardstream view``. Pure functions decide, a thin server shows. No file here imports torch.
-
-A request passes through these files:
-
-    server          listen, print the address, open the browser
-    guard           refuse requests of other pages, ask for the token, headers of responses
-    app             routes: the only file that knows Starlette
-    session         the dataset that is open; answers the questions of the page
-    samples         samples by number and range reads, or the first ones of data without an index
-    selection       samples by condition, class and key; histograms counts the values of columns
-    page            samples -> cards and details; their pictures are made in the room ``display``
-    user_decode     call the user's function
-    epoch_view      order, topology and step -> what each rank reads; a saved state -> what comes next
-    bad_list        reports of bad samples -> numbers of samples
-    static/         the page: HTML, CSS and JavaScript, as they are sent
-"""
+"""Look at a dataset in a browser: ``shardstream view``. Pure functions decide, a thin server shows. No file here imports torch."""
 
 from typing import TYPE_CHECKING, Any
 

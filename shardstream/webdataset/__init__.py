@@ -1,19 +1,4 @@
-"""Read and write shards under webdataset's names: ``import shardstream.webdataset as wds``.
-
-Pipelines keep webdataset's semantics; bytes come through shardstream's storage, with retries, and its tar parser. Modules, in the
-order of a pipeline:
-
-    shardlists        lists of shards, split over nodes and workers
-    gopen, cache      URL -> stream
-    tariterators      stream -> files -> samples
-    filters           stages on samples
-    autodecode        bytes -> values; tenbin: one of its formats
-    pipeline, compat  stages as one dataset; WebDataset and WebLoader
-    mix, extradatasets, handlers, utils, environment
-    writer            samples -> tars
-
-Commands (``pipe:``), pickles and LMDB are refused; docs/webdataset.md lists all differences.
-"""
+"""Read and write shards under webdataset's names: ``import shardstream.webdataset as wds``."""
 
 from shardstream.webdataset import autodecode as autodecode
 from shardstream.webdataset import cache as cache
