@@ -26,7 +26,7 @@ from torch._utils import ExceptionWrapper
 
 from shardstream.errors import OptionError, WorkerError
 from shardstream.loader.serialize import NewTensor, new_tensor
-from shardstream.loader.shared_memory import Channel, open_channels
+from shardstream.loader.shared_memory import Channel, RingMessage, open_channels
 from shardstream.loader.worker import WorkerBatch, starting_workers
 from shardstream.loader.worker_errors import describe_batch, describe_death
 from shardstream.loader.worker_process import Begin, Message, WorkerSetup, run_worker
@@ -230,8 +230,30 @@ class PoolIteration:
                 raise self._death(worker, error) or error from error
             if message is not None and message.iteration == self._number:
                 return message
-            if message is None and timeout_s and time.monotonic() >= until:
-                raise RuntimeError(f"DataLoader timed out after {timeout_s} seconds")
+            if message is None:
+                self._check_others(worker)
+                if timeout_s and time.monotonic() >= until:
+                    raise RuntimeError(f"DataLoader timed out after {timeout_s} seconds")
+
+    def _check_others(self, waited_for: _Worker) -> None:
+        """Check that the other workers live: the one that is waited for may need minutes, if a store stalls.
+
+        Raises:
+            WorkerError: If one has died before it has sent all its batches.
+        """
+        for worker in self._live:
+            if worker is waited_for or worker.process.is_alive():
+                continue
+            if not self._has_sent_all(worker) and (death := self._death(worker, EOFError())):
+                raise death
+
+    def _has_sent_all(self, worker: _Worker) -> bool:
+        """Return whether a worker that has ended left all its batches, or its error; take its messages."""
+        with suppress(EOFError, OSError):
+            while (message := worker.receive(0)) is not None:
+                if message.iteration == self._number:
+                    worker.take(message)
+        return bool(worker.waiting) and not isinstance(worker.waiting[-1], RingMessage)
 
     def _death(self, worker: _Worker, error: Exception) -> WorkerError | None:
         """Return the error for a worker that has died; None if it is alive, and the error has another cause."""
