@@ -1,9 +1,9 @@
 """Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
 
 The rooms, lowest first: `format` says what the bytes mean, `codecs` the values of fields, `order` which sample comes when; `storage` reads bytes by URL,
-`catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
-batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
-into shards; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line.
+`samples` are known by number, `fetch` reads byte ranges ahead of their use, `catalog` knows the shard and byte range of each sample; `pipeline` turns
+samples into batches, `loader` does so in worker processes. `tasks` runs work on shards in threads or processes, `packing` turns sources
+into shards; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line. Each room has a README.
 """
 
 from __future__ import annotations
