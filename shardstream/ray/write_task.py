@@ -51,15 +51,14 @@ class RowsWork:
         Raises:
             SampleError: If a row would not read back equal, or its key is in the shard already.
         """
-        row, keys = self.first_row, list[str]()
-        for key, fields in _loaded_rows(self.ranges):
+        keys = list[str]()
+        for row, (key, fields) in enumerate(_loaded_rows(self.ranges), self.first_row):
+            # A number may be the key of a row in another block: a union has blocks with keys and others without.
+            keys.append(f"{row:08d}" if key is None else key)
             try:
-                writer.write(f"{row:08d}" if key is None else key, fields)
+                writer.write(keys[-1], fields)
             except SampleError as error:
                 raise name_row(error, row, key) from error
-            row += 1
-            if key is not None:  # numbers of rows all differ
-                keys.append(key)
         return PartResult(key_hashes=encode_hashes(hash_keys(keys)))
 
 

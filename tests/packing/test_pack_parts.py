@@ -562,6 +562,23 @@ def test_key_that_two_parts_have_is_refused_by_merge(tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "index.json").exists()
 
 
+@pytest.mark.parametrize("kind", ["table", "files"])
+@pytest.mark.parametrize("key", ["{stem}{index}", "{{index}}", "{index:.0e}"])
+def test_keys_with_a_number_that_are_equal_in_two_shards_are_refused(
+    kind: str, key: str, tmp_path: Path
+) -> None:
+    stems = ["r0", "a1", *(f"r{number}" for number in range(2, 11)), "a"]  # "a1" + "1", "a" + "11"
+    for number, stem in enumerate(stems):
+        path = tmp_path / "in" / f"{number:02d}" / f"{stem}.txt"
+        path.parent.mkdir(parents=True)
+        path.write_text("text")
+    (tmp_path / "in.csv").write_text("stem\n" + "".join(f"{stem}\n" for stem in stems))
+    source = tmp_path / ("in" if kind == "files" else "in.csv")
+    with pytest.raises(ss.errors.SourceError, match="comes twice"):
+        ss.pack(source, tmp_path / "new", kind=kind, key=key, max_samples=1)
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
 @pytest.mark.parametrize(
     "samples", [[{"txt": "a"}], iter([{"txt": "a"}])], ids=["list", "iterator"]
 )

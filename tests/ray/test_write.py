@@ -299,6 +299,14 @@ def test_keys_that_shards_share_are_refused(tmp_path: Path) -> None:
     assert not is_published(tmp_path / "new")
 
 
+def test_a_key_that_is_the_number_of_a_row_without_a_key_is_refused(tmp_path: Path) -> None:
+    first = ray.data.from_arrow(pa.table({"txt": ["a"] * 6}))
+    second = ray.data.from_arrow(pa.table({"key": [f"{n:08d}" for n in range(6)], "txt": ["b"] * 6}))  # fmt: skip
+    with pytest.raises(ss.errors.SourceError, match="the key '00000000' comes twice"):
+        ss.ray.write(first.union(second), tmp_path / "new", max_samples=4)
+    assert not is_published(tmp_path / "new")
+
+
 def test_progress_is_logged_at_info(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,12 +10,17 @@ from shardstream.errors import OptionError
 
 FILE_KEYS = ("{stem}", "{path}", "{path}_{index:08d}")
 """Default templates of images: the first is taken that gives each image of a dataset a key of its own."""
-_RUNNING = re.compile(r"\{index[:}]")
+# Next to another name the number may not tell keys apart: "{class}{index}" gives "1" + "11" and "11" + "1".
+_RUNNING = re.compile(r"[^{}]*\{index(:\d*d?)?\}[^{}]*")
 
 
 def has_numbers(template: str) -> bool:
-    """Return whether keys have running numbers, so that they all differ."""
-    return _RUNNING.search(template) is not None
+    """Return whether keys are running numbers with constant text, so that they all differ.
+
+    >>> [has_numbers(key) for key in ("a/{index:08d}", "{class}{index}", "{index:.0e}", "{{index}}")]
+    [True, False, False, False]
+    """
+    return _RUNNING.fullmatch(template) is not None
 
 
 def make_key(template: str, names: Mapping[str, Any], *, source: str) -> str:
