@@ -412,6 +412,6 @@ class IndexedRun:
             for number, sample in zip(numbers, found, strict=True):
                 self._taken += 1
                 if isinstance(sample, Exception):
-                    self._skips.skip_or_raise(sample, number=number)
+                    self._skips.skip_or_raise(sample, number=self._source.number_of(number))
                 else:
                     yield number, sample

@@ -253,6 +253,25 @@ def test_resume_draws_the_same_replacements(num_workers: int, tmp_path: Path) ->
     assert labels(resumed) != full  # another epoch has other samples
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_replacement_that_storage_cannot_read_is_an_error(num_workers: int, tmp_path: Path) -> None:
+    """It is not counted as a bad sample: another one would take its place in silence."""
+    samples = [{"__key__": f"{i:02d}", "cls": i} for i in range(40)]
+    folder = make_shards(tmp_path, samples=samples, per_shard=40)
+    tar = tmp_path / "000000.tar"
+
+    def overwrite(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == b"2":
+            tar.write_bytes(tar.read_bytes())
+            raise ValueError("a bad sample")
+        return sample
+
+    dataset = ss.ShardDataset(folder, on_error=ss.SkipBudget(refill=True)).map(overwrite)
+    loader = ss.ShardLoader(dataset, 4, num_workers=num_workers)
+    with pytest.raises(ss.errors.ChangedError, match="overwritten after the dataset was opened"):
+        list(loader)
+
+
 def test_refill_without_effect_is_refused(tmp_path: Path) -> None:
     budget = ss.SkipBudget(refill=True)
     dataset = ss.ShardDataset(bad_every_fifth(tmp_path, 10), on_error=budget).decode("rgb8")

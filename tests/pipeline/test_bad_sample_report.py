@@ -125,6 +125,22 @@ def test_plain_iteration_lists_bad_samples(folder: str) -> None:
     assert samples.skipped == {"DecodeError": 2, "ZeroDivisionError": 1, "ShardError": 1}
 
 
+def test_plain_iteration_lists_numbers_of_the_dataset(folder: str) -> None:
+    """Not those of copies that are drawn by weight; none in a mix, where they may count in a part."""
+
+    def numbers(dataset: Any) -> set[int | None]:
+        samples = iter(dataset)
+        assert list(samples)
+        return {bad.number for bad in samples.bad_samples}
+
+    drawn = ss.ShardDataset(
+        folder, on_error="skip", weights=[1.0 + 99 * (n == 18) for n in range(40)]
+    )
+    assert numbers(drawn) == {18}
+    parts = [ss.ShardDataset(folder, on_error="skip").decode().map(even) for _ in range(2)]
+    assert numbers(ss.mix(parts)) == {None}
+
+
 # --- the report
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardstream as ss
@@ -49,6 +50,28 @@ def test_nested_mix_loses_no_samples_when_parts_repeat(
     counts = Counter(name.rstrip("0123456789") for name in found)
     assert abs(counts["b"] - 128) < 16
     assert abs(counts["tiny"] - counts["a"]) < 32
+
+
+def draw(item: Any, generator: np.random.Generator) -> tuple[Any, int]:
+    return item, int(generator.integers(1 << 40))
+
+
+def test_random_numbers_of_nested_mixes_do_not_depend_on_the_reader(
+    parts: dict[str, ss.ShardDataset],
+) -> None:
+    """Steps of a part, of an inner and of an outer mix get those of the sample, with and without a loader."""
+    drawn = {name: dataset.map(draw, rng=True) for name, dataset in parts.items()}
+    inner = ss.mix([drawn["tiny"], drawn["a"]], seed=3).map(draw, rng=True)
+    outer = ss.mix([inner, drawn["b"]], seed=5).map(draw, rng=True)
+    alone = sorted(outer, key=str)
+    assert len(alone) == 4 + 64 + 40
+    for num_workers in (0, 2):
+        loader = ss.ShardLoader(outer, 4, num_workers=num_workers, collate_fn=list)
+        assert sorted((item for batch in loader for item in batch), key=str) == alone
+    assert (alone[0], alone[-1]) == (
+        (("b0", 490825704345), 165483346601),
+        ((("tiny3", 335056185841), 272013031874), 117640477389),
+    )  # pinned
 
 
 def test_weighted_mix_inside_an_unweighted_one_is_refused(
