@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
 from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
@@ -17,7 +17,6 @@ from shardstream.packing.job.destination import ShardNames
 from shardstream.packing.job.journal import Journal, Task
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.parallel_encode import Encoded
-from shardstream.packing.job.report import Skip
 from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.sources.source import named
@@ -37,6 +36,14 @@ class PartWork(Protocol):
 
     def write(self, writer: PartWriter) -> PartResult:
         """Write the samples of the part; return what the writer does not count."""
+
+
+class Skip(NamedTuple):
+    """A skipped record."""
+
+    where: str
+    """Its file or row."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

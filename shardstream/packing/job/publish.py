@@ -38,10 +38,11 @@ from shardstream.packing.job.key_hashes import (
 )
 from shardstream.packing.job.part_record import (
     PartResult,
+    Skip,
     combine_results,
     read_record,
 )
-from shardstream.packing.job.report import PackReport, Skip, SplitReport
+from shardstream.packing.job.report import PackReport, SplitReport
 from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.shards.manifest_files import ManifestFiles, read_old_manifest
 from shardstream.packing.sources.class_numbering import warn_of_siblings

@@ -7,13 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardstream.errors import OptionError, get_logger, human_bytes, plural
-
-if TYPE_CHECKING:
-    from shardstream.packing.job.part_record import PartResult
-    from shardstream.tasks import RetryCount
+from shardstream.packing.job.part_record import PartResult, Skip
+from shardstream.tasks import RetryCount
 
 _log = get_logger(__name__)
 
@@ -52,14 +50,6 @@ class Progress(NamedTuple):
 
 
 ProgressFunction = Callable[[Progress], object]
-
-
-class Skip(NamedTuple):
-    """A skipped record."""
-
-    where: str
-    """Its file or row."""
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from shardstream.packing.job.part_record import (
     PartResult,
     PartTask,
     PartWork,
+    Skip,
     missing_parts,
 )
 from shardstream.packing.job.publish import Ready, publish, publish_locked
@@ -33,7 +34,6 @@ from shardstream.packing.job.report import (
     PackReport,
     PartCounts,
     ProgressFunction,
-    Skip,
     SplitReport,
     combine_reports,
     logged,
