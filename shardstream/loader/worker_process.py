@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,8 +83,9 @@ def run_worker(setup: WorkerSetup, worker: int, channel: Channel, pipe: Connecti
         pipe.send(Message(0, []))
         begin: Begin = pipe.recv()
         problem = _set_up(setup, worker)
+        outbox = _Outbox(pipe, worker)
         while True:
-            begin = _send_batches(setup, worker, channel, pipe, begin, problem)
+            begin = _send_batches(setup, channel, pipe, outbox, begin, problem)
 
 
 def batch_cost(cpu_s: float, nbytes: int) -> int:
@@ -120,28 +122,29 @@ def _set_up(setup: WorkerSetup, worker: int) -> Exception | None:
 
 def _send_batches(
     setup: WorkerSetup,
-    worker: int,
     channel: Channel,
     pipe: Connection,
+    outbox: _Outbox,
     begin: Begin,
     problem: Exception | None,
 ) -> Begin:
     """Send the batches of an iteration; return the command that begins the next one."""
     channel.reset(give_back=setup.dataset.is_remote)
-    credit, number, outbox = BATCH_COST * setup.prefetch_factor, 0, _Outbox(pipe, begin.iteration)
+    outbox.begin(begin.iteration)
+    credit, number = BATCH_COST * setup.prefetch_factor, 0
     with closing(_make_batches(setup, channel, begin, problem)) as batches:
         while not outbox.is_closed:
             while credit <= 0:
-                outbox.flush(worker)
+                outbox.flush()
                 command = pipe.recv()
                 if isinstance(command, Begin):
                     return command
                 credit += command
             number += 1
             channel.progress = number
-            content, cost = _next_content(batches, worker, channel)
+            content, cost = _next_content(batches, outbox.worker, channel)
             channel.progress = -number
-            outbox.add(content, cost, worker)
+            outbox.add(content, cost)
             credit -= cost
             del content
     # Not ended before the main process closes the pipe: it fetches tensors that torch sends from here.
@@ -153,43 +156,69 @@ def _send_batches(
 class _Outbox:
     """Contents on their way to the main process, of which small ones share a message: each message may wake it up.
 
+    A thread sends them if the next batch takes longer, so that no batch waits for another one.
+
     Args:
         pipe: Sends messages.
-        iteration: Number of the iteration.
+        worker: Number of the worker.
     """
 
-    def __init__(self, pipe: Connection, iteration: int) -> None:
-        self._pipe, self._iteration = pipe, iteration
-        self._contents: list[Any] = []
-        self._cost, self._since = 0, 0.0  # the first batch is sent at once
-        self.is_closed = False
-        """Whether the last content was added."""
+    def __init__(self, pipe: Connection, worker: int) -> None:
+        self._pipe, self.worker = pipe, worker
+        self._lock, self._holds = threading.RLock(), threading.Event()
+        self._thread = threading.Thread(target=self._send_held, daemon=True)
+        self.begin(0)
 
-    def add(self, content: RingMessage | ExceptionWrapper | None, cost: int, worker: int) -> None:
+    def begin(self, iteration: int) -> None:
+        """Begin an iteration, and drop the contents of the one before."""
+        with self._lock:
+            self._iteration = iteration
+            self._contents: list[Any] = []
+            self._cost, self._sent_at = 0, 0.0  # the first batch is sent at once
+            self.is_closed = False
+            """Whether the last content was added."""
+
+    def add(self, content: RingMessage | ExceptionWrapper | None, cost: int) -> None:
         """Add a content; send it at once if it is the last one or holds more than a place in the ring."""
-        self.is_closed = not isinstance(content, RingMessage)
         is_alone = isinstance(content, RingMessage) and not content.is_in_ring
-        if is_alone:  # pickling it may fail
-            self.flush(worker)
-        self._contents.append(content)
-        self._cost += cost
-        is_late = perf_counter() - self._since > _MESSAGE_S
-        if is_alone or self.is_closed or is_late or self._cost >= _MESSAGE_COST:
-            self.flush(worker)
+        with self._lock:
+            self.is_closed = not isinstance(content, RingMessage)
+            if is_alone:  # pickling it may fail
+                self.flush()
+            self._contents.append(content)
+            self._cost += cost
+            is_late = perf_counter() - self._sent_at > _MESSAGE_S
+            if is_alone or self.is_closed or is_late or self._cost >= _MESSAGE_COST:
+                self.flush()
+                return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._holds.set()
 
-    def flush(self, worker: int) -> None:
+    def flush(self) -> None:
         """Send all contents."""
-        if not self._contents:
-            return
-        message = Message(self._iteration, self._contents, self._cost)
-        try:
-            data = ForkingPickler.dumps(message)
-        except Exception as error:  # noqa: BLE001  (raised in the main process)
-            problem = wrap_exception(unsendable_error(error), worker)
-            data = ForkingPickler.dumps(Message(self._iteration, [problem]))
-            self.is_closed = True
-        self._contents, self._cost, self._since = [], 0, perf_counter()
-        self._pipe.send_bytes(data)
+        with self._lock:
+            self._holds.clear()
+            if not self._contents:
+                return
+            message = Message(self._iteration, self._contents, self._cost)
+            try:
+                data = ForkingPickler.dumps(message)
+            except Exception as error:  # noqa: BLE001  (raised in the main process)
+                problem = wrap_exception(unsendable_error(error), self.worker)
+                data = ForkingPickler.dumps(Message(self._iteration, [problem]))
+                self.is_closed = True
+            self._contents, self._cost, self._sent_at = [], 0, perf_counter()
+            self._pipe.send_bytes(data)
+
+    def _send_held(self) -> None:
+        with suppress(OSError):  # the pool has closed the pipe: the worker sees it, too
+            while self._holds.wait():
+                left_s = self._sent_at + _MESSAGE_S - perf_counter()
+                if left_s > 0:
+                    sleep(left_s)
+                else:
+                    self.flush()
 
 
 def _make_batches(

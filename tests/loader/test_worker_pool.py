@@ -177,6 +177,23 @@ def test_batches_arrive_when_a_step_becomes_slow(many: str) -> None:
     assert len(batches_of(loader)) == 1000
 
 
+def test_batch_that_is_made_arrives_while_the_next_one_is_slow(many: str) -> None:
+    """Small batches share messages, but none waits for another one."""
+    received = get_context("fork").Event()
+
+    def waits(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == 40:
+            received.wait()
+        return sample
+
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(waits), 1, num_workers=1, timeout=60)
+    for number, batch in enumerate(loader):
+        assert batch["cls"].item() == number
+        if number == 39:
+            received.set()
+    assert number == 3999
+
+
 def shown_worker(sample: dict[str, Any]) -> dict[str, Any]:
     """Add what a function sees of its worker."""
     info = get_worker_info()
