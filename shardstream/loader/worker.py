@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -329,6 +330,10 @@ def starting_workers() -> Iterator[None]:
             yield
     except Exception as error:
         # A PicklingError, or an AttributeError or TypeError of a local function.
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            error.add_note(
+                "each worker needs three open files in the main process: raise the limit (ulimit -n), or use fewer workers"
+            )
         if isinstance(error, OSError) or "pickle" not in str(error):
             raise
         raise OptionError(

@@ -62,7 +62,7 @@ class _Worker:
 
     def begin(self, begin: Begin) -> None:
         """Let the worker begin an iteration."""
-        self._cost = 0
+        self._cost = self.received = 0
         self.waiting.clear()
         self._send(begin)
 
@@ -90,6 +90,7 @@ class _Worker:
     def take(self, message: Message) -> None:
         """Use the contents of a message."""
         self.waiting.extend(message.contents)
+        self.received += len(message.contents)
         self._cost = message.cost
 
     def acknowledge(self) -> None:
@@ -121,9 +122,13 @@ class WorkerPool:
         self.workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end_workers, self.workers, os.getpid())
         channels = open_channels(setup.num_workers)
-        with starting_workers():
-            for number, channel in enumerate(channels):
-                self.workers.append(_Worker(setup, number, channel, context))
+        try:
+            with starting_workers():
+                for number, channel in enumerate(channels):
+                    self.workers.append(_Worker(setup, number, channel, context))
+        except BaseException:
+            self.close()  # its traceback, which a notebook keeps, refers to the pool
+            raise
 
     @property
     def is_usable(self) -> bool:
@@ -263,9 +268,9 @@ class PoolIteration:
         if worker.process.is_alive():
             return None
         workers = len(self._pool.workers)
-        doing = "before it read anything"
-        if worker.is_started:
-            progress = worker.channel.progress or 1
+        doing = "before its first batch came"
+        # Without shared memory the batches that came count: each has a message of its own.
+        if progress := worker.channel.progress or (worker.received and worker.received + 1):
             doing = describe_batch(progress, self._partition, self._catalog, worker.number, workers)
         return describe_death(worker.process, worker.number, workers, doing, worker.is_started)
 

@@ -108,6 +108,33 @@ def test_dead_worker_is_reported_with_its_shard(
 
 
 @pytest.mark.usefixtures("_no_children_left")
+def test_dead_worker_without_shared_memory_is_reported_with_its_shard(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = multiprocessing.get_context("fork").Event()
+
+    def dies_late(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == 26:  # of batch 6, of worker 0
+            received.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+
+    monkeypatch.setattr(os, "memfd_create", _refuse_memory)
+    batches = iter(loader(folder, dies_late))
+    take(batches, 5)
+    received.set()
+    with pytest.raises(WorkerError, match=r"batch 6 of the rank: 4 samples of .*000002\.tar"):
+        list(batches)
+
+
+@pytest.mark.usefixtures("_no_children_left")
+def test_worker_that_ends_in_its_init_function_has_no_batch(folder: str) -> None:
+    one = loader(folder, worker_init_fn=lambda _: os._exit(3))
+    with pytest.raises(WorkerError, match=r"exit code 3\) before its first batch came; .*exit\(\)"):
+        list(one)
+
+
+@pytest.mark.usefixtures("_no_children_left")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_worker_killed_between_batches_is_reported_at_its_next_one(
     persistent: bool, folder: str
@@ -156,7 +183,7 @@ def test_killed_worker_of_a_stream_is_reported(folder: str) -> None:
 @pytest.mark.usefixtures("_no_children_left")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None:
-    # Without shardstream, torch prints a traceback in the worker and waits for the batch without a timeout.
+    # torch's own workers print a traceback and wait for ever.
     one = loader(folder, unsendable, multiprocessing_context=method, timeout=NEVER_S)
     with pytest.raises(SampleError, match=r"cannot be sent to the main process .*lambda"):
         list(one)
@@ -181,7 +208,9 @@ def test_script_that_its_spawned_workers_cannot_import_is_named(
         f"list(ss.ShardLoader(ss.ShardDataset({folder!r}), num_workers=1, multiprocessing_context='spawn'))"
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    assert re.search(r"before it read anything; .*imports .*/script\.py .*under 'if", done.stderr)
+    assert re.search(
+        r"before its first batch came; .*imports .*/script\.py .*under 'if", done.stderr
+    )
 
 
 def with_history(sample: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import functools
 import operator
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -320,6 +321,19 @@ def test_24_workers_read_each_sample_once(many: str) -> None:
         ss.ShardDataset(many, shuffle=True).decode(), 8, num_workers=24, prefetch_factor=3
     )
     assert sorted(functools.reduce(operator.iadd, batches_of(loader), [])) == list(range(4000))
+
+
+def test_too_many_workers_for_the_limit_of_open_files_name_it(many: str) -> None:
+    before, limits = active_children(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files") as caught:
+            list(ss.ShardLoader(ss.ShardDataset(many), 8, num_workers=16))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "ulimit -n" in caught.value.__notes__[0]
+    assert set(active_children()) <= set(before)
 
 
 @pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
