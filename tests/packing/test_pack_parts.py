@@ -589,6 +589,21 @@ def test_samples_from_python_are_refused(samples: Any, tmp_path: Path) -> None:
         ss.pack(samples, tmp_path / "new", executor=ss.tasks.LocalExecutor(processes=2))
 
 
+def test_parts_of_a_longer_table_with_the_same_fingerprint_are_not_published(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "rows.csv"
+    options: dict[str, Any] = {"fields": {"txt": "text"}, "max_samples": 10}
+    for part, count in (1, 20), (2, 40):
+        table.write_text("text\n" + f"{'a' * (800 // count - 1)}\n" * count)
+        os.utime(table, (1, 1))
+        ss.pack(table, tmp_path / "new", executor=ss.tasks.Parts(part, 2), **options)
+    error = "this run has 2 parts, but the job was begun with more: the source has changed"
+    with pytest.raises(ss.errors.StorageError, match=error):
+        ss.merge(tmp_path / "new")
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
 def test_part_of_another_job_is_refused(photos: str, tmp_path: Path) -> None:
     ss.pack(photos, tmp_path / "new", max_samples=20, executor=ss.tasks.Parts(1, 2))
     with pytest.raises(ss.errors.OptionError, match="seed was 0, now 1"):

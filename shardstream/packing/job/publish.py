@@ -310,12 +310,12 @@ def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:
     if journal.parts not in (0, parts) or (
         further and any(read_record(journal.folder, name, journal.run) for name in further)
     ):
-        begun = journal.parts
-        if not begun:
+        begun = "more" if journal.parts in (0, parts) else journal.parts
+        if not journal.parts:
             journal.parts = parts
             journal.write()  # else the next run would take its parts and the further ones for one job
         raise StorageError(
-            f"this run has {plural(parts, 'part')}, but the job was begun with {begun or 'more'}: the source has changed, and what "
+            f"this run has {plural(parts, 'part')}, but the job was begun with {begun}: the source has changed, and what "
             "identifies it has not; nothing is published, start again in another folder, or delete this one",
             shard=journal.folder.url,
         )
