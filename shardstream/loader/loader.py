@@ -302,7 +302,7 @@ class ShardLoader(DataLoader[Any]):
         length = len(dataset)
         return length // size if self._batches.partition_config.drop_last else -(-length // size)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
         self._refuse_second_split()
         self._partition = None
         self._follow_dataset()

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from torch._utils import ExceptionWrapper
+from torch.profiler import record_function
 
 from shardstream.errors import OptionError, WorkerError
 from shardstream.loader.serialize import NewTensor, new_tensor
@@ -37,6 +38,9 @@ from shardstream.samples import Samples
 _END_S = 1.0  # to finish the current batch after the pipe is closed
 _DEATH_S = 60.0  # a worker's pipe closes before the process ends; during a core dump long before
 _POLL_MS = 5000
+_WAIT = (
+    "enumerate(DataLoader)#ShardLoader.__next__"  # PyTorch's profiler counts such names as waits
+)
 
 
 class _Worker:
@@ -186,7 +190,8 @@ class PoolIteration:
             )
         while (worker := self._next) is not None:
             if not worker.waiting:
-                worker.take(self._receive(worker))
+                with record_function(_WAIT):
+                    worker.take(self._receive(worker))
             content = worker.waiting.popleft()
             if isinstance(content, ExceptionWrapper):
                 content.reraise()  # type: ignore[no-untyped-call]

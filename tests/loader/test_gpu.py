@@ -1,4 +1,4 @@
-"""Pinned batches, copies to a GPU and JPEG decoding on it; skipped without a CUDA device."""
+"""Pinned batches and copies to a GPU; skipped without a CUDA device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import queues
 from pathlib import Path
 from typing import Any
 
@@ -276,14 +275,6 @@ def test_unpicklable_error_arrives_as_its_nearest_picklable_base(
     with pytest.raises(ValueError, match=r"(?s)PickyError: mine") as caught:
         list(loader(folder, fails, timeout=NEVER_S))
     assert type(caught.value) is ValueError
-
-
-def test_user_queues_are_not_changed(folder: str) -> None:
-    def look(sample: dict[str, Any]) -> str:
-        return queues.Queue._on_queue_feeder_error.__module__  # type: ignore[attr-defined,no-any-return]
-
-    found = [name for batch in loader(folder, look, collate_fn=as_dicts) for name in batch]
-    assert set(found) == {"multiprocessing.queues"}
 
 
 def test_connection_error_of_a_user_function_is_not_a_dead_worker(

@@ -195,6 +195,28 @@ def test_batch_that_is_made_arrives_while_the_next_one_is_slow(many: str) -> Non
     assert number == 3999
 
 
+def test_profiler_shows_the_waits_for_workers(many: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(many), 1000, num_workers=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        list(loader)
+    names = [event.key for event in profiler.key_averages()]
+    assert any(name.startswith("enumerate(DataLoader)#") for name in names)
+
+
+def test_functions_of_torch_call_no_python_in_workers(many: str) -> None:
+    """As they do where a default device was set, which makes each of them slow."""
+
+    def watched(sample: dict[str, Any]) -> dict[str, Any]:
+        called: list[str] = []
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name))  # noqa: ARG005
+        torch.ones(3).is_contiguous()
+        sys.setprofile(None)
+        return {"calls": "__torch_function__" in called}
+
+    batch = next(iter(ss.ShardLoader(ss.ShardDataset(many).map(watched), 4, num_workers=1)))
+    assert not batch["calls"].any()
+
+
 def shown_worker(sample: dict[str, Any]) -> dict[str, Any]:
     """Add what a function sees of its worker."""
     info = get_worker_info()
