@@ -14,7 +14,10 @@ from functools import cache
 MMAP_THRESHOLD_PROBE_BYTES = 31 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 16 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
+TRIM_AFTER_BYTES = 1 << 30
+"""Bytes that a worker reads until free pages are returned: new pages for each short epoch took a tenth of its time."""
 _trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a tuned worker
+_read_bytes = [0]  # of the process, since the last trim
 
 
 @contextmanager
@@ -62,11 +65,18 @@ def tune_worker_process() -> None:
         return
 
 
-def release_freed_memory() -> None:
-    """Return a worker's free pages to the system; otherwise those between used ones add up over the epochs.
+def release_freed_memory(read_bytes: int) -> None:
+    """Return a worker's free pages to the system after each GiB read; otherwise those between used ones add up over the epochs.
 
-    This takes some milliseconds. In the user's process it does nothing: its heap may be large.
+    This takes some milliseconds, and new pages. In the user's process it does nothing: its heap may be large.
+
+    Args:
+        read_bytes: Bytes that were read since the last call.
     """
+    _read_bytes[0] += read_bytes
+    if _read_bytes[0] < TRIM_AFTER_BYTES:
+        return
+    _read_bytes[0] = 0
     for trim in _trim:
         trim(0)
 

@@ -52,8 +52,10 @@ blocks = [bytearray(100_000) for _ in range(1000)]  # below what malloc maps by 
 kept = blocks[::100]
 full = held_mb()
 del blocks
-memory.release_freed_memory()
-print(full - held_mb())
+memory.release_freed_memory(memory.TRIM_AFTER_BYTES - 1)
+early = full - held_mb()
+memory.release_freed_memory(1)
+print(early, full - held_mb())
 """
 
 
@@ -64,7 +66,9 @@ def test_worker_returns_free_memory_between_used_blocks(
     done = subprocess.run(
         [sys.executable, "-c", HOLED, process], capture_output=True, text=True, check=True
     )
-    assert least <= int(done.stdout) <= most
+    early, released = map(int, done.stdout.split())
+    assert early <= 15  # new pages for each short epoch would cost more
+    assert least <= released <= most
 
 
 def frozen(sample: dict[str, Any]) -> int:

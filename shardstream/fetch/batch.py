@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from shardstream.fetch.byte_ranges import ByteRanges
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.in_flight import RequestPool
@@ -36,7 +34,7 @@ class BatchFetcher(Fetcher):
             self._pool.submit(span) for span in coalesce(extents, self._max_read_ratio)
         ]:
             span = in_flight.span
-            data = cast("bytes | memoryview", self._pool.wait_for_range(in_flight))  # not in blocks
+            data = self._pool.wait_for_range(in_flight)
             starts, ends = extents.starts[span.places], extents.ends[span.places]
             url = self._catalog.url_of(span.shard)
             shard_slice = ShardSlice(span.shard, url, data, span.start, starts, ends)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from shardstream.fetch.batch import BatchFetcher
 from shardstream.fetch.byte_ranges import FAR_READ_RATIO, ByteRanges
-from shardstream.fetch.local import LargeSampleFetcher, LocalFetcher, Readahead
+from shardstream.fetch.local import LARGE_BYTES, LargeSampleFetcher, LocalFetcher, Readahead
 from shardstream.fetch.remote import RangeFetcher
-from shardstream.fetch.shared_blocks import LARGE_BYTES
 from shardstream.process_memory import keep_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers
 
@@ -27,14 +25,11 @@ class Catalog(ByteRanges):
     ) -> Fetcher:
         """Open a fetcher: memory maps if all shards are local, else range reads, which prefetch if numbers are known."""
         options = options or FetchOptions()
-        is_large = self.total_bytes >= LARGE_BYTES * max(1, len(self))
-        if not is_large and options.blocks is not None:
-            options = replace(options, blocks=None)
         if self.is_local:
             keep_freed_memory()  # of the samples that are parsed or copied together
             readahead = Readahead(self, iter(upcoming or ()), options.prefetch_bytes)
-            open_local = LargeSampleFetcher if is_large else LocalFetcher
-            return open_local(self, readahead, options.blocks)
+            is_large = self.total_bytes >= LARGE_BYTES * max(1, len(self))
+            return (LargeSampleFetcher if is_large else LocalFetcher)(self, readahead)
         ratios = [self.max_read_ratio, FAR_READ_RATIO if options.is_sparse else None]
         max_read_ratio = min((ratio for ratio in ratios if ratio is not None), default=None)
         if upcoming is None:

@@ -10,12 +10,11 @@ import time
 import weakref
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from shardstream.errors import ChangedError, StorageError
+from shardstream.errors import StorageError
 from shardstream.fetch.byte_ranges import ByteRanges, IndexChunk
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.fetch.daemon_threads import DaemonThreads
-from shardstream.fetch.shared_blocks import Block, SharedBlocks
-from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, ReceiveBuffer, Slot
+from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, Slot
 
 _MAX_REQUESTS = 32  # of a process
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
@@ -25,8 +24,7 @@ _HEDGE_POLL_S = 0.05  # interval of the check for slow requests
 # At the end of the process: a thread that leaves a client's native code after it could abort the process.
 _LAST_RESPONSES_S = 2.0
 
-Data = bytes | memoryview | list[Block]
-"""The bytes of a range, in one piece or in a block of each sample."""
+Data = bytes | memoryview
 
 
 def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]:
@@ -42,10 +40,10 @@ def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]
 class InFlightRange:
     """A requested range."""
 
-    __slots__ = ("first", "second", "sent_at", "sizes", "slot", "span")
+    __slots__ = ("first", "second", "sent_at", "slot", "span")
 
-    def __init__(self, span: ByteRange, sizes: list[int] | None) -> None:
-        self.span, self.sizes = span, sizes
+    def __init__(self, span: ByteRange) -> None:
+        self.span = span
         self.first: Future[Data] | None = None
         self.second: Future[Data] | None = None  # hedge for the same range
         self.slot: Slot | None = None
@@ -69,31 +67,23 @@ class RequestPool:
         catalog: The dataset.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
         num_workers: Processes that read at the same time on this machine, which share its requests.
-        blocks: Memory for ranges whose samples have a block each.
     """
 
-    def __init__(
-        self,
-        catalog: ByteRanges,
-        *,
-        hedges: bool,
-        num_workers: int = 1,
-        blocks: SharedBlocks | None = None,
-    ) -> None:
+    def __init__(self, catalog: ByteRanges, *, hedges: bool, num_workers: int = 1) -> None:
         initial, most = share_requests(catalog.threads, num_workers, os.cpu_count() or 1)
         self.concurrency = AdaptiveLimit(initial, most)
-        self._catalog, self._hedges, self._blocks = catalog, hedges, blocks
+        self._catalog, self._hedges = catalog, hedges
         self._pending: list[InFlightRange] = []
-        self._read_bytes = self._requests = 0
+        self.read_bytes = self._requests = 0
         self._wait_s = 0.0
         self._lock = threading.Lock()  # guards the three counts and the list above
         self._pool = DaemonThreads(most, "shardstream-fetch")
         self._side_pool = DaemonThreads(min(most, _SIDE_THREADS), "shardstream-aside")
         _open_pools.add(self)
 
-    def submit(self, span: ByteRange, sizes: list[int] | None = None) -> InFlightRange:
-        """Request a range; in a block of each sample if their sizes are given, and there is memory for them."""
-        in_flight = InFlightRange(span, sizes)
+    def submit(self, span: ByteRange) -> InFlightRange:
+        """Request a range."""
+        in_flight = InFlightRange(span)
         in_flight.first = self._pool.submit(self._fetch, in_flight)
         if self._hedges:
             with self._lock:
@@ -132,13 +122,13 @@ class RequestPool:
                 self._wait_s += time.monotonic() - begin
         with self._lock:
             self._requests += 1
-            self._read_bytes += in_flight.span.size
+            self.read_bytes += in_flight.span.size
         return data
 
     def stats(self) -> dict[str, float]:
         """Return the statistics so far."""
         return {
-            "read_bytes": self._read_bytes,
+            "read_bytes": self.read_bytes,
             "requests": self._requests,
             "throttled": self.concurrency.num_throttled,
             "wait_s": self._wait_s,
@@ -185,23 +175,9 @@ class RequestPool:
 
     def _read_range(self, in_flight: InFlightRange) -> Data:
         begin, span = time.monotonic(), in_flight.span
-        # Own blocks for each request: a slow one goes on writing after the second was used.
-        blocks = self._blocks.take(in_flight.sizes) if self._blocks and in_flight.sizes else None
-        if blocks is None:
-            data = self._catalog.fetch(span.shard, span.start, span.end, self.concurrency)
-            self.concurrency.record_response(len(data), time.monotonic() - begin)
-            return data
-        buffer = ReceiveBuffer([block.view for block in blocks])
-        self._catalog.fetch_into(buffer, span.shard, span.start, span.end, self.concurrency)
-        if not buffer.is_full:
-            raise ChangedError(
-                "the file is shorter than its index says",
-                remedy="run 'shardstream index' again, or write the shard again",
-                shard=self._catalog.url_of(span.shard),
-                offset=span.start,
-            )
-        self.concurrency.record_response(span.size, time.monotonic() - begin)
-        return blocks
+        data = self._catalog.fetch(span.shard, span.start, span.end, self.concurrency)
+        self.concurrency.record_response(len(data), time.monotonic() - begin)
+        return data
 
     def _wait_for_success(self, in_flight: InFlightRange) -> Data:
         timeout_s, begin = self._catalog.timeout_s, time.monotonic()

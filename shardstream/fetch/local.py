@@ -15,7 +15,6 @@ import numpy as np
 
 from shardstream.fetch.byte_ranges import ByteRanges, Extents
 from shardstream.fetch.coalesce import coalesce
-from shardstream.fetch.shared_blocks import SharedBlocks
 from shardstream.format import (
     Rows,
     ShardSlice,
@@ -27,6 +26,8 @@ from shardstream.format import (
 )
 from shardstream.samples import Fetcher, FieldChoice, MappedSamples, Numbers, split_by_step
 
+LARGE_BYTES = 16 << 10
+"""Mean size of samples from which finding many before any is copied is faster."""
 # Number of samples too small to judge whether finding many before copying any is faster.
 _MIN_SAMPLES_TO_JUDGE = 256
 
@@ -86,13 +87,10 @@ class LocalFetcher(Fetcher):
     Args:
         catalog: The dataset.
         readahead: Loads pages before they are needed.
-        blocks: As in `open_fetcher`.
     """
 
-    def __init__(
-        self, catalog: ByteRanges, readahead: Readahead, blocks: SharedBlocks | None = None
-    ) -> None:
-        self._catalog, self._readahead, self._blocks = catalog, readahead, blocks
+    def __init__(self, catalog: ByteRanges, readahead: Readahead) -> None:
+        self._catalog, self._readahead = catalog, readahead
         self._read_bytes = 0
         self._nsamples = max(1, len(catalog))
 
@@ -117,8 +115,7 @@ class LocalFetcher(Fetcher):
             return None
         self._record_read(extents)
         found = found.restore_order(by_shard)
-        hold = None if self._blocks is None else self._blocks.hold
-        return MappedSamples(found, extents.shards, self._catalog.check_unchanged, hold)
+        return MappedSamples(found, extents.shards, self._catalog.check_unchanged)
 
     def _record_read(self, extents: Extents) -> None:
         nbytes = int((extents.ends - extents.starts).sum())

@@ -14,8 +14,7 @@ from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.byte_ranges import ByteRanges, Extents, IndexChunk
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
-from shardstream.fetch.shared_blocks import LARGE_BYTES, keep_shared
-from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_one, read_samples
+from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_samples
 from shardstream.process_memory import release_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers
 
@@ -44,13 +43,6 @@ class _Part:
         self.in_flight: InFlightRange | None = None
         self.is_read = False
 
-    @property
-    def sizes(self) -> list[int] | None:
-        """Bytes of each sample, for blocks; None if there are others between them, or they are small."""
-        is_whole = (self.starts[1:] == self.ends[:-1]).all()
-        is_large = self.bytes_each >= LARGE_BYTES
-        return (self.ends - self.starts).tolist() if is_whole and is_large else None
-
 
 class RangeFetcher(Fetcher):
     """Prefetch samples of remote tars by range reads; for one thread.
@@ -74,13 +66,7 @@ class RangeFetcher(Fetcher):
     ) -> None:
         self._catalog = catalog
         self._upcoming, self._max_read_ratio = upcoming, max_read_ratio
-        self._requests = RequestPool(
-            catalog,
-            hedges=options.hedge,
-            num_workers=options.num_workers,
-            blocks=options.blocks,
-        )
-        self._has_blocks = options.blocks is not None
+        self._requests = RequestPool(catalog, hedges=options.hedge, num_workers=options.num_workers)
         self._budget = self._limit = float(options.prefetch_bytes)
         self._bytes = 0.0  # requested and not used yet
         self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
@@ -116,9 +102,9 @@ class RangeFetcher(Fetcher):
         self._parts.clear()
         self._rows.clear()
         self._queue.clear()
-        self._parts_in_flight.clear()  # with their blocks
+        self._parts_in_flight.clear()
         self._requests.close()
-        release_freed_memory()
+        release_freed_memory(self._requests.read_bytes)
 
     def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
         """Return the parts that contain these samples, in order of use."""
@@ -154,8 +140,7 @@ class RangeFetcher(Fetcher):
 
     def _request(self, part: _Part) -> None:
         if part.in_flight is None:
-            sizes = part.sizes if self._has_blocks else None
-            part.in_flight = self._requests.submit(part.span, sizes)
+            part.in_flight = self._requests.submit(part.span)
             self._parts_in_flight.append(part)
             self._bytes += part.span.size
 
@@ -212,16 +197,10 @@ class RangeFetcher(Fetcher):
     def _read_part(self, part: _Part, in_flight: InFlightRange) -> None:
         data = self._requests.wait_for_range(in_flight)
         url = self._catalog.url_of(part.span.shard)
-        if isinstance(data, list):
-            places = zip(data, part.starts.tolist(), part.ends.tolist(), strict=True)
-            rows: list[object] = [
-                read_one(block, a, a, b, url, keep_shared) for block, a, b in places
-            ]
-        else:
-            shard_slice = ShardSlice(
-                part.span.shard, url, data, part.span.start, part.starts, part.ends
-            )
-            rows = as_rows(read_samples([shard_slice]))
+        shard_slice = ShardSlice(
+            part.span.shard, url, data, part.span.start, part.starts, part.ends
+        )
+        rows = as_rows(read_samples([shard_slice]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
         in_flight.first = in_flight.second = None  # the futures keep the response in memory

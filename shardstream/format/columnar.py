@@ -77,17 +77,10 @@ def _read_each(shard_slice: ShardSlice) -> list[Sample | Exception]:
     return [read_one(shard_slice.buffer, shard_slice.base, a, b, shard_slice.url) for a, b in pairs]
 
 
-def read_one(
-    buffer: SlicedBuffer,
-    base: int,
-    start: int,
-    end: int,
-    url: str,
-    take: Callable[[Any], Any] = bytes,
-) -> Sample | Exception:
+def read_one(buffer: SlicedBuffer, base: int, start: int, end: int, url: str) -> Sample | Exception:
     """Return the sample that `read_sample` reads, or the error that it raises."""
     try:
-        return read_sample(buffer, base, start, end, url, take)
+        return read_sample(buffer, base, start, end, url)
     except Exception as error:  # noqa: BLE001  (returned: the caller applies the skip policy)
         return error
 

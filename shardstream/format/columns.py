@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
@@ -159,18 +159,13 @@ class LazyColumns:
             joined[name] = data, offsets
         return JoinedFields(self._frame["__key__"][taken], self._frame["__url__"][taken], joined)
 
-    def copy(self, taken: slice, hold: Callable[[memoryview], Any] | None = None) -> Columns:
-        """Copy a slice of the samples; ``hold`` returns what to keep of the bytes of a field, ``bytes`` by default."""
+    def copy(self, taken: slice) -> Columns:
+        """Copy a slice of the samples."""
         columns = {name: column[taken] for name, column in self._frame.items()}
         buffers = self._buffers[taken]
         for name, (starts, ends) in self._places.items():
             places = zip(buffers, starts[taken].tolist(), ends[taken].tolist(), strict=True)
-            if hold is None:
-                columns[name] = [bytes(buffer[start:end]) for buffer, start, end in places]
-            else:
-                columns[name] = [
-                    hold(memoryview(buffer)[start:end]) for buffer, start, end in places
-                ]
+            columns[name] = [bytes(buffer[start:end]) for buffer, start, end in places]
         return Columns(columns)
 
 

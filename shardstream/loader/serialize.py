@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from shardstream.errors import SampleError, describe_error
-from shardstream.fetch import MIN_LARGE_BYTES, SharedBytes
 
 MAX_TENSOR_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc maps blocks this large anew each time, with page faults."""
+# Smaller fields are pickled as fast as they are sent otherwise.
+_MIN_LARGE_BYTES = 4096
 _TORCH_TYPES = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
 # A sequence that starts with one of these is a column of keys or numbers, and is not searched for bytes.
 _PLAIN = frozenset({str, int, float})
@@ -45,7 +46,7 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 class SerializedValue(NamedTuple):
     """A value split into raw pieces, a pickle, and objects for torch."""
 
-    pieces: list[bytes | SharedBytes | torch.Tensor]
+    pieces: list[bytes | torch.Tensor]
     """Contiguous tensors and large bytes; the last one is the pickle."""
     rest: list[Any]
     """Objects that torch must send: storages, and tensors that are very large or more than plain bytes."""
@@ -115,7 +116,7 @@ class _Large:
 
     __slots__ = ("pieces", "value")
 
-    def __init__(self, value: bytes | SharedBytes | list[bytes] | list[SharedBytes]) -> None:
+    def __init__(self, value: bytes | list[bytes]) -> None:
         self.value = value
         self.pieces = value if isinstance(value, list) else [value]
 
@@ -124,9 +125,7 @@ def _mark_large_bytes(value: Any) -> Any:
     """Wrap large bytes in `_Large`: a pickler has no hook for bytes, except one called for every number too."""
     kind = type(value)
     if kind is bytes:
-        return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
-    if kind is SharedBytes:
-        return _Large(value)
+        return _Large(value) if len(value) >= _MIN_LARGE_BYTES else value
     if kind is dict:
         return {name: _mark_large_bytes(one) for name, one in value.items()}
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
@@ -137,12 +136,10 @@ def _mark_large_bytes(value: Any) -> Any:
 def _mark_sequence(values: list[Any] | tuple[Any, ...]) -> Any:
     """Wrap the large bytes in a column; small bytes, and dicts of numbers and text, are recognised all at once."""
     kinds = set(map(type, values))
-    if kinds == {SharedBytes} and type(values) is list:
-        return _Large(values)
     if kinds == {bytes}:
-        if max(map(len, values)) < MIN_LARGE_BYTES:
+        if max(map(len, values)) < _MIN_LARGE_BYTES:
             return values
-        if type(values) is list and min(map(len, values)) >= MIN_LARGE_BYTES:
+        if type(values) is list and min(map(len, values)) >= _MIN_LARGE_BYTES:
             return _Large(values)
     if kinds == {dict}:
         inner = chain.from_iterable(map(dict.values, values))
@@ -157,7 +154,7 @@ class _Packer(reduction.ForkingPickler):
     def __init__(self) -> None:
         self.file = io.BytesIO()
         super().__init__(self.file)
-        self.pieces: list[bytes | SharedBytes | torch.Tensor] = []
+        self.pieces: list[bytes | torch.Tensor] = []
         self.rest: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:

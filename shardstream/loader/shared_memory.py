@@ -2,8 +2,7 @@
 
 A batch of bytes is copied in and out once; through a pipe it is copied five times, 64 KiB per system call. For each tensor torch
 would create a file in /dev/shm, which containers keep small, and send its descriptor (0.2 ms). Very large tensors, and the
-tensors of batches that do not fit into the ring, still go that way. Large raw samples are read into blocks of the same memory
-(`SharedBlocks`), and a message only names their places.
+tensors of batches that do not fit into the ring, still go that way.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
 from multiprocessing import reduction
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
-from shardstream.fetch import SharedBlocks, SharedBytes
 from shardstream.loader.serialize import (
     NewTensor,
     SerializedValue,
@@ -32,8 +29,8 @@ from shardstream.loader.serialize import (
     unsendable_error,
 )
 
-# Address space; physical memory is used only for messages in flight and for samples in blocks.
-RING_BYTES, BLOCKS_BYTES = 256 << 20, 1 << 30
+# Address space; physical memory is used only for messages in flight.
+RING_BYTES = 256 << 20
 # Messages start at multiples of these, so that a slightly larger message still fits into a freed place.
 RING_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
 _HEAD_BYTES = (
@@ -52,10 +49,7 @@ class RingMessage(NamedTuple):
     start: int
     """Start offset in the ring."""
     places: list[tuple[int, int]]
-    """Start and end of each tensor and large bytes object, relative to ``start``; the last one is the pickle.
-
-    Those of `SharedBytes` are in the blocks, all others in the ring.
-    """
+    """Start and end of each tensor and large bytes object, relative to ``start``; the last one is the pickle."""
     pieces: list[Any] | None
     """The pieces themselves, the pickle last, if the ring had no room; else None."""
     rest: list[Any]
@@ -78,10 +72,6 @@ class Channel(Protocol):
     progress: int
     """n while the worker makes its batch n, from 1, then -n; always 0 in a main process without shared memory."""
 
-    @property
-    def blocks(self) -> SharedBlocks | None:
-        """In the worker: memory of samples that are sent without a copy, if there is any."""
-
     def reset(self, *, give_back: bool) -> None:
         """In the worker: drop values that were not received."""
 
@@ -95,7 +85,6 @@ class Channel(Protocol):
 class PipeChannel:
     """Sends whole values in messages, where the system has no shared memory for rings."""
 
-    blocks: SharedBlocks | None = None
     progress: int = 0
 
     def reset(self, *, give_back: bool) -> None:
@@ -119,8 +108,6 @@ class _InFlight(NamedTuple):
     start: int
     """Start offset in the ring."""
     end: int
-    shared: list[SharedBytes]
-    """Keeps their blocks in use."""
 
 
 class RingBuffer(PipeChannel):
@@ -129,17 +116,16 @@ class RingBuffer(PipeChannel):
     Picklable only while a process is started. Uses ``memfd_create`` (Linux), which is not limited by the size of /dev/shm.
     """
 
-    def __init__(self, handle: int | None = None, blocks_bytes: int = 0) -> None:
+    def __init__(self, handle: int | None = None) -> None:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
-        self._blocks_bytes = blocks_bytes
-        size = _HEAD_BYTES + RING_BYTES + blocks_bytes
+        size = _HEAD_BYTES + RING_BYTES
         os.ftruncate(self._handle, size)
         self._memory = mmap.mmap(self._handle, size)
         self._in_flight: deque[_InFlight] = deque()
         self._number = 0
 
-    def __reduce__(self) -> tuple[Callable[[Any, int], RingBuffer], tuple[Any, int]]:
-        return _attach, (reduction.DupFd(self._handle), self._blocks_bytes)
+    def __reduce__(self) -> tuple[Callable[[Any], RingBuffer], tuple[Any]]:
+        return _attach, (reduction.DupFd(self._handle),)
 
     @property
     def progress(self) -> int:
@@ -151,11 +137,6 @@ class RingBuffer(PipeChannel):
     def progress(self, number: int) -> None:
         _COUNT.pack_into(self._memory, _COUNT.size, number)
 
-    @cached_property
-    def blocks(self) -> SharedBlocks:  # type: ignore[override]
-        """In the worker: memory of samples that are sent without a copy."""
-        return SharedBlocks(memoryview(self._memory), _HEAD_BYTES + RING_BYTES, self._give_back)
-
     # `close` is bound at definition: at interpreter exit the module `os` may already be cleared.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "_handle"):
@@ -166,17 +147,12 @@ class RingBuffer(PipeChannel):
 
         Args:
             give_back: Return the ring's pages to the system; otherwise it keeps its peak memory. New page faults cost
-                milliseconds, which matters only for epochs as short as those of small local datasets. Blocks return theirs
-                while they are used.
+                milliseconds, which matters only for epochs as short as those of small local datasets.
         """
         self._in_flight.clear()
         if give_back:
-            self._give_back(_HEAD_BYTES, RING_BYTES)
-        self.blocks.reset()
-
-    def _give_back(self, start: int, size: int) -> None:
-        with suppress(OSError):  # not supported in some sandboxes
-            self._memory.madvise(mmap.MADV_REMOVE, start, size)
+            with suppress(OSError):  # not supported in some sandboxes
+                self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, RING_BYTES)
 
     def pack(self, value: Any) -> RingMessage:
         """In the worker: copy a value into the ring; return the message to send, which holds the value if there is no room.
@@ -190,17 +166,12 @@ class RingBuffer(PipeChannel):
         start = self._find_room(size)
         if start is None:
             return _whole(pieces, rest)
-        shared: list[SharedBytes] = []
         base = _HEAD_BYTES + start
-        for number, (piece, (first, last)) in enumerate(zip(pieces, places, strict=True)):
-            if isinstance(piece, SharedBytes):
-                places[number] = piece.start - base, piece.start + len(piece) - base
-                shared.append(piece)
-            else:
-                data = piece if isinstance(piece, bytes) else tensor_bytes(piece).data
-                self._memory[base + first : base + last] = data
+        for piece, (first, last) in zip(pieces, places, strict=True):
+            data = piece if isinstance(piece, bytes) else tensor_bytes(piece).data
+            self._memory[base + first : base + last] = data
         self._number += 1
-        self._in_flight.append(_InFlight(self._number, start, start + size, shared))
+        self._in_flight.append(_InFlight(self._number, start, start + size))
         return RingMessage(self._number, start, places, None, rest)
 
     def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
@@ -241,12 +212,10 @@ class RingBuffer(PipeChannel):
 
 
 def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
-    """Return start and end of each piece in a message; tensors are aligned, and `SharedBytes` take no room."""
+    """Return start and end of each piece in a message; tensors are aligned."""
     places, end = [], 0
     for piece in pieces:
-        if isinstance(piece, SharedBytes):
-            start = end
-        elif isinstance(piece, bytes):
+        if isinstance(piece, bytes):
             start, end = end, end + len(piece)
         else:
             start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -264,9 +233,8 @@ def open_rings(workers: int) -> list[RingBuffer]:
     """Return a ring for each worker; an empty list if the system does not support them."""
     if not hasattr(os, "memfd_create"):
         return []
-    for blocks_bytes in (BLOCKS_BYTES, 0):
-        with suppress(OSError):  # a sandbox, or a limit on address space, open files or file size
-            return [RingBuffer(blocks_bytes=blocks_bytes) for _ in range(workers)]
+    with suppress(OSError):  # a sandbox, or a limit on address space, open files or file size
+        return [RingBuffer() for _ in range(workers)]
     return []
 
 
@@ -279,9 +247,9 @@ def _serialize(value: Any) -> SerializedValue:
 
 def _whole(pieces: list[Any], rest: list[Any]) -> RingMessage:
     """Return a message that holds its pieces; tensors are copied, because torch sends their memory, which a step may use again."""
-    held = [bytes(one) if isinstance(one, bytes | SharedBytes) else one.clone() for one in pieces]
+    held = [one if isinstance(one, bytes) else one.clone() for one in pieces]
     return RingMessage(0, 0, _lay_out_pieces(pieces), held, rest)
 
 
-def _attach(handle: Any, blocks_bytes: int) -> RingBuffer:
-    return RingBuffer(handle.detach(), blocks_bytes)
+def _attach(handle: Any) -> RingBuffer:
+    return RingBuffer(handle.detach())

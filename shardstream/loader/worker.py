@@ -15,7 +15,6 @@ import torch
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, SkipBudgetError, StateError, without_addresses
-from shardstream.fetch import SharedBlocks
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
 from shardstream.loader.replacement_samples import replace_bad_samples
@@ -177,24 +176,20 @@ class BatchDataset(SplitDataset):
     def __iter__(self) -> Iterator[Any]:
         raise OptionError(_NOT_FOR_OTHERS)
 
-    def read(
-        self, position: LoaderPosition, blocks: SharedBlocks | None = None
-    ) -> Generator[WorkerBatch]:
+    def read(self, position: LoaderPosition) -> Generator[WorkerBatch]:
         """Return the batches of this process from a position on: of one worker, or of the whole rank outside of workers.
 
         Args:
             position: The position.
-            blocks: Memory for raw samples, which is shared with the main process; it is used where no step or function reads them.
         """
         worker_info = current_worker_info(self, self.placement)
         partition = self.partition(position)
         if partition is None:
             return self._read_stream(worker_info, position)
-        is_raw = self.source_dataset.pipeline.is_raw and self.collate_fn is collate
-        return self._read_steps(partition, worker_info, blocks if is_raw else None)
+        return self._read_steps(partition, worker_info)
 
     def _read_steps(
-        self, partition: RankPartition, worker_info: WorkerInfo, blocks: SharedBlocks | None
+        self, partition: RankPartition, worker_info: WorkerInfo
     ) -> Generator[WorkerBatch]:
         source, pipeline = self.indexed_source, self.source_dataset.pipeline
         assert source is not None  # noqa: S101  (it has a partition)
@@ -218,14 +213,7 @@ class BatchDataset(SplitDataset):
                 error,
             )
 
-        run = IndexedRun(
-            source,
-            partition,
-            worker_info,
-            skips,
-            pipeline.kept_fields,
-            blocks,
-        )
+        run = IndexedRun(source, partition, worker_info, skips, pipeline.kept_fields)
         runner = pipeline.open_runner(
             partition.plan.epoch, skips, by_column=self.collate_fn is collate
         )

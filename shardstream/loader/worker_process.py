@@ -132,7 +132,7 @@ def _send_batches(
     channel.reset(give_back=setup.dataset.is_remote)
     outbox.begin(begin.iteration)
     credit, number = BATCH_COST * setup.prefetch_factor, 0
-    with closing(_make_batches(setup, channel, begin, problem)) as batches:
+    with closing(_make_batches(setup, begin, problem)) as batches:
         while not outbox.is_closed:
             while credit <= 0:
                 outbox.flush()
@@ -222,12 +222,12 @@ class _Outbox:
 
 
 def _make_batches(
-    setup: WorkerSetup, channel: Channel, begin: Begin, problem: Exception | None
+    setup: WorkerSetup, begin: Begin, problem: Exception | None
 ) -> Generator[WorkerBatch]:
     """Yield the worker's batches; all errors come with the first or a later one."""
     if problem is not None:
         raise problem
-    yield from setup.dataset.read(begin.position, channel.blocks)
+    yield from setup.dataset.read(begin.position)
 
 
 def _next_content(

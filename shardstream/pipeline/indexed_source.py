@@ -13,7 +13,6 @@ import numpy as np
 
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import redact
-from shardstream.fetch import SharedBlocks
 from shardstream.format import Rows, Sample
 from shardstream.order import (
     EpochOrder,
@@ -153,16 +152,13 @@ class IndexedSource(Source):
         """Size of the dataset, for ``repr``."""
         return self.catalog.summary
 
-    def fetch_options(
-        self, num_workers: int = 1, blocks: SharedBlocks | None = None
-    ) -> FetchOptions:
+    def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened."""
         return FetchOptions(
             prefetch_bytes=self.options.prefetch_bytes,
             hedge=self.options.hedge,
             num_workers=num_workers,
             is_sparse=self.is_sparse,
-            blocks=blocks,
         )
 
     def number_of(self, number: int) -> int | None:
@@ -316,7 +312,6 @@ class IndexedRun:
         worker_info: The worker that reads.
         skips: Skip policy for damaged samples.
         keeps: First stage of the pipeline, if it keeps some fields: the bytes of others are not read where that is cheap.
-        blocks: Shared memory for large samples, as in `FetchOptions`.
     """
 
     def __init__(
@@ -326,12 +321,11 @@ class IndexedRun:
         worker_info: WorkerInfo,
         skips: SkipTracker,
         keeps: KeepFields | None = None,
-        blocks: SharedBlocks | None = None,
     ) -> None:
         self.number = -1
         self._source, self._partition = source, partition
         self._worker_info = worker_info
-        self._skips, self._keeps, self._blocks = skips, keeps, blocks
+        self._skips, self._keeps = skips, keeps
         self._taken = 0
         self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
@@ -391,7 +385,7 @@ class IndexedRun:
         catalog = self._source.catalog
         mean_bytes = catalog.mean_bytes
         self._fetcher = catalog.open_fetcher(
-            upcoming, self._source.fetch_options(worker_info.num_workers, self._blocks)
+            upcoming, self._source.fetch_options(worker_info.num_workers)
         )
         with closing(self._fetcher) as fetcher:
             few, many = int(_MIN_COPIED_BYTES / mean_bytes), int(_MAX_COPIED_BYTES / mean_bytes)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.errors import OptionError, plural
-from shardstream.fetch import SharedBlocks
 from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions
@@ -150,11 +149,9 @@ class MixIndexedSource(IndexedSource):
         """Return the same mix with other options."""
         return replace(self, options=replace(self.options, **changes))
 
-    def fetch_options(
-        self, num_workers: int = 1, blocks: SharedBlocks | None = None
-    ) -> FetchOptions:
+    def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened; an epoch may have few samples of a part."""
-        options = IndexedSource.fetch_options(self, num_workers, blocks)
+        options = IndexedSource.fetch_options(self, num_workers)
         return replace(options, is_sparse=any(source.is_sparse for source in self.sources))
 
     def number_of(self, number: int) -> None:

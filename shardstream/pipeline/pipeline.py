@@ -9,7 +9,7 @@ from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.fields import KeepFields, OpenFields
-from shardstream.pipeline.indexed_source import CatalogSource, IndexedSource
+from shardstream.pipeline.indexed_source import IndexedSource
 from shardstream.pipeline.runner import ItemStage, Runner, open_runner
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, Stage, State, open_stages
@@ -58,12 +58,6 @@ class Pipeline:
         """The fields that are kept of each sample, before all other stages; None if all are."""
         first = self.stages[0] if self.stages else None
         return first if isinstance(first, KeepFields) else None
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether no step reads the bytes of fields."""
-        has_steps = any(not isinstance(stage, KeepFields) for stage in self.stages)
-        return isinstance(self.source, CatalogSource) and not has_steps
 
     @property
     def differs_by_epoch(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,14 +30,12 @@ class FetchOptions:
         hedge: Send a second request when a response is slow.
         num_workers: Fetchers that read at the same time on this machine.
         is_sparse: Whether few samples of many are read, so that gaps between them should not be.
-        blocks: Shared memory for large samples (`shardstream.fetch.SharedBlocks`), whose fields become `SharedBytes`; None for ``bytes``.
     """
 
     prefetch_bytes: int = 0
     hedge: bool = False
     num_workers: int = 1
     is_sparse: bool = False
-    blocks: Any = None
 
 
 class Fetcher(ABC):

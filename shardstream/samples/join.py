@@ -121,6 +121,6 @@ class Join(View):
     ) -> Fetcher:
         """Open a fetcher for each dataset; together they have the budget of one."""
         means = [one.total_bytes / max(1, len(one)) for one in self.inner]
-        # Rows are put together from copies of their own.
-        options = replace(options or FetchOptions(), blocks=None)
-        return JoinFetcher(self.inner, means, self.parts, self.left_out, upcoming, options)
+        return JoinFetcher(
+            self.inner, means, self.parts, self.left_out, upcoming, options or FetchOptions()
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,6 @@ class MappedSamples:
         found: Offsets of the samples' fields.
         shards: Shard of each sample, shape (n,).
         check_unchanged: Raises `ChangedError` if one of some shards was overwritten since the dataset was opened.
-        hold: Returns what to keep of the bytes of a field; None keeps ``bytes``.
     """
 
     def __init__(
@@ -28,10 +26,9 @@ class MappedSamples:
         found: LazyColumns,
         shards: Numbers,
         check_unchanged: Callable[[set[int]], None],
-        hold: Callable[[memoryview], Any] | None = None,
     ) -> None:
         self._found, self._shards = found, shards
-        self._check_unchanged, self._hold = check_unchanged, hold
+        self._check_unchanged = check_unchanged
 
     def __getitem__(self, taken: slice) -> Columns:
         """Copy a slice of the samples.
@@ -41,7 +38,7 @@ class MappedSamples:
         """
         # A copy of pages past the end of a file that was cut kills the process (SIGBUS).
         self._check(taken)
-        columns = self._found.copy(taken, self._hold)
+        columns = self._found.copy(taken)
         self._check(taken)  # it may have been overwritten meanwhile
         return columns
 
@@ -52,8 +49,7 @@ class MappedSamples:
 
     def select(self, fields: Sequence[str]) -> MappedSamples:
         """Return the samples with some of their fields only; the bytes of the others are not read."""
-        found = self._found.select(fields)
-        return MappedSamples(found, self._shards, self._check_unchanged, self._hold)
+        return MappedSamples(self._found.select(fields), self._shards, self._check_unchanged)
 
     def sizes(self, fields: Sequence[str] | None = None) -> Numbers:
         """Return the bytes of each sample's fields, shape (n,); of all fields by default."""
