@@ -131,11 +131,11 @@ class Shop:
         }
         loading = {
             name: options.pop(name)
-            for name in ("num_workers", "multiprocessing_context")
+            for name in ("num_workers", "multiprocessing_context", "collate_fn")
             if name in options
         }
         dataset = ss.ShardDataset(url, storage_options=self.options(client, **limits), **options)
-        return ss.ShardLoader(dataset.map(digest), 8, collate_fn=list, **loading)
+        return ss.ShardLoader(dataset.map(digest), 8, **{"collate_fn": list} | loading)
 
 
 def epoch(
@@ -489,6 +489,11 @@ def test_server_that_stays_down_is_an_error_within_the_retry_timeout(
 # --- a store whose objects change
 
 
+def as_large_batch(digests: list[str]) -> list[str]:
+    """Return a batch of 2 MiB: workers make few of them ahead, so most are made after the third one is used."""
+    return [*digests, " " * (2 << 20)]
+
+
 @pytest.mark.parametrize("grows", [False, True])
 def test_shards_replaced_during_an_epoch_are_an_error(
     grows: bool, proxy: ShapedS3, shop: Shop
@@ -505,7 +510,9 @@ def test_shards_replaced_during_an_epoch_are_an_error(
                 client.put_object(**where, Body=body[::-1] + b"\0" * 512 * grows)
             client.close()
 
-        loader = shop.loader(url, num_workers=2, on_error="skip", **SMALL_READS)
+        loader = shop.loader(
+            url, num_workers=2, collate_fn=as_large_batch, on_error="skip", **SMALL_READS
+        )
         with pytest.raises(ChangedError, match=r"the file changed.*shardstream index.*\d\.tar"):
             epoch(loader, replace)
         assert multiprocessing.active_children() == []
