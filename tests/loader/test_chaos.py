@@ -129,13 +129,14 @@ class Shop:
             for name in ("read_timeout_s", "retry_timeout_s")
             if name in options
         }
-        loading = {
+        loading: dict[str, Any] = {"collate_fn": list}
+        loading |= {
             name: options.pop(name)
             for name in ("num_workers", "multiprocessing_context", "collate_fn")
             if name in options
         }
         dataset = ss.ShardDataset(url, storage_options=self.options(client, **limits), **options)
-        return ss.ShardLoader(dataset.map(digest), 8, **{"collate_fn": list} | loading)
+        return ss.ShardLoader(dataset.map(digest), 8, **loading)
 
 
 def epoch(
