@@ -3,7 +3,6 @@
 from shardstream.fetch.byte_ranges import FAR_READ_RATIO, Extents, IndexChunk
 from shardstream.fetch.catalog import Catalog
 from shardstream.fetch.coalesce import coalesce
-from shardstream.fetch.in_flight import share_requests
 from shardstream.fetch.local import LocalFetcher, Readahead
 from shardstream.fetch.remote import RangeFetcher
 
@@ -16,5 +15,4 @@ __all__ = [
     "RangeFetcher",
     "Readahead",
     "coalesce",
-    "share_requests",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardstream.format import Buffer
 from shardstream.samples import Numbers, Samples
-from shardstream.storage import AdaptiveLimit, ReceiveBuffer
+from shardstream.storage import DEFAULT_REQUESTS, AdaptiveLimit, ReceiveBuffer
 
 FAR_READ_RATIO = 3.0
 """`ByteRanges.max_read_ratio` of samples with gaps between them."""
@@ -39,8 +39,8 @@ class IndexChunk(NamedTuple):
 class ByteRanges(Samples):
     """Samples that are byte ranges of shards, as fetchers need them; see `Catalog`."""
 
-    threads: int = 24
-    """Maximum of requests in flight, in each process."""
+    threads: int = DEFAULT_REQUESTS
+    """Requests in flight in each process at the start; they are adapted, up to 32. A mix starts with 24 for all its parts."""
     max_prefetch_samples: int = sys.maxsize
     """Maximum of prefetched samples."""
     max_read_ratio: float | None = None

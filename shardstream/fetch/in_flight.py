@@ -14,27 +14,14 @@ from shardstream.errors import StorageError
 from shardstream.fetch.byte_ranges import ByteRanges, IndexChunk
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.fetch.daemon_threads import DaemonThreads
-from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, Slot
+from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, Slot, limit_of_worker
 
-_MAX_REQUESTS = 32  # of a process
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
-# Requests of all workers of a machine at the start, unless each would have fewer than two.
-_MACHINE_REQUESTS, _CORE_REQUESTS, _MIN_REQUESTS = 48, 16, 2
 _HEDGE_POLL_S = 0.05  # interval of the check for slow requests
 # At the end of the process: a thread that leaves a client's native code after it could abort the process.
 _LAST_RESPONSES_S = 2.0
 
 Data = bytes | memoryview
-
-
-def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]:
-    """Return the number of requests in flight of each worker at the start, and its maximum.
-
-    >>> share_requests(24, 2, cores=2), share_requests(24, 24, cores=2), share_requests(24, 24, cores=64)
-    ((24, 32), (2, 3), (24, 32))
-    """
-    share = max(_MIN_REQUESTS, max(_MACHINE_REQUESTS, _CORE_REQUESTS * cores) // num_workers)
-    return min(wanted, share), min(_MAX_REQUESTS, -(-share * 4 // 3))
 
 
 class InFlightRange:
@@ -67,11 +54,20 @@ class RequestPool:
         catalog: The dataset.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
         num_workers: Processes that read at the same time on this machine, which share its requests.
+        concurrency: Limit of requests in flight of several pools; None for one of its own.
     """
 
-    def __init__(self, catalog: ByteRanges, *, hedges: bool, num_workers: int = 1) -> None:
-        initial, most = share_requests(catalog.threads, num_workers, os.cpu_count() or 1)
-        self.concurrency = AdaptiveLimit(initial, most)
+    def __init__(
+        self,
+        catalog: ByteRanges,
+        *,
+        hedges: bool,
+        num_workers: int = 1,
+        concurrency: AdaptiveLimit | None = None,
+    ) -> None:
+        self._is_shared = concurrency is not None
+        self.concurrency = concurrency or limit_of_worker(catalog.threads, num_workers)
+        most = self.concurrency.max_limit
         self._catalog, self._hedges = catalog, hedges
         self._pending: list[InFlightRange] = []
         self.read_bytes = self._requests = 0
@@ -130,7 +126,7 @@ class RequestPool:
         return {
             "read_bytes": self.read_bytes,
             "requests": self._requests,
-            "throttled": self.concurrency.num_throttled,
+            "throttled": 0 if self._is_shared else self.concurrency.num_throttled,
             "wait_s": self._wait_s,
         }
 

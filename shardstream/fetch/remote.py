@@ -66,7 +66,12 @@ class RangeFetcher(Fetcher):
     ) -> None:
         self._catalog = catalog
         self._upcoming, self._max_read_ratio = upcoming, max_read_ratio
-        self._requests = RequestPool(catalog, hedges=options.hedge, num_workers=options.num_workers)
+        self._requests = RequestPool(
+            catalog,
+            hedges=options.hedge,
+            num_workers=options.num_workers,
+            concurrency=options.concurrency,
+        )
         self._budget = self._limit = float(options.prefetch_bytes)
         self._bytes = 0.0  # requested and not used yet
         self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
@@ -82,16 +87,17 @@ class RangeFetcher(Fetcher):
         if not len(numbers):
             return []
         wanted = numbers.tolist()
-        parts = self._parts_of(dict.fromkeys(wanted))
-        for part in parts:
-            self._request(part)
-        self._mark_started({part.group for part in parts})
-        self._prefetch()
+        parts = self._request_parts(wanted)
+        self.prefetch()
         failed = self._read(parts)
         self._read_completed()
         found = from_rows([self._rows.get(number, failed) for number in wanted])
         self._release_samples(self._rows.keys() & wanted)
         return found
+
+    def request(self, numbers: Numbers) -> None:
+        """Request the ranges of samples, without waiting for them."""
+        self._request_parts(numbers.tolist())
 
     def stats(self) -> dict[str, float]:
         """Return the statistics so far."""
@@ -115,6 +121,13 @@ class RangeFetcher(Fetcher):
             self._plan_group(np.array(missing, dtype=np.int64))
         return list(dict.fromkeys(map(self._parts.__getitem__, wanted)))
 
+    def _request_parts(self, wanted: list[int]) -> list[_Part]:
+        parts = self._parts_of(dict.fromkeys(wanted))
+        for part in parts:
+            self._request(part)
+        self._mark_started({part.group for part in parts})
+        return parts
+
     def _mark_started(self, groups: set[_Group]) -> None:
         """Mark groups as started and raise the prefetch limit."""
         for group in groups - self._started:
@@ -122,7 +135,7 @@ class RangeFetcher(Fetcher):
             started_bytes = sum(one.left_bytes for one in self._started)
             self._limit = max(self._budget, started_bytes + _NEXT_GROUP_FRACTION * group.left_bytes)
 
-    def _prefetch(self) -> None:
+    def prefetch(self) -> None:
         """Request the next parts within the limit."""
         while self._bytes < self._limit:
             if not self._queue:

@@ -12,7 +12,7 @@ import numpy as np
 from shardstream.errors import OptionError, plural
 from shardstream.format import Rows
 from shardstream.samples.mapped import MappedSamples, Numbers
-from shardstream.storage import Storage
+from shardstream.storage import AdaptiveLimit, Storage
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,12 +29,14 @@ class FetchOptions:
         prefetch_bytes: Maximum of bytes in flight or prefetched.
         hedge: Send a second request when a response is slow.
         num_workers: Fetchers that read at the same time on this machine.
+        concurrency: Limit of requests in flight of several fetchers together; None for one of each.
         is_sparse: Whether few samples of many are read, so that gaps between them should not be.
     """
 
     prefetch_bytes: int = 0
     hedge: bool = False
     num_workers: int = 1
+    concurrency: AdaptiveLimit | None = None
     is_sparse: bool = False
 
 
@@ -62,6 +64,12 @@ class Fetcher(ABC):
             found = self.samples(np.concatenate(some))
             yield from split_by_step(some, found)
             del found  # free the memory before the next read
+
+    def request(self, numbers: Numbers) -> None:  # noqa: B027  (nothing to request by default)
+        """Request samples that are read next, without waiting for them; by default nothing."""
+
+    def prefetch(self) -> None:  # noqa: B027
+        """Request the samples after those, within the budget; by default nothing."""
 
     def find(self, numbers: Numbers) -> MappedSamples | None:  # noqa: ARG002
         """Return samples whose bytes are copied at access; None unless they are local and of one form."""

@@ -16,6 +16,7 @@ from shardstream.samples.base import Fetcher, FetchOptions, Samples
 from shardstream.samples.mapped import Numbers
 from shardstream.samples.view import View
 from shardstream.samples.view_fetcher import ViewFetcher
+from shardstream.storage import DEFAULT_REQUESTS, limit_of_worker
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,9 +100,7 @@ class Concat(View):
         self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
     ) -> Fetcher:
         """Open a fetcher for each dataset; together they have the budget and the requests of one."""
-        options = options or FetchOptions()
-        options = replace(options, num_workers=options.num_workers * len(self.inner))
-        return ConcatFetcher(self, upcoming, options)
+        return ConcatFetcher(self, upcoming, options or FetchOptions())
 
 
 class ConcatFetcher(ViewFetcher):
@@ -121,9 +120,20 @@ class ConcatFetcher(ViewFetcher):
             mine: Numbers = own[places == place]
             return mine
 
+        self._find, self._own_limit = samples.find, None
+        if options.concurrency is None:
+            # One for all parts, in the order of need: equal shares leave too few to a large part.
+            self._own_limit = limit_of_worker(DEFAULT_REQUESTS, options.num_workers)
+            options = replace(options, concurrency=self._own_limit)
         equal = [1.0] * len(samples.inner)
         super().__init__(samples.inner, equal, upcoming, numbers_in, options)
-        self._find = samples.find
+
+    def stats(self) -> dict[str, float]:
+        """Return the sums of the statistics of all fetchers, and those of their common limit."""
+        found = super().stats()
+        if self._own_limit is not None and "throttled" in found:
+            found["throttled"] += self._own_limit.num_throttled
+        return found
 
     def samples(self, numbers: Numbers) -> Rows:
         """Return the sample of each number, or its error."""
@@ -131,9 +141,12 @@ class ConcatFetcher(ViewFetcher):
         kinds: list[int] = np.unique(places).tolist()
         if len(kinds) == 1:
             return self.fetchers[kinds[0]].samples(own)
+        of_kinds = {kind: np.flatnonzero(places == kind) for kind in kinds}
+        for kind, mine in of_kinds.items():  # before one of them waits
+            self.fetchers[kind].request(own[mine])
+        self.prefetch()
         rows: list[Any] = [None] * len(numbers)
-        for kind in kinds:
-            mine = np.flatnonzero(places == kind)
+        for kind, mine in of_kinds.items():
             found = as_rows(self.fetchers[kind].samples(own[mine]))
             for place, row in zip(mine.tolist(), found, strict=True):
                 rows[place] = row

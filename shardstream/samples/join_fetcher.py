@@ -39,7 +39,7 @@ class JoinFetcher(ViewFetcher):
         options: FetchOptions,
     ) -> None:
         self._parts, self._left_out, self._length = parts, left_out, len(inner[0])
-        super().__init__(inner, weights, upcoming, self._numbers_in, options)
+        super().__init__(inner, weights, upcoming, self._part_numbers, options)
 
     def samples(self, numbers: Numbers) -> Rows:
         """Return the joined sample of each number, or the first error of its parts.
@@ -57,7 +57,7 @@ class JoinFetcher(ViewFetcher):
             joined = _join_columns(joined, found, part) or _join_rows(joined, found, places, part)
         return joined
 
-    def _numbers_in(self, place: int, group: Numbers) -> Numbers:
+    def _part_numbers(self, place: int, group: Numbers) -> Numbers:
         if not place:
             return group
         numbers = self._parts[place - 1].numbers_of(group, self._length)

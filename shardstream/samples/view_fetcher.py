@@ -40,10 +40,23 @@ class ViewFetcher(Fetcher):
         total = sum(weights) or 1.0
         plan = None if upcoming is None else _SharedPlan(upcoming, len(inner))
         self.fetchers: list[Fetcher] = []
+        self._numbers_in = numbers_in
         for place, (one, weight) in enumerate(zip(inner, weights, strict=True)):
             budget = max(_MIN_PREFETCH_BYTES, int(options.prefetch_bytes * weight / total))
             own = None if plan is None else _own_groups(plan.groups(place), place, numbers_in)
             self.fetchers.append(one.open_fetcher(own, replace(options, prefetch_bytes=budget)))
+
+    def request(self, numbers: Numbers) -> None:
+        """Request samples of all fetchers, before one of them waits."""
+        for place, fetcher in enumerate(self.fetchers):
+            own = self._numbers_in(place, numbers)
+            if len(own):
+                fetcher.request(own)
+
+    def prefetch(self) -> None:
+        """Request the next samples of all fetchers."""
+        for fetcher in self.fetchers:
+            fetcher.prefetch()
 
     def stats(self) -> dict[str, float]:
         """Return the sums of the statistics of all fetchers."""

@@ -15,7 +15,14 @@ from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, op
 from shardstream.storage.cache_space import CacheSpace, load_usage
 from shardstream.storage.check_manifest_urls import check_names, is_under
 from shardstream.storage.clients import Clients, protocol_of
-from shardstream.storage.concurrency import AdaptiveLimit, Slot, hints_of
+from shardstream.storage.concurrency import (
+    DEFAULT_REQUESTS,
+    AdaptiveLimit,
+    Slot,
+    hints_of,
+    limit_of_worker,
+    share_requests,
+)
 from shardstream.storage.discover import (
     LocatedShards,
     absolute_urls,
@@ -87,6 +94,7 @@ from shardstream.storage.url_patterns import (
 
 __all__ = [
     "CACHE_CHUNK_BYTES",
+    "DEFAULT_REQUESTS",
     "HEADER_BYTES",
     "JOURNAL_NAME",
     "PART_BYTES",
@@ -153,6 +161,7 @@ __all__ = [
     "is_under",
     "iter_members",
     "join_url",
+    "limit_of_worker",
     "list_all",
     "list_beginning",
     "list_files",
@@ -178,6 +187,7 @@ __all__ = [
     "remove",
     "retry_call",
     "sample_members",
+    "share_requests",
     "sort_rows",
     "translate_errors",
     "version_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -13,7 +14,12 @@ from statistics import median
 from shardstream.storage.retry import ReadHints
 from shardstream.storage.transfer import Cancellation
 
+DEFAULT_REQUESTS = 24
+"""Requests in flight of a process at the start."""
+
 _INITIAL_LIMIT, _MAX_LIMIT = 8, 32
+# Requests of all workers of a machine at the start, unless each would have fewer than two.
+_MACHINE_REQUESTS, _CORE_REQUESTS, _MIN_REQUESTS = 48, 16, 2
 _GAIN = 1.08  # a rate this much higher justifies more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # windows without gain before more are tried again
@@ -57,7 +63,7 @@ class AdaptiveLimit:
         """Set when no response is needed any more."""
         self.last_response_at = clock()
         self._latencies_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
-        self._max_limit, self._clock = max_limit, clock
+        self.max_limit, self._clock = max_limit, clock
         self._active = 0
         self._changed = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
@@ -151,13 +157,28 @@ class AdaptiveLimit:
             return
         if rate > self._best_rate * _GAIN:
             self._best_rate, self._previous_limit = rate, self.limit
-            self.limit = min(self._max_limit, self.limit + max(1, self.limit // 4))
+            self.limit = min(self.max_limit, self.limit + max(1, self.limit // 4))
         else:
             self.limit, self._best_rate, self._windows_to_hold = (
                 self._previous_limit,
                 0.0,
                 _HOLD_WINDOWS,
             )
+
+
+def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]:
+    """Return the number of requests in flight of each worker at the start, and its maximum.
+
+    >>> share_requests(24, 2, cores=2), share_requests(24, 24, cores=2), share_requests(24, 24, cores=64)
+    ((24, 32), (2, 3), (24, 32))
+    """
+    share = max(_MIN_REQUESTS, max(_MACHINE_REQUESTS, _CORE_REQUESTS * cores) // num_workers)
+    return min(wanted, share), min(_MAX_LIMIT, -(-share * 4 // 3))
+
+
+def limit_of_worker(wanted: int, num_workers: int) -> AdaptiveLimit:
+    """Return the limit of one of the workers that read at the same time on this machine."""
+    return AdaptiveLimit(*share_requests(wanted, num_workers, os.cpu_count() or 1))
 
 
 def hints_of(concurrency: AdaptiveLimit | None) -> ReadHints:
