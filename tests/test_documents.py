@@ -1,23 +1,34 @@
-"""Test that the documents for developers name files that exist, and link to each other."""
+"""Test that documents name files and public names that exist, and link to each other."""
 
 from __future__ import annotations
 
+import operator
 import re
 from pathlib import Path
 
 import pytest
 
+import shardstream as ss
+
 ROOT = Path(__file__).parent.parent
 DECISIONS = ROOT / "docs" / "decisions"
 PAGES = sorted(DECISIONS.glob("*.md"))
+USERS = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
 DEVELOPERS = (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", *PAGES)
 # In backticks: a path with a folder and a suffix, or a module of the package's root.
 _FILE = re.compile(r"`((?:\w+/)+\w+\.py|distributed\.py|process_memory\.py)`")
+_NAME = re.compile(r"\bss\.([\w.]*\w)")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", USERS, ids=name_of)
+def test_public_names_that_are_mentioned_exist(path: Path) -> None:
+    for name in set(_NAME.findall(path.read_text(encoding="utf-8"))):
+        operator.attrgetter(name)(ss)
 
 
 @pytest.mark.parametrize("path", DEVELOPERS, ids=name_of)

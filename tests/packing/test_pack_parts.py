@@ -792,7 +792,7 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
     """The same command cannot know that it has the same samples; it changes nothing."""
     is_killed = False
 
-    def pack(folder: str, **options: Any) -> ss.PackReport:
+    def pack(folder: str, **options: Any) -> ss.packing.PackReport:
         samples = [{"cls": number} for number in range(20)]
         return ss.pack(
             samples, tmp_path / folder, split={"a": 0.5, "b": 0.5}, max_samples=5, **options

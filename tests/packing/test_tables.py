@@ -267,7 +267,7 @@ def test_row_whose_file_cannot_be_one_is_skipped_alone(
     assert reason in skipped.reason
 
 
-def pack_links(folder: Path, links: Sequence[str], **options: float) -> ss.PackReport:
+def pack_links(folder: Path, links: Sequence[str], **options: float) -> ss.packing.PackReport:
     """Pack a table of links to pictures, without those that fail."""
     (folder / "t.jsonl").write_text("\n".join(json.dumps({"p": link}) for link in links))
     (folder / "1.png").write_bytes(png())
