@@ -32,7 +32,7 @@ from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.epoch_counter import EpochCounter, Worker
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
-from shardstream.loader.notebook_view import catalog_html, stream_html
+from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (
@@ -209,8 +209,8 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         source = self.pipeline.indexed_source
         if source is None:
             return stream_html(type(self).__name__, self.pipeline)
-        numbers = range(len(source.catalog))
-        return catalog_html(type(self).__name__, source.catalog, numbers, self.pipeline)
+        numbers = range(len(source.samples))
+        return samples_html(type(self).__name__, source.samples, numbers, self.pipeline)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

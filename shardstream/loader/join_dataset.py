@@ -10,7 +10,7 @@ from typing import Any
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import ShardDataset, StreamDataset
 from shardstream.loader.epoch_counter import EpochCounter
-from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
+from shardstream.pipeline import Pipeline, SamplesSource, WeightedSource
 from shardstream.samples import (
     JoinBy,
     JoinMissing,
@@ -73,13 +73,13 @@ def join(
     source = _source_of(first, is_first=True)
     opened = [_open(other, storage_options) for other in others]
     parts = [part for part, _ in opened]
-    catalog = join_samples(source.catalog, parts, by, missing)
-    if len(catalog) < len(source.catalog) and isinstance(source, WeightedSource):
+    samples = join_samples(source.samples, parts, by, missing)
+    if len(samples) < len(source.samples) and isinstance(source, WeightedSource):
         raise OptionError(
-            f"missing='drop' leaves out {plural(len(source.catalog) - len(catalog), 'sample')} that weights= counts; leave them out with "
+            f"missing='drop' leaves out {plural(len(source.samples) - len(samples), 'sample')} that weights= counts; leave them out with "
             "subset=, or choose missing='keep'"
         )
-    joined = Pipeline(source=replace(source, catalog=catalog), on_error=first.pipeline.on_error)
+    joined = Pipeline(source=replace(source, samples=samples), on_error=first.pipeline.on_error)
     numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
     return JoinDataset(joined, first, numbering)
 
@@ -111,7 +111,7 @@ class JoinDataset(StreamDataset):
         return next((names for names in found if names), None)
 
 
-def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> CatalogSource:
+def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> SamplesSource:
     source = dataset.pipeline.source
     if dataset.pipeline.stages:
         raise OptionError(
@@ -121,7 +121,7 @@ def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> CatalogSourc
         raise OptionError(
             "weights= of a dataset that is joined to another would have no effect; give them to the first"
         )
-    if not isinstance(source, CatalogSource):
+    if not isinstance(source, SamplesSource):
         raise OptionError(
             "only shards with an index can be joined; run 'shardstream index' on their folder",
             shard=source.place()[1],
@@ -148,7 +148,7 @@ def _open(
             )
         [(other, fields)] = other.items()
     if isinstance(other, ShardDataset):
-        return open_part(_source_of(other).catalog, fields), other
+        return open_part(_source_of(other).samples, fields), other
     _check_url(other)
     url = os.fspath(other)
     from shardstream.packing import is_table, open_joined_table  # noqa: PLC0415  (0.1 s, for a join only)
@@ -158,4 +158,4 @@ def _open(
         table = open_joined_table([url], columns, Storage(storage_options))
         return open_part(table, table.fields), None
     dataset = ShardDataset(url, storage_options=storage_options)
-    return open_part(_source_of(dataset).catalog, fields), dataset
+    return open_part(_source_of(dataset).samples, fields), dataset

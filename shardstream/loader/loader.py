@@ -130,7 +130,7 @@ class ShardLoader(DataLoader[Any]):
                 microbatches=batch_size // (source.options.microbatch or batch_size),
                 remainder=source.options.remainder,
                 drop_last=drop_last,
-                whole_lanes=source.catalog.has_costly_windows,
+                whole_lanes=source.samples.has_costly_windows,
             )
         self._batches = BatchDataset(
             dataset,
@@ -338,7 +338,7 @@ class ShardLoader(DataLoader[Any]):
             pool,
             begin,
             self._partition,
-            None if source is None else source.catalog,
+            None if source is None else source.samples,
             new_tensor if pinned_memory is None else pinned_memory.new_tensor,
         )
 

@@ -26,10 +26,9 @@ from shardstream.errors import OptionError
 from shardstream.loader.collation import SharedNumbers
 from shardstream.loader.dataset import open_class_names
 from shardstream.loader.epoch_chain import EpochChain
-from shardstream.loader.notebook_view import SampleView, catalog_html
+from shardstream.loader.notebook_view import SampleView, samples_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
-    CatalogSource,
     Decode,
     ItemStage,
     MapDict,
@@ -38,6 +37,7 @@ from shardstream.pipeline import (
     Records,
     Rename,
     Runner,
+    SamplesSource,
     SkipTracker,
     Stage,
     ToTuple,
@@ -71,16 +71,16 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
     """Samples by number, of shards or loose files; thread-safe if the user's functions are.
 
     Args:
-        catalog: The samples.
+        samples: The samples.
         seed: For ``map(rng=True)``.
         stages: Steps that come first.
     """
 
-    def __init__(self, catalog: Samples, *, seed: int, stages: tuple[Stage, ...] = ()) -> None:
-        self._catalog = catalog
-        self._numbers: Numbers | range = range(len(catalog))
+    def __init__(self, samples: Samples, *, seed: int, stages: tuple[Stage, ...] = ()) -> None:
+        self._all_samples = samples
+        self._numbers: Numbers | range = range(len(samples))
         self._pipeline = Pipeline(
-            source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed)),
+            source=SamplesSource(samples=samples, options=ReadOptions(seed=seed)),
             stages=stages,
         )
         self._opened: _Opened | None = None
@@ -93,12 +93,12 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         return len(self._numbers)
 
     def __repr__(self) -> str:
-        chosen = "" if len(self) == len(self._catalog) else f", {len(self):,} chosen"
+        chosen = "" if len(self) == len(self._all_samples) else f", {len(self):,} chosen"
         steps = "".join(f" > {step.partition('(')[0]}" for step in self._pipeline.steps)
-        return f"{type(self).__name__}({self._catalog.summary}{chosen}){steps}"
+        return f"{type(self).__name__}({self._all_samples.summary}{chosen}){steps}"
 
     def _repr_html_(self) -> str:
-        return catalog_html(type(self).__name__, self._catalog, self._numbers, self._pipeline)
+        return samples_html(type(self).__name__, self._all_samples, self._numbers, self._pipeline)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -138,7 +138,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
     def _count_reads(self, numbers: list[int]) -> list[int]:
         """Return numbers for the random generators: a sample that is read again gets another, as in a mix."""
         sets_epoch = bool(self._epoch.values[1])
-        if self._reads is None or (sets_epoch and len(self._reads) < len(self._catalog)):
+        if self._reads is None or (sets_epoch and len(self._reads) < len(self._all_samples)):
             return numbers
         # Without set_epoch a sample that another rank read in the epoch before is new here.
         ranks = Placement() if sets_epoch else self._placement()
@@ -148,7 +148,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
                 turns.append(int(reads[number % len(reads)]))
                 reads[number % len(reads)] += 1
         return [
-            number + (turn * ranks.world_size + ranks.rank) * len(self._catalog)
+            number + (turn * ranks.world_size + ranks.rank) * len(self._all_samples)
             for number, turn in zip(numbers, turns, strict=True)
         ]
 
@@ -166,7 +166,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             opened = self._opened
             # A forked worker has none of its parent's threads.
             if opened is None or opened.pid != pid:
-                fetcher = self._catalog.open_fetcher()
+                fetcher = self._all_samples.open_fetcher()
             elif opened.epoch == epoch:  # another thread was first
                 return opened
             else:
@@ -183,9 +183,9 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             OptionError: If the samples are loose files, or a step returns no dict.
         """
         found = records_of(self._pipeline, self._checked_classes(), self.epoch)
-        if isinstance(self._numbers, range) and len(self) == len(self._catalog):
+        if isinstance(self._numbers, range) and len(self) == len(self._all_samples):
             return found
-        return replace(found, catalog=Subset(self._catalog, np.asarray(self._numbers)))
+        return replace(found, samples=Subset(self._all_samples, np.asarray(self._numbers)))
 
     def _checked_classes(self) -> tuple[str, ...] | None:
         """Return the names of the classes; refuse samples that number them differently."""
@@ -239,7 +239,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         changed = self._copy()
         changed._pipeline = self._pipeline.then(stage)
         if changed._reads is None and _may_draw(stage):
-            changed._reads = _new_counters(len(self._catalog))
+            changed._reads = _new_counters(len(self._all_samples))
         return changed
 
     def _copy(self) -> Self:

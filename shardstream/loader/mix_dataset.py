@@ -125,8 +125,8 @@ def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
 
 def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource:
     sources = tuple(_indexed_source(name, part) for name, part in recipe.parts.items())
-    catalog = Concat([source.catalog for source in sources])
-    return MixIndexedSource(recipe=recipe, sources=sources, catalog=catalog, options=options)
+    samples = Concat([source.samples for source in sources])
+    return MixIndexedSource(recipe=recipe, sources=sources, samples=samples, options=options)
 
 
 def _indexed_source(name: str, part: Pipeline) -> IndexedSource:

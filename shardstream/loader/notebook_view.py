@@ -55,23 +55,23 @@ def _shown_by_itself(value: Any) -> Shown | None:
     return Shown(page, text) if isinstance(page, str) else None
 
 
-def catalog_html(title: str, catalog: Samples, numbers: Numbers | range, pipeline: Pipeline) -> str:
+def samples_html(title: str, samples: Samples, numbers: Numbers | range, pipeline: Pipeline) -> str:
     """Return the page of a dataset whose samples have numbers.
 
     Args:
         title: Name of its class.
-        catalog: All samples.
+        samples: All samples.
         numbers: Numbers of the samples of the dataset.
         pipeline: Its steps.
     """
     facts = {
         "samples": f"{len(numbers):,}",
-        "shards": f"{catalog.num_shards:,}",
-        "size": f"{catalog.total_bytes / 1e6:,.1f} MB",
-        "fields": _listed(catalog.fields or ()) or "unknown before a sample is read",
+        "shards": f"{samples.num_shards:,}",
+        "size": f"{samples.total_bytes / 1e6:,.1f} MB",
+        "fields": _listed(samples.fields or ()) or "unknown before a sample is read",
         "steps": " > ".join(pipeline.steps) or "none",
     }
-    return dataset_html(title, facts, _spread(catalog, numbers))
+    return dataset_html(title, facts, _spread(samples, numbers))
 
 
 def stream_html(title: str, pipeline: Pipeline) -> str:
@@ -86,12 +86,12 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown) + more
 
 
-def _spread(catalog: Samples, numbers: Numbers | range) -> Iterator[tuple[int, object]]:
+def _spread(samples: Samples, numbers: Numbers | range) -> Iterator[tuple[int, object]]:
     """Yield samples from equal distances, as stored, with their places; an error of the store in place of one."""
     count = min(len(numbers), _SAMPLES_SHOWN)
     places = [n * len(numbers) // count for n in range(count)]
     chosen = np.array([numbers[place] for place in places], dtype=np.int64)
-    fetcher = catalog.open_fetcher()
+    fetcher = samples.open_fetcher()
     try:
         unique, inverse = np.unique(chosen, return_inverse=True)
         found = fetcher.samples(unique)

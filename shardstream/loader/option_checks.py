@@ -116,11 +116,11 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
             UserWarning,
             stacklevel=4,
         )
-    catalog, window = batches.indexed_source.catalog, order.window
-    held_bytes = min(-(-lanes * config.microbatches // lanes_per_step) * window, len(catalog)) * (
-        catalog.total_bytes // max(1, len(catalog))
+    samples, window = batches.indexed_source.samples, order.window
+    held_bytes = min(-(-lanes * config.microbatches // lanes_per_step) * window, len(samples)) * (
+        samples.total_bytes // max(1, len(samples))
     )
-    if held_bytes > WARN_WINDOWS_BYTES and not catalog.is_local:
+    if held_bytes > WARN_WINDOWS_BYTES and not samples.is_local:
         warnings.warn(
             f"with lanes={lanes} each of {num_workers} workers holds {held_bytes / 1e9:.1f} GB of windows; "
             f"set window= below {window} samples, or use more workers",

@@ -57,7 +57,7 @@ def replace_bad_samples(
         number = _draw(partition, step, attempt)
         if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
             continue
-        accepted, _ = runner(_read(source.catalog, number), [number])
+        accepted, _ = runner(_read(source.samples, number), [number])
         if not accepted:
             bad.add(number)
             continue

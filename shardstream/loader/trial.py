@@ -110,7 +110,7 @@ def _run(
         if passed > seconds or batches == before:
             break
     rate, source = batches * batch_size / passed, dataset.pipeline.indexed_source
-    mean_bytes = None if source is None else source.catalog.total_bytes / len(source.catalog)
+    mean_bytes = None if source is None else source.samples.total_bytes / len(source.samples)
     return Trial(
         workers=workers,
         samples_per_s=rate,

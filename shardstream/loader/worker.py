@@ -106,7 +106,7 @@ class BatchDataset(SplitDataset):
     @property
     def is_remote(self) -> bool:
         """Whether positions are arithmetic and the samples are not on local disks."""
-        return self.indexed_source is not None and not self.indexed_source.catalog.is_local
+        return self.indexed_source is not None and not self.indexed_source.samples.is_local
 
     @property
     def lanes(self) -> int:

@@ -59,7 +59,7 @@ def describe_death(
 def describe_batch(
     progress: int,
     partition: RankPartition | None,
-    catalog: Samples | None,
+    samples: Samples | None,
     worker: int,
     workers: int,
 ) -> str:
@@ -68,19 +68,19 @@ def describe_batch(
     Args:
         progress: n while the worker made its batch n, from 1, then -n.
         partition: The rank's steps, if they are known.
-        catalog: All samples by number.
+        samples: All samples by number.
         worker: Number of the worker.
         workers: Number of workers.
     """
     batch, doing = abs(progress), "while it made" if progress > 0 else "after it had made"
-    if partition is None or catalog is None:
+    if partition is None or samples is None:
         return f"{doing} batch {batch} of its own"
     steps = WorkerSteps(partition, worker, workers)
     if batch > len(steps):
         return "after its last batch"
     step = steps[batch - 1]
     numbers = partition.samples(np.array([step], dtype=np.int64))[0]
-    urls = [redact(catalog.url_of(shard)) for shard in catalog.shards_of(numbers)]
+    urls = [redact(samples.url_of(shard)) for shard in samples.shards_of(numbers)]
     more = f" and {plural(len(urls) - 3, 'more shard')}" if len(urls) > 3 else ""
     where = f" of {', '.join(urls[:3])}{more}" if urls else ""
     return f"{doing} batch {step} of the rank: {plural(len(numbers), 'sample')}{where}"

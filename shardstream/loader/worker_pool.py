@@ -155,7 +155,7 @@ class PoolIteration:
         pool: The workers.
         position: Where the iteration begins.
         partition: The rank's steps, if they are known.
-        catalog: All samples by number, for errors.
+        samples: All samples by number, for errors.
         allocate: Returns the memory that a tensor is copied to, such as pinned memory.
     """
 
@@ -164,12 +164,12 @@ class PoolIteration:
         pool: WorkerPool,
         position: LoaderPosition,
         partition: RankPartition | None,
-        catalog: Samples | None,
+        samples: Samples | None,
         allocate: NewTensor = new_tensor,
     ) -> None:
         pool.iteration += 1
         self._pool, self._number = pool, pool.iteration
-        self._partition, self._catalog, self._allocate = partition, catalog, allocate
+        self._partition, self._all_samples, self._allocate = partition, samples, allocate
         for worker in pool.workers:
             worker.begin(Begin(self._number, position))
         self._live = list(pool.workers)
@@ -276,7 +276,9 @@ class PoolIteration:
         doing = "before its first batch came"
         # Without shared memory the batches that came count: each has a message of its own.
         if progress := worker.channel.progress or (worker.received and worker.received + 1):
-            doing = describe_batch(progress, self._partition, self._catalog, worker.number, workers)
+            doing = describe_batch(
+                progress, self._partition, self._all_samples, worker.number, workers
+            )
         return describe_death(worker.process, worker.number, workers, doing, worker.is_started)
 
 

@@ -166,7 +166,7 @@ def reshard(  # noqa: PLR0913  (public door)
     added = _open_added(records, add, missing, kept, reading)
     if added is not None:
         classes = added.classes or records.classes
-        records = replace(records, catalog=added.catalog, classes=classes)
+        records = replace(records, samples=added.samples, classes=classes)
         kept = None if kept is None else kept | added.fields
     choices = {} if added is None else added.choices
     choices |= {
@@ -182,7 +182,7 @@ def reshard(  # noqa: PLR0913  (public door)
         executor=executor,
         overwrite=overwrite,
         progress=progress,
-        samples=len(records.catalog),
+        samples=len(records.samples),
     )
 
 
@@ -205,21 +205,21 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
             )
         storage = Storage(options)
         located = locate_shards(source, storage)
-        catalog = ShardCatalog(located, storage)
-        records = Records(catalog=catalog, classes=ClassNames(located, storage).checked_names)
+        samples = ShardCatalog(located, storage)
+        records = Records(samples=samples, classes=ClassNames(located, storage).checked_names)
     else:
         raise OptionError(
             f"reshard takes URLs of shards, or a dataset of shardstream, not a {type(source).__name__}"
         )
-    if not len(records.catalog):
-        raise OptionError("the source has no samples", shard=records.catalog.url_of(0))
+    if not len(records.samples):
+        raise OptionError("the source has no samples", shard=records.samples.url_of(0))
     return records
 
 
 class _Added(NamedTuple):
     """Samples with the fields of ``add``."""
 
-    catalog: Join
+    samples: Join
     fields: frozenset[str]
     choices: dict[str, Any]
     classes: tuple[str, ...] | None
@@ -244,7 +244,7 @@ def _open_added(
         if missing != "error":
             raise OptionError("missing is used with add only; name a source, or leave it out")
         return None
-    if records.stages or isinstance(records.catalog, Join):
+    if records.stages or isinstance(records.samples, Join):
         raise OptionError(
             "add= joins plain shards; this dataset has steps, or is a join: join first, ss.join(a, b, c), then add the steps"
         )
@@ -256,10 +256,10 @@ def _open_added(
     classes = next((names for part, names in opened if part.has_classes), None)
     fields = frozenset(field for part in parts for field in part.known_fields or ())
     left_out = frozenset[str]() if kept is None else fields - kept
-    catalog = join_samples(records.catalog, parts, "key", missing, left_out)
+    samples = join_samples(records.samples, parts, "key", missing, left_out)
     how = dict(missing) if isinstance(missing, Mapping) else missing
     chosen = [None if part.fields is None else dict(part.fields) for part in parts]
-    return _Added(catalog, fields, {"add": chosen, "missing": repr(how)}, classes)
+    return _Added(samples, fields, {"add": chosen, "missing": repr(how)}, classes)
 
 
 def _open_part(
@@ -279,7 +279,7 @@ def _open_part(
             shard=url,
         )
     records = _open_records(url, options)
-    part = open_part(records.catalog, fields or None)
+    part = open_part(records.samples, fields or None)
     if part.known_fields is None:
         raise OptionError(
             "the manifest does not list the fields; name those to add: add={URL: ['txt']} (--add URL:txt)",
@@ -302,11 +302,11 @@ def _plan_job(
     records: Records, stages: tuple[Stage, ...], kept: frozenset[str] | None, plan: _Plan
 ) -> SplitJob:
     """Return the job and the work of its parts."""
-    catalog, limits = records.catalog, plan.limits
-    leaves = _leaves_of(catalog)
+    samples, limits = records.samples, plan.limits
+    leaves = _leaves_of(samples)
     names = _shard_names(plan.dest, leaves)
     sizes = _measure(records, kept, is_mapped=bool(stages))
-    first = catalog.first if isinstance(catalog, Join) else catalog
+    first = samples.first if isinstance(samples, Join) else samples
     firsts = plan_shards(first, limits, is_shuffled=plan.seed is not None, sizes=sizes)
     options: dict[str, Any] = {
         "max_samples": limits.max_samples,
@@ -325,7 +325,7 @@ def _plan_job(
         kind="reshard",
         title=_title(leaves),
         names=names,
-        source=" ".join([catalog.fingerprint, *map(_content_of, leaves)]),
+        source=" ".join([samples.fingerprint, *map(_content_of, leaves)]),
         options=options,
         limits=limits,
         parts=len(firsts) - 1,
@@ -335,24 +335,24 @@ def _plan_job(
     call = uuid.uuid4().hex
     work = ReshardWork(
         samples=SampleRange(
-            catalog=catalog,
-            order=Order(0, len(catalog), len(catalog), plan.seed),
+            samples=samples,
+            order=Order(0, len(samples), len(samples), plan.seed),
             stages=Kept(call, "stages", (*records.stages, *stages)),
             job=call,
         ),
         seed=records.seed,
         epoch=records.epoch,
         fields=kept,
-        warnings=(*_warn_of_unused(catalog), *_warn_of_loss(records, kept)),
+        warnings=(*_warn_of_unused(samples), *_warn_of_loss(records, kept)),
     )
     return SplitJob("", job, work.parts(firsts))
 
 
-def _leaves_of(catalog: Samples) -> list[Samples]:
+def _leaves_of(samples: Samples) -> list[Samples]:
     """Return the samples that a view consists of, through all views."""
-    if not isinstance(catalog, View):
-        return [catalog]
-    return [leaf for one in catalog.inner for leaf in _leaves_of(one)]
+    if not isinstance(samples, View):
+        return [samples]
+    return [leaf for one in samples.inner for leaf in _leaves_of(one)]
 
 
 def _title(leaves: Sequence[Samples]) -> str:
@@ -361,25 +361,25 @@ def _title(leaves: Sequence[Samples]) -> str:
     return f"{plural(leaves[0].num_shards, 'shard')} of {parent_url(leaves[0].url_of(0))}{more}"
 
 
-def _content_of(catalog: Samples) -> str:
+def _content_of(samples: Samples) -> str:
     """Return text that changes with the bytes of a dataset: by its checksums, else by the times or ETags of its shards."""
-    if not isinstance(catalog, ShardCatalog):
-        return catalog.fingerprint
-    (content,) = catalog.checksums
+    if not isinstance(samples, ShardCatalog):
+        return samples.fingerprint
+    (content,) = samples.checksums
     if content is not None:
         return content
-    storage = catalog.storage  # names and sizes alone would not show that a tar was replaced
-    with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
-        files = pool.map(lambda shard: storage.info(shard.url), catalog.shards)
+    storage = samples.storage  # names and sizes alone would not show that a tar was replaced
+    with ThreadPoolExecutor(samples.threads, thread_name_prefix="shardstream-look") as pool:
+        files = pool.map(lambda shard: storage.info(shard.url), samples.shards)
         return fingerprint_of("versions", (file.version for file in files))
 
 
-def _warn_of_unused(catalog: Samples) -> tuple[str, ...]:
+def _warn_of_unused(samples: Samples) -> tuple[str, ...]:
     """Return a warning for each joined dataset with keys that no sample has."""
-    if not isinstance(catalog, Join):
+    if not isinstance(samples, Join):
         return ()
     warnings = []
-    for part in catalog.parts:
+    for part in samples.parts:
         if part.num_unused:
             leaf = _leaves_of(part.samples)[0]
             url = leaf.url_of(0)
@@ -393,7 +393,7 @@ def _warn_of_unused(catalog: Samples) -> tuple[str, ...]:
 def _warn_of_loss(records: Records, kept: frozenset[str] | None) -> tuple[str, ...]:
     """Return a warning of pictures that the dataset decodes: encoded again, they may have lost something in any format."""
     pixels = object()
-    sample: Sample = dict.fromkeys(records.catalog.fields or (), b"")
+    sample: Sample = dict.fromkeys(records.samples.fields or (), b"")
     for stage in records.stages:
         if isinstance(stage, Decode):
             decoded = {
@@ -449,19 +449,19 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
     Raises:
         OptionError: If no sample has one of the fields, by the manifest or by these samples.
     """
-    catalog = records.catalog
-    is_join = isinstance(catalog, Join)
+    samples = records.samples
+    is_join = isinstance(samples, Join)
     is_mapped |= not all(isinstance(stage, KeepFields | Rename) for stage in records.stages)
     if not is_join and (is_mapped or (fields is None and not records.stages)):
         return _Sizes(1.0, 0)
-    numbers = np.unique(np.linspace(0, len(catalog) - 1, _PROBES).astype(np.int64))
-    own = _read(catalog.first if isinstance(catalog, Join) else catalog, numbers)
-    found = _read(catalog, numbers) if is_join else own
-    known = set(catalog.fields or ())
+    numbers = np.unique(np.linspace(0, len(samples) - 1, _PROBES).astype(np.int64))
+    own = _read(samples.first if isinstance(samples, Join) else samples, numbers)
+    found = _read(samples, numbers) if is_join else own
+    known = set(samples.fields or ())
     before = after = added = 0
     for mine, sample in zip(own, found, strict=True):
         new = sample if is_mapped else _stepped(sample, records.stages)
-        known |= new.keys() if catalog.fields is None or records.stages else set()
+        known |= new.keys() if samples.fields is None or records.stages else set()
         chosen = {
             name: data
             for name, data in new.items()
@@ -473,17 +473,17 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
         added += _tar_bytes(sample, chosen) - _tar_bytes(sample, kept)
     known = {name for name in known if not name.startswith("__")}
     missing = [] if is_mapped else sorted((fields or frozenset()) - known)
-    if missing and (catalog.fields is not None or not after + added):
+    if missing and (samples.fields is not None or not after + added):
         raise OptionError(
             f"no sample has the field {', '.join(missing)}; the fields are {', '.join(sorted(known))}",
-            shard=catalog.url_of(0),
+            shard=samples.url_of(0),
         )
     kept_fraction = 1.0 if after == before else round(after / before, _DECIMALS)
     return _Sizes(max(kept_fraction, 10.0**-_DECIMALS), round(added / len(numbers)))
 
 
-def _read(catalog: Samples, numbers: Numbers) -> list[Sample]:
-    with closing(catalog.open_fetcher()) as fetcher:
+def _read(samples: Samples, numbers: Numbers) -> list[Sample]:
+    with closing(samples.open_fetcher()) as fetcher:
         found = list(fetcher.samples(numbers))
     bad = next((one for one in found if isinstance(one, Exception)), None)
     if bad is not None:
@@ -503,7 +503,7 @@ def _tar_bytes(sample: Sample, fields: Mapping[str, Any]) -> int:
 
 
 def plan_shards(
-    catalog: Samples, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
+    samples: Samples, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
 ) -> Numbers:
     """Return the first sample of each new shard, and the number of samples; shape (shards + 1,).
 
@@ -511,7 +511,7 @@ def plan_shards(
     equal counts, from the mean size.
 
     Args:
-        catalog: The source.
+        samples: The source.
         limits: Maximum samples and bytes of a shard.
         is_shuffled: Whether the order is random.
         sizes: Sizes of new samples.
@@ -519,20 +519,20 @@ def plan_shards(
     is_exact = sizes.kept == 1 and not sizes.added_bytes
     limit = (limits.max_bytes - len(END_OF_ARCHIVE)) / sizes.kept * (1.0 if is_exact else _FILL)
     added = round(sizes.added_bytes / sizes.kept)  # in bytes of the source, as the limit
-    nsamples = len(catalog)
+    nsamples = len(samples)
     if is_shuffled:
-        mean = catalog.total_bytes / nsamples + added
+        mean = samples.total_bytes / nsamples + added
         most = min(limits.max_samples, max(1, int(limit / mean * (_FILL if is_exact else 1))))
         count = -(-nsamples // most)
         return np.arange(count + 1, dtype=np.int64) * nsamples // count
-    lengths = (one + added for one in _lengths_of(catalog))
+    lengths = (one + added for one in _lengths_of(samples))
     return cut_by_size(lengths, limits.max_samples, limit)
 
 
-def _lengths_of(catalog: Samples) -> Iterator[Numbers]:
+def _lengths_of(samples: Samples) -> Iterator[Numbers]:
     """Yield the bytes of all samples, in order."""
-    for first in range(0, len(catalog), _LENGTHS):
-        yield catalog.sizes(np.arange(first, min(first + _LENGTHS, len(catalog))))
+    for first in range(0, len(samples), _LENGTHS):
+        yield samples.sizes(np.arange(first, min(first + _LENGTHS, len(samples))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -569,7 +569,7 @@ class ReshardWork:
             for key, fields in samples:
                 writer.write(key, fields)
                 keys.append(key)
-        self.samples.catalog.check_manifests()
+        self.samples.samples.check_manifests()
         order = self.samples.order
         return PartResult(
             left_out=order.last - order.first - writer.nsamples,

@@ -69,14 +69,14 @@ class SampleRange:
     """Some samples of a dataset and the steps that they pass. Pickled, it has what these samples need, not the whole dataset.
 
     Args:
-        catalog: The samples of the dataset; or those of this range, if ``is_part``.
+        samples: The samples of the dataset; or those of this range, if ``is_part``.
         order: Which of them.
         stages: The steps.
         job: Identity of the call.
-        is_part: Whether the catalog has these samples only, in their order.
+        is_part: Whether these are the samples of this range only, in their order.
     """
 
-    catalog: Samples
+    samples: Samples
     order: Order
     stages: Kept[tuple[Stage, ...]]
     job: str
@@ -90,11 +90,11 @@ class SampleRange:
             SampleError: If a joined sample lacks a field.
             StorageError: If they cannot be read.
         """
-        catalog = self.catalog
-        numbers = np.arange(len(catalog)) if self.is_part else self.order.numbers()
-        size = max(1, min(_CHUNK_SAMPLES, int(_CHUNK_BYTES / catalog.mean_bytes)))
+        samples = self.samples
+        numbers = np.arange(len(samples)) if self.is_part else self.order.numbers()
+        size = max(1, min(_CHUNK_SAMPLES, int(_CHUNK_BYTES / samples.mean_bytes)))
         chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        opened = catalog.open_fetcher(chunks, FetchOptions(prefetch_bytes=_PREFETCH_BYTES))
+        opened = samples.open_fetcher(chunks, FetchOptions(prefetch_bytes=_PREFETCH_BYTES))
         with closing(opened) as fetcher:
             for chunk in chunks:
                 for row in fetcher.samples(chunk):
@@ -103,10 +103,10 @@ class SampleRange:
                     yield row
 
     def __reduce__(self) -> tuple[Any, ...]:
-        catalog, numbers, job = self.catalog, self.order.numbers(), self.job
-        join = catalog if isinstance(catalog, Join) else None
+        samples, numbers, job = self.samples, self.order.numbers(), self.job
+        join = samples if isinstance(samples, Join) else None
         parts = [] if join is None else [_sent(part, numbers, len(join)) for part in join.parts]
-        leaf, own = _leaf_of(catalog if join is None else join.first, numbers)
+        leaf, own = _leaf_of(samples if join is None else join.first, numbers)
         if join is None and self.order.seed is None:  # each shard is of few parts
             leaf, job = leaf.restrict_to(own), ""
         sent = _Sent(
@@ -125,11 +125,11 @@ class _Sent(NamedTuple):
     """What is pickled of a range."""
 
     catalogs: Kept[tuple[Any, ...]]
-    """The first catalog and the joined ones, without choices of samples; None for tables."""
+    """The first dataset and the joined ones, without choices of samples; None for tables."""
     own: Numbers | range
-    """Numbers of the samples in the first catalog."""
+    """Numbers of the samples in the first dataset."""
     parts: tuple[JoinPart, ...]
-    """The joined datasets for these samples; those of shards without their catalog."""
+    """The joined datasets for these samples; those of shards without the shards."""
     left_out: frozenset[str]
     order: Order
     stages: Kept[tuple[Stage, ...]]
@@ -137,7 +137,7 @@ class _Sent(NamedTuple):
 
 
 def _sent(part: JoinPart, numbers: Numbers, nsamples: int) -> tuple[JoinPart, Samples | None]:
-    """Return the part of a join for some samples, without its catalog, which all tasks share; rows of a table go with it."""
+    """Return the part of a join for some samples, without its shards, which all tasks share; rows of a table go with it."""
     theirs = part.numbers_of(numbers, nsamples)
     has = theirs >= 0
     leaf, found = _leaf_of(part.samples, theirs[has])
@@ -150,12 +150,12 @@ def _sent(part: JoinPart, numbers: Numbers, nsamples: int) -> tuple[JoinPart, Sa
     return part, None if table is not None else leaf
 
 
-def _leaf_of(catalog: Samples, numbers: Numbers) -> tuple[Samples, Numbers]:
+def _leaf_of(samples: Samples, numbers: Numbers) -> tuple[Samples, Numbers]:
     """Return the samples that a subset is of, and the numbers of samples there."""
-    while isinstance(catalog, Subset):
-        numbers = catalog.whole_numbers(numbers)
-        catalog = catalog.whole
-    return catalog, numbers
+    while isinstance(samples, Subset):
+        numbers = samples.whole_numbers(numbers)
+        samples = samples.whole
+    return samples, numbers
 
 
 def _compressed(numbers: Numbers) -> Numbers | range:
@@ -167,13 +167,13 @@ def _compressed(numbers: Numbers) -> Numbers | range:
 def _received(sent: _Sent) -> SampleRange:
     """Return the range in the process that has received it."""
     leaf, *others = sent.catalogs.value
-    catalog: Samples = Subset(leaf, np.asarray(sent.own, dtype=np.int64))
+    samples: Samples = Subset(leaf, np.asarray(sent.own, dtype=np.int64))
     if sent.parts:
         joined = [
             part if other is None else replace(part, samples=other)
             for part, other in zip(sent.parts, others, strict=True)
         ]
-        catalog = Join(catalog, joined, sent.left_out)
+        samples = Join(samples, joined, sent.left_out)
     return SampleRange(
-        catalog=catalog, order=sent.order, stages=sent.stages, job=sent.job, is_part=True
+        samples=samples, order=sent.order, stages=sent.stages, job=sent.job, is_part=True
     )

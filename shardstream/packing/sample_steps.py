@@ -251,7 +251,7 @@ def _stepped(
     if not first.is_at_end:
         raise SourceError(
             "a step ended before its last sample; a step that is written has an item for each item",
-            shard=samples.catalog.url_of(0),
+            shard=samples.samples.url_of(0),
         )
 
 

@@ -24,10 +24,10 @@ from shardstream.pipeline.fields import (
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
 from shardstream.pipeline.indexed_source import (
     DEFAULT_PREFETCH_BYTES,
-    CatalogSource,
     IndexedRun,
     IndexedSource,
     ReadOptions,
+    SamplesSource,
     default_partition,
     group_by_window,
     plan_steps,
@@ -90,7 +90,6 @@ __all__ = [
     "BadSample",
     "BadSampleReport",
     "Batched",
-    "CatalogSource",
     "Compose",
     "Context",
     "Decode",
@@ -121,6 +120,7 @@ __all__ = [
     "Run",
     "Runner",
     "SampleWeights",
+    "SamplesSource",
     "Select",
     "SequentialRun",
     "SequentialSource",

@@ -102,13 +102,13 @@ class IndexedSource(Source):
     """Whether an epoch may have few samples of many."""
     options: ReadOptions
     """Options of the order and of prefetching."""
-    catalog: Samples
+    samples: Samples
     """All samples by number."""
 
     @property
     def nsamples(self) -> int:
         """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
-        return len(self.catalog)
+        return len(self.samples)
 
     @property
     def seed(self) -> int:
@@ -123,12 +123,12 @@ class IndexedSource(Source):
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
-        return self.catalog.fingerprint
+        return self.samples.fingerprint
 
     @property
     def checksums(self) -> list[str | None]:
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
-        return self.catalog.checksums
+        return self.samples.checksums
 
     @property
     def indexed(self) -> IndexedSource:
@@ -150,7 +150,7 @@ class IndexedSource(Source):
     @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
-        return self.catalog.summary
+        return self.samples.summary
 
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened."""
@@ -163,7 +163,7 @@ class IndexedSource(Source):
 
     def number_of(self, number: int) -> int | None:
         """Return the number of a sample in the dataset, by the number with which a step got it; None if that is ambiguous."""
-        return number % len(self.catalog)
+        return number % len(self.samples)
 
     def with_locations(self, bad: Iterable[BadSample]) -> tuple[BadSample, ...]:
         """Return bad samples with their number in the dataset, and the shard and offset that it says."""
@@ -172,7 +172,7 @@ class IndexedSource(Source):
             number = None if one.number is None else self.number_of(one.number)
             found = replace(one, number=number)
             if number is not None and one.offset is None:
-                url, offset = self.catalog.place_of(number)
+                url, offset = self.samples.place_of(number)
                 found = replace(found, shard=redact(url), offset=offset)
             done.append(found)
         return tuple(done)
@@ -202,26 +202,26 @@ class IndexedSource(Source):
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first shard, and its URL."""
-        return self.catalog.storage, self.catalog.url_of(0) if self.catalog.num_shards else ""
+        return self.samples.storage, self.samples.url_of(0) if self.samples.num_shards else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogSource(IndexedSource):
+class SamplesSource(IndexedSource):
     """One dataset.
 
     Args:
-        catalog: Samples of the dataset.
+        samples: Samples of the dataset.
         options: Options of their order and of prefetching.
     """
 
-    catalog: Samples
+    samples: Samples
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
         options, nsamples = self.options, self.nsamples
-        total_bytes = self.catalog.total_bytes * nsamples // max(1, len(self.catalog))
-        if self.catalog.can_coalesce:
+        total_bytes = self.samples.total_bytes * nsamples // max(1, len(self.samples))
+        if self.samples.can_coalesce:
             window = options.window or default_window(nsamples, total_bytes, batch)
             block = options.block or default_block(nsamples, total_bytes)
         else:  # reading neighbours saves nothing: shuffle single samples; windows only group the requests
@@ -242,11 +242,11 @@ class CatalogSource(IndexedSource):
         """Return the batches of an epoch."""
         return EpochPlan(order, epoch)
 
-    def restrict_to(self, numbers: Ints) -> CatalogSource:
+    def restrict_to(self, numbers: Ints) -> SamplesSource:
         """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
-        return replace(self, catalog=self.catalog.restrict_to(numbers))
+        return replace(self, samples=self.samples.restrict_to(numbers))
 
-    def with_options(self, **changes: Any) -> CatalogSource:
+    def with_options(self, **changes: Any) -> SamplesSource:
         """Return the same source with other options."""
         return replace(self, options=replace(self.options, **changes))
 
@@ -382,14 +382,14 @@ class IndexedRun:
                 for numbers in upcoming
                 if len(kept := numbers[~np.isin(numbers, skipped_numbers)])
             )
-        catalog = self._source.catalog
-        mean_bytes = catalog.mean_bytes
-        self._fetcher = catalog.open_fetcher(
+        samples = self._source.samples
+        mean_bytes = samples.mean_bytes
+        self._fetcher = samples.open_fetcher(
             upcoming, self._source.fetch_options(worker_info.num_workers)
         )
         with closing(self._fetcher) as fetcher:
             few, many = int(_MIN_COPIED_BYTES / mean_bytes), int(_MAX_COPIED_BYTES / mean_bytes)
-            max_copied = min(many, max(few, _SAMPLES_PER_SHARD * catalog.num_shards))
+            max_copied = min(many, max(few, _SAMPLES_PER_SHARD * samples.num_shards))
             choice = None if self._keeps is None else self._keeps.chosen
             max_samples = 1  # read the first few steps one by one, so that the first batch waits for its own samples only
             for chunk in plan_steps(self._partition, steps):
@@ -399,7 +399,7 @@ class IndexedRun:
                     for numbers in some:  # zip() would hold a step's samples during the next read
                         yield numbers.tolist(), next(found)
                 max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
-        catalog.check_manifests()
+        samples.check_manifests()
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
         for numbers, found in self._open():

@@ -105,13 +105,13 @@ class MixIndexedSource(IndexedSource):
     Args:
         recipe: Parts, weights and stop rule.
         sources: Sources of the parts, in order.
-        catalog: Samples of all parts.
+        samples: Samples of all parts.
         options: Options of the order of the mix.
     """
 
     recipe: MixRecipe
     sources: tuple[IndexedSource, ...]
-    catalog: Concat
+    samples: Concat
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
@@ -120,7 +120,7 @@ class MixIndexedSource(IndexedSource):
         Raises:
             OptionError: If the lanes and whole batches leave no sample of the epoch.
         """
-        options, total, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
+        options, total, total_bytes = self.options, len(self.samples), self.samples.total_bytes
         order = EpochOrder(
             nsamples=total,
             batch=batch,
@@ -160,7 +160,7 @@ class MixIndexedSource(IndexedSource):
     def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:
         """Return the steps of the parts, each applied to its own samples."""
         runners = {name: part.open_runner(epoch, skips) for name, part in self.recipe.parts.items()}
-        return _PartSteps(self.catalog, runners, skips)
+        return _PartSteps(self.samples, runners, skips)
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
@@ -171,7 +171,7 @@ class MixIndexedSource(IndexedSource):
         if self.recipe.weights is None:
             return {
                 name: len(part)
-                for name, part in zip(self.recipe.parts, self.catalog.inner, strict=True)
+                for name, part in zip(self.recipe.parts, self.samples.inner, strict=True)
             }
         lanes = self._lanes(order, epoch)
         counts = lanes.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch).sum(
@@ -188,8 +188,8 @@ class MixIndexedSource(IndexedSource):
 class _PartSteps:
     """The steps of each part, applied to its own samples."""
 
-    def __init__(self, catalog: Concat, runners: Mapping[str, Runner], skips: SkipTracker) -> None:
-        self._catalog = catalog
+    def __init__(self, samples: Concat, runners: Mapping[str, Runner], skips: SkipTracker) -> None:
+        self._all_samples = samples
         self._names, self._runners = list(runners), list(runners.values())
         self._skips = skips
 
@@ -198,7 +198,7 @@ class _PartSteps:
         return sum(runner.decode_s for runner in self._runners)
 
     def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
-        parts, part_numbers = self._catalog.find(np.array(numbers, dtype=np.int64))
+        parts, part_numbers = self._all_samples.find(np.array(numbers, dtype=np.int64))
         moved: dict[int, Any] = {}  # place in the batch -> item
         for part in np.unique(parts).tolist():
             places = np.flatnonzero(parts == part).tolist()
@@ -211,7 +211,7 @@ class _PartSteps:
         return [moved[place] for place in order], [numbers[place] for place in order]
 
     def apply(self, item: Any, number: int, /) -> Any:
-        (part,), (part_number,) = self._catalog.find(np.array([number], dtype=np.int64))
+        (part,), (part_number,) = self._all_samples.find(np.array([number], dtype=np.int64))
         self._skips.samples_per_dataset[self._names[part]] += 1
         return self._runners[part].apply(item, int(part_number))
 
@@ -256,20 +256,20 @@ class _MixLanes:
         return self._schedule.counts(lengths, np.arange(self._lanes, dtype=np.int64))
 
     def samples(self, lanes: Ints, places: Ints) -> Ints:
-        """Return the sample numbers, in the joined catalog, at places of lanes; shape (n,) each."""
+        """Return the sample numbers, in all samples, at places of lanes; shape (n,) each."""
         part, turn = self._schedule.assign_sources(places, lanes)
         passes, turn = np.divmod(turn, self.sizes[lanes, part])
         numbers = np.empty_like(places)
-        catalog = self._mix.catalog
+        samples = self._mix.samples
         for kind in np.unique(part).tolist():
             for pass_number in np.unique(passes[part == kind]).tolist():
                 is_in_pass = (part == kind) & (passes == pass_number)
                 batches = turn[is_in_pass] * self._lanes + lanes[is_in_pass]
                 plan = self._plan(kind, pass_number)
-                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.inner[kind]))
+                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(samples.inner[kind]))
                 # A repeated sample gets a new number: it is fetched again, and its random augmentation differs.
                 turns = inner_pass + pass_number * self._plan(kind, 0).passes
-                numbers[is_in_pass] = catalog.firsts[kind] + inner + turns * len(catalog)
+                numbers[is_in_pass] = samples.firsts[kind] + inner + turns * len(samples)
         return numbers
 
     def passes(self, order: EpochOrder) -> int:

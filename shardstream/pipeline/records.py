@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shardstream.catalog import ObjectCatalog
 from shardstream.errors import OptionError
 from shardstream.pipeline.fields import OpenFields
-from shardstream.pipeline.indexed_source import CatalogSource
+from shardstream.pipeline.indexed_source import SamplesSource
 from shardstream.pipeline.map import MapTuple, Select, ToTuple
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import ItemStage
@@ -22,7 +22,7 @@ class Records:
     """All samples of a dataset, in the order without shuffle, and the steps that each sample passes.
 
     Args:
-        catalog: The samples by number.
+        samples: The samples by number.
         stages: Steps that depend on one sample only; `Select` leaves samples out.
         steps: Their signatures.
         seed: Seed of steps with random numbers.
@@ -30,7 +30,7 @@ class Records:
         classes: Names of the classes; None if there are none.
     """
 
-    catalog: Samples
+    samples: Samples
     stages: tuple[Stage, ...] = ()
     steps: tuple[str, ...] = ()
     seed: int = 0
@@ -54,7 +54,7 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
         raise _refusal(
             "these shards are read without an index", "run 'shardstream index' on their folder"
         )
-    if not isinstance(source, CatalogSource):
+    if not isinstance(source, SamplesSource):
         raise _refusal(
             "a mix has no order of its own",
             "write each dataset, or ShardDataset([url, url]) without weights",
@@ -63,7 +63,7 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
         raise _refusal(
             "weights= draws samples several times, and their keys would repeat", "leave it out"
         )
-    if isinstance(source.catalog, ObjectCatalog):
+    if isinstance(source.samples, ObjectCatalog):
         raise _refusal("loose files are not shards", "write them with ss.pack")
     if source.shuffle:
         raise _refusal(
@@ -78,7 +78,7 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
     for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
         _check_stage(stage, step.partition("(")[0])
     return Records(
-        catalog=source.catalog,
+        samples=source.samples,
         stages=pipeline.stages,
         steps=pipeline.steps,
         seed=source.seed,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, WeightedDraw, WeightedEpochPlan, draw_by_weight
-from shardstream.pipeline.indexed_source import CatalogSource, ReadOptions
+from shardstream.pipeline.indexed_source import ReadOptions, SamplesSource
 from shardstream.pipeline.stage import State, whole_number
 from shardstream.samples import Samples, class_weights, read_array
 
@@ -22,11 +22,11 @@ BALANCED = "balanced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightedSource(CatalogSource):
+class WeightedSource(SamplesSource):
     """One dataset, whose samples are drawn by weight in each epoch.
 
     Args:
-        catalog: Samples of the dataset; copy c of sample i has the number ``i + c * len(catalog)``.
+        samples: Samples of the dataset; copy c of sample i has the number ``i + c * len(samples)``.
         options: Options of their order and of prefetching.
         draw: Expected copies of each sample.
     """
@@ -43,7 +43,7 @@ class WeightedSource(CatalogSource):
     def summary(self) -> str:
         """Size of the dataset and of an epoch, for ``repr``."""
         how = "" if self.draw.replacement else ", each at most once"
-        return f"{self.catalog.summary}, {self.draw.num_samples} drawn by weight{how}"
+        return f"{self.samples.summary}, {self.draw.num_samples} drawn by weight{how}"
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
@@ -62,16 +62,16 @@ class WeightedSource(CatalogSource):
 
 
 def open_source(
-    catalog: Samples,
+    samples: Samples,
     options: ReadOptions,
     weights: SampleWeights | None = None,
     replacement: bool = True,
     num_samples: int | None = None,
-) -> CatalogSource:
+) -> SamplesSource:
     """Return the source of samples, drawn by weight if there are weights.
 
     Args:
-        catalog: The samples.
+        samples: The samples.
         options: Options of their order and of prefetching.
         weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class (see `class_weights`).
         replacement: Draw a sample several times.
@@ -84,25 +84,25 @@ def open_source(
     if weights is None:
         if num_samples is not None or not replacement:
             raise OptionError("num_samples= and replacement= are options of weights=; give weights")
-        source = CatalogSource(catalog=catalog, options=options)
+        source = SamplesSource(samples=samples, options=options)
     else:
         draw = draw_by_weight(
-            _checked_weights(weights, catalog),
+            _checked_weights(weights, samples),
             num_samples=None if num_samples is None else whole_number("num_samples", num_samples),
             replacement=replacement,
         )
-        source = WeightedSource(catalog=catalog, options=options, draw=draw)
+        source = WeightedSource(samples=samples, options=options, draw=draw)
     source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
     return source
 
 
-def _checked_weights(weights: SampleWeights, catalog: Samples) -> npt.NDArray[np.float64]:
+def _checked_weights(weights: SampleWeights, samples: Samples) -> npt.NDArray[np.float64]:
     if isinstance(weights, Mapping):
-        found = class_weights(catalog, weights)
+        found = class_weights(samples, weights)
     elif isinstance(weights, str) and weights == BALANCED:
-        found = class_weights(catalog, None)
+        found = class_weights(samples, None)
     elif isinstance(weights, str | os.PathLike):
-        found = read_array(os.fspath(weights), catalog, "weights= takes a .npy file of numbers")
+        found = read_array(os.fspath(weights), samples, "weights= takes a .npy file of numbers")
     else:
         try:
             found = np.asarray(weights)
@@ -112,9 +112,9 @@ def _checked_weights(weights: SampleWeights, catalog: Samples) -> npt.NDArray[np
         raise OptionError(
             f"weights= takes one number for each sample, in one dimension, not {found.dtype} of shape {found.shape}"
         )
-    if len(found) != len(catalog):
+    if len(found) != len(samples):
         raise OptionError(
-            f"weights= has {plural(len(found), 'number')}, but there are {plural(len(catalog), 'sample')}; "
+            f"weights= has {plural(len(found), 'number')}, but there are {plural(len(samples), 'sample')}; "
             "give one for each (with subset= for those of its samples), in their order"
         )
     return found.astype(np.float64)

@@ -47,7 +47,7 @@ class ReadJob:
         """Bytes of all tars; 0 if they are unknown."""
         source = self.pipeline.source
         if source.indexed is not None:
-            return source.indexed.catalog.total_bytes
+            return source.indexed.samples.total_bytes
         assert isinstance(source, SequentialSource)  # noqa: S101  (checked by `read`)
         return sum([shard.filesize or 0 for shard in source.shards])
 
@@ -87,29 +87,29 @@ class ReadJob:
 
     def _units(self, source: IndexedSource) -> tuple[int, int]:
         """Return the rows at whose multiples tasks begin, and the rows that are fetched together."""
-        catalog, order = source.catalog, whole_order(source, self.settings.epoch).plan.order
-        mean_bytes = max(1, catalog.total_bytes // max(1, len(catalog)))
+        samples, order = source.samples, whole_order(source, self.settings.epoch).plan.order
+        mean_bytes = max(1, samples.total_bytes // max(1, len(samples)))
         window = order.window * (order.lanes if order.shuffle else 1)
         fits = window * mean_bytes <= _WINDOW_LIMIT_BYTES
         group = window if fits else max(1, _WINDOW_LIMIT_BYTES // mean_bytes)
         # Neighbouring samples share a request only if their whole window is fetched together.
-        is_cut = order.shuffle and catalog.can_coalesce and not catalog.is_local and fits
+        is_cut = order.shuffle and samples.can_coalesce and not samples.is_local and fits
         return (window if is_cut and self.num_tasks is None else 1), group
 
     def _ranges(self, source: IndexedSource, unit: int) -> list[RowRange]:
-        catalog = source.catalog
+        samples = source.samples
         num_rows = whole_order(source, self.settings.epoch).num_samples
-        rows, nbytes = [num_rows], [catalog.total_bytes]
-        if isinstance(catalog, ShardCatalog) and not source.shuffle:
-            rows = [shard.nsamples or 0 for shard in catalog.shards]
-            nbytes = [shard.filesize or 0 for shard in catalog.shards]
+        rows, nbytes = [num_rows], [samples.total_bytes]
+        if isinstance(samples, ShardCatalog) and not source.shuffle:
+            rows = [shard.nsamples or 0 for shard in samples.shards]
+            nbytes = [shard.filesize or 0 for shard in samples.shards]
         num_tasks = self.num_tasks or count_tasks(num_rows, sum(nbytes), self.task_bytes)
         return cut_rows(rows, nbytes, min(num_tasks, max(1, num_rows)), unit)
 
     def _part(self, source: IndexedSource, start: int, stop: int) -> Pipeline:
         """Return the pipeline with the shards of some rows, or with few shards."""
-        catalog = source.catalog
-        if catalog.num_shards <= _SENT_SHARDS:
+        samples = source.samples
+        if samples.num_shards <= _SENT_SHARDS:
             return self.pipeline
         numbers = sample_numbers(whole_order(source, self.settings.epoch), start, stop)
         return replace(self.pipeline, source=source.restrict_to(numbers))

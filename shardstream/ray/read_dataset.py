@@ -17,13 +17,13 @@ from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
 from shardstream.loader import ShardDataset, StreamDataset
 from shardstream.pipeline import (
-    CatalogSource,
     Context,
     Decode,
     ItemStage,
     KeepFields,
     MapTuple,
     Pipeline,
+    SamplesSource,
     SequentialSource,
     Shuffle,
     ToTuple,
@@ -134,9 +134,9 @@ def plan_read(
     pipeline = dataset.pipeline
     _check_steps(pipeline)
     check_at_least(1, override_num_blocks=num_tasks)
-    known = getattr(getattr(pipeline.source, "catalog", None), "fields", None)
+    known = getattr(getattr(pipeline.source, "samples", None), "fields", None)
     # The parts of a mix may have steps of their own.
-    is_raw = not pipeline.stages and isinstance(pipeline.source, CatalogSource | SequentialSource)
+    is_raw = not pipeline.stages and isinstance(pipeline.source, SamplesSource | SequentialSource)
     settings = RowSettings(epoch=check_epoch(epoch), columns=None, fields=known, is_raw=is_raw)
     job = ReadJob(
         pipeline=pipeline,
@@ -229,13 +229,13 @@ def _checked_columns(
 def _fields_of_first(pipeline: Pipeline) -> tuple[str, ...]:
     """Return the fields of the first sample, because no manifest lists those of all."""
     source, first = pipeline.source, dict[str, object]()
-    if isinstance(source, CatalogSource) and len(source.catalog):
-        with closing(source.catalog.open_fetcher()) as fetcher:
+    if isinstance(source, SamplesSource) and len(source.samples):
+        with closing(source.samples.open_fetcher()) as fetcher:
             (found,) = fetcher.samples(np.zeros(1, dtype=np.int64))
         if isinstance(found, Exception):
             raise found
         first = found
-    elif source.indexed is None or len(source.indexed.catalog):
+    elif source.indexed is None or len(source.indexed.samples):
         with closing(source.open(WorkerInfo(Placement()), Context())) as run:
             first = next(iter(run), {})
     return tuple(name for name in first if name not in (KEY, URL))

@@ -106,14 +106,14 @@ class ReadRows:
         source = self.pipeline.source.indexed
         assert source is not None  # noqa: S101  (checked by `read`)
         partition = whole_order(source, self.settings.epoch)
-        fetcher = source.catalog.open_fetcher(self._groups(partition), source.fetch_options())
+        fetcher = source.samples.open_fetcher(self._groups(partition), source.fetch_options())
         with closing(fetcher):
             if self.settings.is_raw:
                 yield from self._read_raw(source, fetcher, self._groups(partition))
             else:
                 skips = SkipTracker(self.pipeline.on_error)
                 yield from self._read_rows(source, fetcher, self._groups(partition), skips)
-        source.catalog.check_manifests()
+        source.samples.check_manifests()
 
     def _groups(self, partition: RankPartition) -> Iterator[Ints]:
         """Yield the sample numbers of the rows, in groups that are fetched together."""
@@ -191,7 +191,7 @@ def _read(
     source: IndexedSource, fetcher: Fetcher, numbers: Ints
 ) -> Iterator[tuple[list[int], Rows]]:
     """Yield sample numbers and samples, at most 8 MiB of their tars at a time; an error stands for a damaged sample."""
-    for taken in cut_by_bytes(source.catalog.sizes(numbers), BLOCK_BYTES):
+    for taken in cut_by_bytes(source.samples.sizes(numbers), BLOCK_BYTES):
         yield numbers[taken].tolist(), fetcher.samples(numbers[taken])
 
 

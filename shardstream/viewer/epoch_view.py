@@ -18,7 +18,7 @@ from shardstream.order import (
     find_even_lane_counts,
     uneven_effect,
 )
-from shardstream.pipeline import CatalogSource, ReadOptions, check_state
+from shardstream.pipeline import ReadOptions, SamplesSource, check_state
 from shardstream.samples import Numbers, Samples
 
 _ORDER = ("microbatch", "lanes", "window", "block")
@@ -108,22 +108,22 @@ class Training:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
-    def config(self, catalog: Samples) -> PartitionConfig:
+    def config(self, samples: Samples) -> PartitionConfig:
         """Return the partition of an epoch over the ranks, as a ``ShardLoader`` makes it."""
         return PartitionConfig(
             world_size=self.ranks,
             microbatches=self.batch_size // (self.microbatch or self.batch_size),
             remainder=self.remainder,
             drop_last=self.drop_last,
-            whole_lanes=catalog.has_costly_windows,
+            whole_lanes=samples.has_costly_windows,
         )
 
-    def partitions(self, catalog: Samples) -> list[RankPartition]:
+    def partitions(self, samples: Samples) -> list[RankPartition]:
         """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
-        config = self.config(catalog)
+        config = self.config(samples)
         options = {name: getattr(self, name) for name in _ORDER}
-        source = CatalogSource(
-            catalog=catalog,
+        source = SamplesSource(
+            samples=samples,
             options=ReadOptions(
                 shuffle=self.shuffle, seed=self.seed, remainder=self.remainder, **options
             ),
@@ -149,7 +149,7 @@ def _whole(name: str, text: str) -> int:
 
 def view_epoch(
     training: Training,
-    catalog: Samples,
+    samples: Samples,
     whole_numbers: Numbers | None,
     classes: Numbers | None,
     names: Sequence[str] | None,
@@ -158,7 +158,7 @@ def view_epoch(
 
     Args:
         training: Order, topology and step.
-        catalog: The samples that the training reads.
+        samples: The samples that the training reads.
         whole_numbers: Number in the whole dataset of each of these samples; None if they are all.
         classes: Class number of each of these samples, -1 where it is unknown; None if there are no columns.
         names: Names of the classes.
@@ -166,7 +166,7 @@ def view_epoch(
     Raises:
         OptionError: If the training has no such step.
     """
-    partitions = training.partitions(catalog)
+    partitions = training.partitions(samples)
     first = partitions[0]
     if not first.max_steps:
         raise OptionError(
@@ -185,7 +185,7 @@ def view_epoch(
     found: dict[str, Any] = {
         "step": training.step,
         "steps": first.max_steps,
-        "samples": len(catalog),
+        "samples": len(samples),
         "order": {
             name: getattr(order, name if name != "microbatch" else "batch") for name in _ORDER
         },
@@ -193,15 +193,15 @@ def view_epoch(
         if training.step
         else training.consumed,
         "consumed_after": first.consumed_after(training.step + 1),
-        "ranks": _describe_ranks(batches, training, first, catalog, whole_numbers),
+        "ranks": _describe_ranks(batches, training, first, samples, whole_numbers),
         "path": _path(partitions[training.rank], whole_numbers),
         "notes": _notes(training, first),
     }
     joined = np.concatenate(batches)
-    urls = [redact(catalog.url_of(n)) for n in _shards(catalog, joined)[:_NAMED_SHARDS]]
+    urls = [redact(samples.url_of(n)) for n in _shards(samples, joined)[:_NAMED_SHARDS]]
     found["shards"] = {
-        "count": len(_shards(catalog, joined)),
-        "of": catalog.num_shards,
+        "count": len(_shards(samples, joined)),
+        "of": samples.num_shards,
         "first": urls,
     }
     if classes is not None:
@@ -209,14 +209,14 @@ def view_epoch(
     return found
 
 
-def read_state(text: str, catalog: Samples) -> tuple[Training, dict[str, Any]]:
+def read_state(text: str, samples: Samples) -> tuple[Training, dict[str, Any]]:
     """Return the training that a saved state of a ``ShardLoader`` continues, and the state.
 
     Topology and batch size are not in a state: those of the result are defaults.
 
     Args:
         text: The state as JSON, as ``json.dumps(loader.state_dict())`` writes it, or an object that contains it.
-        catalog: The samples that the training reads.
+        samples: The samples that the training reads.
 
     Raises:
         StateError: If it is no state, was edited, or is one of other data or of another kind of loader.
@@ -233,10 +233,10 @@ def read_state(text: str, catalog: Samples) -> tuple[Training, dict[str, Any]]:
             f"this state is of a dataset with {', '.join(extra)}, whose order needs more than this folder; the viewer shows one dataset"
         )
     check_state(
-        state, expected={"fingerprint": catalog.fingerprint, "checksums": catalog.checksums}
+        state, expected={"fingerprint": samples.fingerprint, "checksums": samples.checksums}
     )
-    if state["consumed"] > len(catalog):
-        raise StateError(f"{state['consumed']} of {len(catalog)} samples are consumed")
+    if state["consumed"] > len(samples):
+        raise StateError(f"{state['consumed']} of {len(samples)} samples are consumed")
     # Without shuffle, window and block do not affect the order.
     names = ("epoch", "seed", "shuffle", "consumed", *(_ORDER if state["shuffle"] else _ORDER[:2]))
     training = Training(batch_size=state["microbatch"], **{name: state[name] for name in names})
@@ -286,7 +286,7 @@ def _describe_ranks(
     batches: Sequence[Numbers],
     training: Training,
     partition: RankPartition,
-    catalog: Samples,
+    samples: Samples,
     whole: Numbers | None,
 ) -> list[dict[str, Any]]:
     worker = None
@@ -294,7 +294,7 @@ def _describe_ranks(
         worker, _ = partition.worker_of(training.step, training.workers)
     found = []
     for rank, numbers in enumerate(batches):
-        shards, counts = np.unique(catalog.find_shards(numbers), return_counts=True)
+        shards, counts = np.unique(samples.find_shards(numbers), return_counts=True)
         found.append(
             {
                 "rank": rank,
@@ -318,8 +318,8 @@ def _path(partition: RankPartition, whole: Numbers | None) -> dict[str, Any]:
     return {"steps": steps.tolist(), "numbers": points, "of_steps": count}
 
 
-def _shards(catalog: Samples, numbers: Numbers) -> list[int]:
-    return catalog.shards_of(numbers)
+def _shards(samples: Samples, numbers: Numbers) -> list[int]:
+    return samples.shards_of(numbers)
 
 
 def _notes(training: Training, partition: RankPartition) -> list[str]:

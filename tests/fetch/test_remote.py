@@ -318,7 +318,7 @@ def test_epoch_reads_each_byte_once(url: str, wire: Wire, monkeypatch: pytest.Mo
         wire.reads.clear()
         one = loader(url, shuffle=True, window=8)
         assert sorted(flat(labels(one))) == list(range(100))
-        total = one._batches.source_dataset.pipeline.indexed_source.catalog.total_bytes  # type: ignore[union-attr]
+        total = one._batches.source_dataset.pipeline.indexed_source.samples.total_bytes  # type: ignore[union-attr]
         assert wire.tar_bytes <= total
 
 

@@ -37,7 +37,7 @@ def test_stats_cover_the_whole_epoch(tmp_path: Path, workers: int) -> None:
     for _ in one:
         time.sleep(0.001)
     stats = one.stats()
-    catalog = one._batches.source_dataset.pipeline.indexed_source.catalog  # type: ignore[union-attr]
+    catalog = one._batches.source_dataset.pipeline.indexed_source.samples  # type: ignore[union-attr]
     assert (stats.epoch, stats.batches, stats.workers) == (0, 9, workers)
     assert (stats.timings.samples, stats.timings.read_bytes) == (60, catalog.total_bytes - 3 * 1024)
     assert stats.timings.steps_s >= 60 * 0.002

@@ -185,7 +185,7 @@ def test_a_subset_of_a_hundredth_reads_few_bytes(s3_folder: str) -> None:
         for number in range(10_000):
             writer.write({"__key__": f"{number:05d}", "txt": "x" * 400})
     whole = ss.ShardDataset(f"{s3_folder}-many")
-    total = whole.pipeline.indexed_source.catalog.total_bytes  # type: ignore[union-attr]
+    total = whole.pipeline.indexed_source.samples.total_bytes  # type: ignore[union-attr]
     rng = np.random.default_rng(0)
     scattered = np.sort(rng.choice(10_000, 100, replace=False))
     blocks = np.concatenate([np.arange(first, first + 20) for first in (100, 3000, 7000, 9500)])

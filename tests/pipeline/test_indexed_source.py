@@ -13,7 +13,7 @@ from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import IndexMismatchError, ShardError
 from shardstream.format import Sample
 from shardstream.order import EpochOrder, EpochPlan, PartitionConfig, RankPartition
-from shardstream.pipeline import CatalogSource, IndexedRun, ReadOptions, SkipBudget, SkipTracker
+from shardstream.pipeline import IndexedRun, ReadOptions, SamplesSource, SkipBudget, SkipTracker
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import assert_resumes_exactly
 from tests.small_datasets import numbered
@@ -36,7 +36,7 @@ def opener(
     partition = RankPartition(
         EpochPlan(order, 0), PartitionConfig(world_size=2, microbatches=2), rank=1, consumed=4
     )
-    source = CatalogSource(catalog=catalog, options=ReadOptions(prefetch_bytes=1000))
+    source = SamplesSource(samples=catalog, options=ReadOptions(prefetch_bytes=1000))
     worker_info = WorkerInfo(Placement(1, 2), worker, 2)
     return lambda: IndexedRun(source, partition, worker_info, skips or SkipTracker())
 

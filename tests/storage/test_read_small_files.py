@@ -26,7 +26,7 @@ import shardstream as ss
 for url in sys.argv[1:]:
     dataset = ss.ShardDataset(url, index="require")
     print(len(dataset), *sorted({"s3fs"} & {*sys.modules}))
-    print(len(dataset.pipeline.source.catalog._kept))
+    print(len(dataset.pipeline.source.samples._kept))
 print(sum(1 for _ in dataset), "s3fs" in sys.modules)
 """
 
@@ -123,7 +123,7 @@ WITH_CACHE = """
 import sys
 import shardstream as ss
 dataset = ss.ShardDataset(sys.argv[1], cache_dir=sys.argv[2], cache_bytes="100MB")
-catalog = dataset.pipeline.source.catalog
+catalog = dataset.pipeline.source.samples
 print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.shards])
 """
 
