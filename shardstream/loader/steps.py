@@ -24,7 +24,6 @@ from shardstream.pipeline import (
     Decoder,
     GroupBatched,
     Handler,
-    Leftover,
     Map,
     MapDict,
     MapTuple,
@@ -223,15 +222,19 @@ class StreamSteps(ItemSteps):
         self,
         batch_size: int,
         collate_fn: Callable[[list[Any]], Any] = collate,
-        partial: bool = True,
         *,
+        drop_last: bool = False,
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Collate items to batches within each worker, for a loader with ``batch_size=None``."""
+        """Collate items to batches within each worker, for a loader with ``batch_size=None``; ``drop_last`` drops a short last one."""
         return self.then(
             Batched(
-                size=batch_size, collate=collate_fn, partial=partial, name=name, version=version
+                size=batch_size,
+                collate=collate_fn,
+                drop_last=drop_last,
+                name=name,
+                version=version,
             )
         )
 
@@ -257,11 +260,11 @@ class StreamSteps(ItemSteps):
         *,
         buffer: int = 1000,
         collate_fn: Callable[[list[Any]], Any] = collate,
-        leftover: Leftover = "keep",
+        drop_last: bool = False,
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Batch items of equal group: a field, or the result of ``group(item)`` (a shape, a rounded length, …)."""
+        """Batch items of equal group: a field, or the result of ``group(item)`` (a shape, …); see `GroupBatched`."""
         function = _FieldGetter(group) if isinstance(group, str) else group
         return self.then(
             GroupBatched(
@@ -269,7 +272,7 @@ class StreamSteps(ItemSteps):
                 size=batch_size,
                 buffer=buffer,
                 collate=collate_fn,
-                leftover=leftover,
+                drop_last=drop_last,
                 name=name,
                 version=version,
             )

@@ -21,7 +21,7 @@ from shardstream.pipeline.fields import (
     first_stages,
     keep_fields,
 )
-from shardstream.pipeline.group_batch import GroupBatched, Leftover
+from shardstream.pipeline.group_batch import GroupBatched
 from shardstream.pipeline.indexed_source import (
     DEFAULT_PREFETCH_BYTES,
     IndexedRun,
@@ -101,7 +101,6 @@ __all__ = [
     "ItemFunction",
     "ItemStage",
     "KeepFields",
-    "Leftover",
     "LoaderPosition",
     "Map",
     "MapDict",

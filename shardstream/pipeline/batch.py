@@ -23,14 +23,14 @@ class Batched:
     Args:
         size: Items of a batch.
         collate: Function that makes a batch from a list of items.
-        partial: Return a last batch of fewer items.
+        drop_last: Drop a last batch of fewer items.
         name: As in `Map`.
         version: As in `Map`.
     """
 
     size: int
     collate: Collate
-    partial: bool = True
+    drop_last: bool = False
     name: str | None = None
     version: int | str | None = None
 
@@ -49,7 +49,7 @@ class _BatchedRun(SourceRun):
 
     def __next__(self) -> Any:
         items = list(islice(self.source, self._batched.size))
-        if not items or (len(items) < self._batched.size and not self._batched.partial):
+        if not items or (len(items) < self._batched.size and self._batched.drop_last):
             raise StopIteration
         return collated(self._batched.collate, items)
 

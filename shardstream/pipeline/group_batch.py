@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from shardstream.errors import OptionError
 from shardstream.pipeline.batch import Collate, collated
 from shardstream.pipeline.binning import BinningRun
 from shardstream.pipeline.map import add_place, name_of
 from shardstream.pipeline.stage import Context, Run
-
-Leftover = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +22,7 @@ class GroupBatched:
         size: Items of a batch.
         buffer: Maximum of waiting items; beyond it the largest group becomes a smaller batch.
         collate: Function that makes a batch from a list of items.
-        leftover: Incomplete groups at the end: "keep" returns smaller batches, "drop" drops them.
+        drop_last: Drop the incomplete groups at the end; else they are smaller batches.
         name: As in `Map`.
         version: As in `Map`.
     """
@@ -33,7 +31,7 @@ class GroupBatched:
     size: int
     buffer: int
     collate: Collate
-    leftover: Leftover = "keep"
+    drop_last: bool = False
     name: str | None = None
     version: int | str | None = None
 
@@ -42,8 +40,6 @@ class GroupBatched:
             raise OptionError(
                 f"a buffer of {self.buffer} items cannot fill batches of {self.size}; use buffer >= batch_size >= 1"
             )
-        if self.leftover not in ("keep", "drop"):
-            raise OptionError(f"leftover is 'keep' or 'drop', not {self.leftover!r}")
 
     def open(self, source: Run, context: Context) -> Run:
         """Open the stage on a stream."""
@@ -74,7 +70,7 @@ class _GroupBatchedRun(BinningRun):
         )
 
     def keeps_incomplete(self) -> bool:
-        return self._stage.leftover == "keep"
+        return not self._stage.drop_last
 
     def batch(self, items: list[Any]) -> Any:
         return collated(self._stage.collate, items)

@@ -121,11 +121,18 @@ def _check_steps(saved_values: Any, expected: Sequence[str]) -> None:
     """Refuse a state whose steps differ; name the first difference."""
     pairs = zip_longest(saved_values if isinstance(saved_values, list) else [], expected)
     for place, (saved, current) in enumerate(pairs, start=1):
-        if saved != current:
+        if current not in (saved, _with_new_names(saved)):
             raise StateError(
                 f"step {place} of the pipeline: the state says {saved or 'nothing'}, here it is {current or 'nothing'}; use the same "
                 "steps (for a renamed function pass its old name as name='…'), or restart the epoch"
             )
+
+
+def _with_new_names(step: object) -> object:
+    """Return a saved step with the present names of its options."""
+    for old, new in _NEW_NAMES.items():
+        step = step.replace(old, new) if isinstance(step, str) else step
+    return step
 
 
 def _check_checksums(saved_values: Any, expected: Sequence[str | None] | None) -> None:
@@ -166,6 +173,8 @@ def _check_position(state: Mapping[str, Any]) -> None:
         )
 
 
+# As states have them, and as they are called since.
+_NEW_NAMES = {", partial=False": ", drop_last=True", ", leftover='drop'": ", drop_last=True"}
 _ORDER = ("microbatch", "lanes", "window", "block")
 _MAX_VALUE = 1 << 62
 _LIMITS = {"epoch": EPOCHS, "lanes": 1 << 24}

@@ -311,7 +311,7 @@ STEPS: list[tuple[Any, list[Any]]] = [
     (lambda ds: ds.compose(tens), [0, 10, 20, 30, 40]),
     (lambda ds: ds.compose(tens, lambda tens: [sum(tens)]), [100]),
     (lambda ds: ds.batched(20).map(lambda b: b["cls"].shape[0]), [20, 20, 10]),
-    (lambda ds: ds.batched(20, partial=False).map(lambda b: len(b["__key__"])), [20, 20]),
+    (lambda ds: ds.batched(20, drop_last=True).map(lambda b: len(b["__key__"])), [20, 20]),
     (lambda ds: ds.batched(20, collate_fn=len), [20, 20, 10]),
     (lambda ds: ds.batched(7).unbatched().map(lambda s: int(s["cls"])), list(range(50))),
     (lambda ds: ds.map_batches(lambda b: [int(b["cls"].sum())], 25), [300, 925]),

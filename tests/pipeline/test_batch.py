@@ -17,17 +17,17 @@ def through(stage: Stage, items: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("size", "partial", "expected"),
+    ("size", "drop_last", "expected"),
     [
-        (2, True, [[0, 1], [2, 3], [4]]),
-        (2, False, [[0, 1], [2, 3]]),
-        (5, False, [[0, 1, 2, 3, 4]]),
-        (9, True, [[0, 1, 2, 3, 4]]),
-        (9, False, []),
+        (2, False, [[0, 1], [2, 3], [4]]),
+        (2, True, [[0, 1], [2, 3]]),
+        (5, True, [[0, 1, 2, 3, 4]]),
+        (9, False, [[0, 1, 2, 3, 4]]),
+        (9, True, []),
     ],
 )
-def test_items_are_collated_to_batches(size: int, partial: bool, expected: Any) -> None:
-    assert through(Batched(size=size, collate=list, partial=partial), range(5)) == expected
+def test_items_are_collated_to_batches(size: int, drop_last: bool, expected: Any) -> None:
+    assert through(Batched(size=size, collate=list, drop_last=drop_last), range(5)) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ def remainder(item: int) -> int:
     return item % 3
 
 
-def stage_of(size: int = 2, buffer: int = 10, leftover: Any = "keep") -> GroupBatched:
-    return GroupBatched(group=remainder, size=size, buffer=buffer, collate=list, leftover=leftover)
+def stage_of(size: int = 2, buffer: int = 10, drop_last: bool = False) -> GroupBatched:
+    return GroupBatched(
+        group=remainder, size=size, buffer=buffer, collate=list, drop_last=drop_last
+    )
 
 
 def through(stage: GroupBatched, items: Any) -> list[list[int]]:
@@ -41,20 +43,20 @@ def test_batches_have_one_group_and_lose_no_items(items: list[int], size: int, m
     items=st.lists(st.integers(0, 20), max_size=20),
     size=st.integers(1, 4),
     more=st.integers(0, 4),
-    leftover=st.sampled_from(["keep", "drop"]),
+    drop_last=st.booleans(),
 )
 def test_group_batched_resumes_exactly(
-    items: list[int], size: int, more: int, leftover: Any
+    items: list[int], size: int, more: int, drop_last: bool
 ) -> None:
-    stage = stage_of(size, size + more, leftover)
+    stage = stage_of(size, size + more, drop_last)
     assert_resumes_exactly(lambda: stage.open(ListRun(items), Context()))
 
 
 @pytest.mark.parametrize(
-    ("leftover", "expected"), [("keep", [[0, 3], [2, 5], [1], [6]]), ("drop", [[0, 3], [2, 5]])]
+    ("drop_last", "expected"), [(False, [[0, 3], [2, 5], [1], [6]]), (True, [[0, 3], [2, 5]])]
 )
-def test_incomplete_groups_are_kept_or_dropped(leftover: Any, expected: Any) -> None:
-    found = through(stage_of(leftover=leftover), [0, 1, 2, 3, 5, 6])
+def test_incomplete_groups_are_kept_or_dropped(drop_last: bool, expected: Any) -> None:
+    found = through(stage_of(drop_last=drop_last), [0, 1, 2, 3, 5, 6])
     assert sorted(map(sorted, found)) == sorted(expected)
 
 
@@ -68,11 +70,6 @@ def test_buffer_that_cannot_fill_a_batch_is_refused(size: int, buffer: int) -> N
         OptionError, match=f"buffer of {buffer} items cannot fill batches of {size}"
     ):
         stage_of(size, buffer)
-
-
-def test_unknown_leftover_is_refused() -> None:
-    with pytest.raises(OptionError, match="leftover is 'keep' or 'drop', not 'pad'"):
-        stage_of(leftover="pad")
 
 
 def test_item_without_a_group_is_a_bad_sample() -> None:

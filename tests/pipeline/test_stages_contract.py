@@ -118,14 +118,14 @@ CASES: dict[str, tuple[Stage, Iterable[Any]]] = {
     "with_epoch, shorter": (Repeat(items=3), range(5)),
     "compose": (Compose(function=sums_and_echoes), NUMBERS),
     "batched": (Batched(size=4, collate=list), NUMBERS),
-    "batched, full ones": (Batched(size=4, collate=list, partial=False), NUMBERS),
+    "batched, full ones": (Batched(size=4, collate=list, drop_last=True), NUMBERS),
     "unbatched": (Unbatched(), BATCHES),
     "group_batched": (
         GroupBatched(group=by_remainder, size=3, buffer=6, collate=list),
         NUMBERS,
     ),
     "group_batched, tight": (
-        GroupBatched(group=by_remainder, size=3, buffer=3, collate=list, leftover="drop"),
+        GroupBatched(group=by_remainder, size=3, buffer=3, collate=list, drop_last=True),
         NUMBERS,
     ),
     "pack_sequences": (PackSequences(field="npy", length=5), TOKENS),

@@ -18,7 +18,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import StateError
 from shardstream.loader import StreamDataset
-from shardstream.pipeline import GroupBatched, Pipeline, Select, describe, function_name
+from shardstream.pipeline import PackSequences, Pipeline, Select, describe, function_name
 from tests.limits import module_of
 from tests.small_datasets import labels, numbered, take
 
@@ -302,10 +302,10 @@ def test_spawned_worker_has_the_signatures_of_the_main_script() -> None:
 
 
 def test_signatures_omit_default_options() -> None:
-    keep = str(b"keep", "ascii")  # equal to the default, not identical
-    stage = GroupBatched(group=is_even, size=2, buffer=4, collate=list, leftover=keep)  # type: ignore[arg-type]
-    assert "leftover" not in describe(stage)
-    assert "leftover='drop'" in describe(replace(stage, leftover="drop"))
+    concat: Any = str(b"concat", "ascii")  # equal to the default, not identical
+    stage = PackSequences(field="npy", length=4, packing=concat)
+    assert "packing" not in describe(stage)
+    assert "packing='first_fit'" in describe(replace(stage, packing="first_fit"))
 
 
 def test_signatures_omit_module_paths_of_this_package() -> None:
