@@ -6,46 +6,74 @@ export function element(tag, attributes = {}, ...children) {
     if (name === "class") made.className = value;
     else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value === true) made.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+    else if (value !== false && value !== null && value !== undefined)
+      made.setAttribute(name, value);
   }
   for (const child of children.flat()) {
-    if (child !== null && child !== undefined) made.append(child);  // text is escaped by the browser
+    if (child !== null && child !== undefined) made.append(child); // text is escaped by the browser
   }
   return made;
 }
 
 export class RequestError extends Error {
-  constructor(message, kind) { super(message); this.kind = kind; }
+  constructor(message, kind) {
+    super(message);
+    this.kind = kind;
+  }
 }
 
 async function send(path, values, options) {
-  const query = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null));
+  const query = new URLSearchParams(
+    Object.entries(values).filter(([, value]) => value !== "" && value !== null),
+  );
   let response;
   try {
     response = await fetch(query.size ? `${path}?${query}` : path, options);
-  } catch (error) { throw options.signal?.aborted ? error : gone(); }
+  } catch (error) {
+    throw options.signal?.aborted ? error : gone();
+  }
   if (response.ok) return response;
   const text = await response.text();
   let value;
-  try { value = JSON.parse(text); } catch { throw new RequestError(text || `status ${response.status}`, "Refused"); }
+  try {
+    value = JSON.parse(text);
+  } catch {
+    throw new RequestError(text || `status ${response.status}`, "Refused");
+  }
   throw new RequestError(value.error ?? `status ${response.status}`, value.kind);
 }
 
 function gone() {
-  return new RequestError("The server does not answer: 'shardstream view' was stopped, or the connection is lost. Start it again and open the address that it prints.", "Gone");
+  return new RequestError(
+    "The server does not answer: 'shardstream view' was stopped, or the connection is lost. Start it again and open the address that it prints.",
+    "Gone",
+  );
 }
 
 export async function ask(path, values = {}, body = null) {
-  const options = body === null ? {} : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+  const options =
+    body === null
+      ? {}
+      : {
+          method: "POST",
+          headers: { "content-type": "application/json" },
+          body: JSON.stringify(body),
+        };
   return (await send(path, values, options)).json();
 }
 
 // Yields the JSON values of a response, a line each, as they come.
 export async function* askLines(path, values, signal) {
-  const reader = (await send(path, values, { signal })).body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
+  const reader = (await send(path, values, { signal })).body
+    .pipeThrough(new TextDecoderStream())
+    .getReader();
+  for (let rest = ""; ; ) {
     let part;
-    try { part = await reader.read(); } catch (error) { throw signal.aborted ? error : gone(); }
+    try {
+      part = await reader.read();
+    } catch (error) {
+      throw signal.aborted ? error : gone();
+    }
     if (part.done) return;
     const lines = (rest + part.value).split("\n");
     rest = lines.pop();
@@ -55,12 +83,14 @@ export async function* askLines(path, values, signal) {
 
 export const byId = (id) => document.getElementById(id);
 export const count = (number) => number.toLocaleString("en-US");
-export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : noun.endsWith("s") || noun.endsWith("ch") ? "es" : "s"}`;
+export const plural = (number, noun) =>
+  `${count(number)} ${noun}${number === 1 ? "" : noun.endsWith("s") || noun.endsWith("ch") ? "es" : "s"}`;
 
 export function bytes(size) {
   if (size === null || size === undefined) return "unknown size";
   for (const unit of ["B", "kB", "MB", "GB", "TB"]) {
-    if (size < 999.95 || unit === "TB") return unit === "B" ? `${size} B` : `${size.toFixed(1)} ${unit}`;
+    if (size < 999.95 || unit === "TB")
+      return unit === "B" ? `${size} B` : `${size.toFixed(1)} ${unit}`;
     size /= 1000;
   }
 }
@@ -69,11 +99,16 @@ export function tell(error, action = null) {
   byId("banner-text").textContent = error.message ?? String(error);
   const button = byId("banner-action");
   button.hidden = action === null;
-  if (action) { button.textContent = action.name; button.onclick = action.run; }
+  if (action) {
+    button.textContent = action.name;
+    button.onclick = action.run;
+  }
   byId("banner").hidden = false;
 }
 
-export function hush() { byId("banner").hidden = true; }
+export function hush() {
+  byId("banner").hidden = true;
+}
 
 export const events = new EventTarget();
 export const emit = (name, detail) => events.dispatchEvent(new CustomEvent(name, { detail }));

@@ -5,19 +5,29 @@ const SVG = "http://www.w3.org/2000/svg";
 const shown = { boxes: true, form: null, opacity: 0.5, masks: new Map() };
 let request = 0;
 
-export function closeDetails() { byId("details").hidden = true; byId("details").replaceChildren(); }
+export function closeDetails() {
+  byId("details").hidden = true;
+  byId("details").replaceChildren();
+}
 
 export async function showDetails(number, actions) {
   const mine = ++request;
   let found;
-  try { found = await ask(`/api/sample/${number}`); } catch (error) { return emit("error", error); }
+  try {
+    found = await ask(`/api/sample/${number}`);
+  } catch (error) {
+    return emit("error", error);
+  }
   if (mine !== request) return;
   const panel = byId("details");
   panel.replaceChildren(heading(found, actions));
   if (found.error) panel.append(element("div", { class: "problem" }, found.error));
-  for (const text of found.reported ?? []) panel.append(element("div", { class: "problem" }, `in the report: ${text}`));
+  for (const text of found.reported ?? [])
+    panel.append(element("div", { class: "problem" }, `in the report: ${text}`));
   const names = found.fields.map((one) => one.name);
-  const picture = found.fields.find((one) => one.kind === "picture" && !one.error) ?? found.fields.find((one) => one.kind === "mask" && !one.error);
+  const picture =
+    found.fields.find((one) => one.kind === "picture" && !one.error) ??
+    found.fields.find((one) => one.kind === "mask" && !one.error);
   if (picture) panel.append(stage(found, picture, names));
   for (const one of found.decoded ?? []) panel.append(decoded(found.number, one));
   panel.append(place(found), copyable(found.cat));
@@ -27,44 +37,98 @@ export async function showDetails(number, actions) {
 }
 
 function heading(found, actions) {
-  return element("div", { class: "heading" },
+  return element(
+    "div",
+    { class: "heading" },
     element("h2", {}, `${count(found.number)} · ${found.key ?? "unreadable"}`),
     element("button", { onclick: actions.previous, title: "previous sample (arrow left)" }, "◀"),
     element("button", { onclick: actions.next, title: "next sample (arrow right)" }, "▶"),
-    element("button", { onclick: actions.close, title: "close (Escape)" }, "×"));
+    element("button", { onclick: actions.close, title: "close (Escape)" }, "×"),
+  );
 }
 
 function place(found) {
-  const rows = [["shard", found.shard], ["bytes", found.start === null ? "in a compressed tar" : `${count(found.start)} to ${count(found.end)} (${bytes(found.size)})`]];
-  if (found.class) rows.unshift(["class", found.class.name === null ? `${found.class.number}` : `${found.class.number} ${found.class.name}`]);
-  return element("dl", {}, rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+  const rows = [
+    ["shard", found.shard],
+    [
+      "bytes",
+      found.start === null
+        ? "in a compressed tar"
+        : `${count(found.start)} to ${count(found.end)} (${bytes(found.size)})`,
+    ],
+  ];
+  if (found.class)
+    rows.unshift([
+      "class",
+      found.class.name === null
+        ? `${found.class.number}`
+        : `${found.class.number} ${found.class.name}`,
+    ]);
+  return element(
+    "dl",
+    {},
+    rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
+  );
 }
 
 function copyable(text) {
   const button = element("button", { title: "copy" }, "copy");
   button.addEventListener("click", async () => {
-    try { await navigator.clipboard.writeText(text); button.textContent = "copied"; } catch { button.textContent = "select it"; }
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "select it";
+    }
   });
   return element("div", { class: "cat" }, element("pre", { id: "cat" }, text), button);
 }
 
 function stage(found, picture, names) {
-  const image = element("img", { alt: picture.name, src: `/picture/${found.number}/${names.indexOf(picture.name)}` });
-  if (Math.max(picture.width, picture.height) <= 256) { image.classList.add("small"); image.width = picture.width * Math.max(1, Math.floor(360 / Math.max(picture.width, picture.height))); }
+  const image = element("img", {
+    alt: picture.name,
+    src: `/picture/${found.number}/${names.indexOf(picture.name)}`,
+  });
+  if (Math.max(picture.width, picture.height) <= 256) {
+    image.classList.add("small");
+    image.width =
+      picture.width * Math.max(1, Math.floor(360 / Math.max(picture.width, picture.height)));
+  }
   const frame = element("div", { class: "frame" }, image);
   const controls = element("div", { class: "controls" });
   for (const name of found.masks.filter((one) => one !== picture.name)) {
-    const overlay = element("img", { class: "overlay", alt: name, src: `/picture/${found.number}/${names.indexOf(name)}?overlay=1` });
-    const set = () => { overlay.style.opacity = shown.masks.get(name) === false ? 0 : shown.opacity; };
+    const overlay = element("img", {
+      class: "overlay",
+      alt: name,
+      src: `/picture/${found.number}/${names.indexOf(name)}?overlay=1`,
+    });
+    const set = () => {
+      overlay.style.opacity = shown.masks.get(name) === false ? 0 : shown.opacity;
+    };
     set();
     frame.append(overlay);
-    controls.append(toggle(name, shown.masks.get(name) !== false, (on) => { shown.masks.set(name, on); set(); }));
+    controls.append(
+      toggle(name, shown.masks.get(name) !== false, (on) => {
+        shown.masks.set(name, on);
+        set();
+      }),
+    );
     overlay.addEventListener("error", () => overlay.remove());
     controls.addEventListener("opacity", set);
   }
   if (frame.childElementCount > 1) {
-    const slider = element("input", { type: "range", min: 0, max: 1, step: 0.05, value: shown.opacity, "aria-label": "opacity of masks" });
-    slider.addEventListener("input", () => { shown.opacity = Number(slider.value); controls.dispatchEvent(new Event("opacity")); });
+    const slider = element("input", {
+      type: "range",
+      min: 0,
+      max: 1,
+      step: 0.05,
+      value: shown.opacity,
+      "aria-label": "opacity of masks",
+    });
+    slider.addEventListener("input", () => {
+      shown.opacity = Number(slider.value);
+      controls.dispatchEvent(new Event("opacity"));
+    });
     controls.append(slider);
   }
   if (found.boxes.length) boxes(found, picture, frame, controls);
@@ -89,7 +153,13 @@ function boxes(found, picture, frame, controls) {
     for (const one of found.boxes) {
       const [x, y, width, height] = corners(one, picture);
       const rect = document.createElementNS(SVG, "rect");
-      for (const [name, value] of Object.entries({ x, y, width: Math.max(0, width), height: Math.max(0, height) })) rect.setAttribute(name, value);
+      for (const [name, value] of Object.entries({
+        x,
+        y,
+        width: Math.max(0, width),
+        height: Math.max(0, height),
+      }))
+        rect.setAttribute(name, value);
       svg.append(rect);
       if (!one.label) continue;
       const label = element("span", { class: "box-label" }, one.label);
@@ -98,17 +168,45 @@ function boxes(found, picture, frame, controls) {
       layer.append(label);
     }
   };
-  const form = element("select", { "aria-label": "numbers of a box" },
-    ...[["", "as named"], ["xywh", "x y width height"], ["xyxy", "x1 y1 x2 y2"], ["cxcywh", "centre, width, height"]].map(([value, text]) => element("option", { value, selected: (shown.form ?? "") === value }, text)));
-  form.addEventListener("change", () => { shown.form = form.value || null; draw(); });
-  controls.append(toggle(found.boxes.length === 1 ? "1 box" : `${count(found.boxes.length)} boxes`, shown.boxes, (on) => { shown.boxes = on; draw(); }), form);
+  const form = element(
+    "select",
+    { "aria-label": "numbers of a box" },
+    ...[
+      ["", "as named"],
+      ["xywh", "x y width height"],
+      ["xyxy", "x1 y1 x2 y2"],
+      ["cxcywh", "centre, width, height"],
+    ].map(([value, text]) =>
+      element("option", { value, selected: (shown.form ?? "") === value }, text),
+    ),
+  );
+  form.addEventListener("change", () => {
+    shown.form = form.value || null;
+    draw();
+  });
+  controls.append(
+    toggle(
+      found.boxes.length === 1 ? "1 box" : `${count(found.boxes.length)} boxes`,
+      shown.boxes,
+      (on) => {
+        shown.boxes = on;
+        draw();
+      },
+    ),
+    form,
+  );
   frame.append(layer);
   draw();
 }
 
 function corners(one, picture) {
   let [a, b, c, d] = one.box;
-  if ([a, b, c, d].every((value) => value >= 0 && value <= 1)) { a *= picture.width; c *= picture.width; b *= picture.height; d *= picture.height; }
+  if ([a, b, c, d].every((value) => value >= 0 && value <= 1)) {
+    a *= picture.width;
+    c *= picture.width;
+    b *= picture.height;
+    d *= picture.height;
+  }
   const form = shown.form ?? one.form;
   if (form === "xyxy") return [a, b, c - a, d - b];
   if (form === "cxcywh") return [a - c / 2, b - d / 2, c, d];
@@ -118,25 +216,45 @@ function corners(one, picture) {
 function field(found, one, number, main) {
   const facts = [one.kind, bytes(one.size), `at byte ${count(one.offset)}`];
   if (one.width) facts.splice(1, 0, `${one.format} ${one.width} × ${one.height} ${one.mode}`);
-  const made = element("div", { class: "field" },
-    element("div", { class: "name" }, element("b", {}, one.name), element("span", { class: "quiet" }, facts.join(" · ")),
-      element("a", { href: `/raw/${found.number}/${number}`, download: true }, "download")));
-  if (one.error) { made.append(element("div", { class: "problem" }, one.error)); return made; }
+  const made = element(
+    "div",
+    { class: "field" },
+    element(
+      "div",
+      { class: "name" },
+      element("b", {}, one.name),
+      element("span", { class: "quiet" }, facts.join(" · ")),
+      element("a", { href: `/raw/${found.number}/${number}`, download: true }, "download"),
+    ),
+  );
+  if (one.error) {
+    made.append(element("div", { class: "problem" }, one.error));
+    return made;
+  }
   if (one.note) made.append(element("div", { class: "quiet" }, one.note));
   const source = `${found.number}/${number}`;
   if (one.kind === "sound" || one.kind === "video") made.append(...media(one, source));
   if (one.kind === "picture" && one !== main) made.append(inline(`/picture/${source}`, one.name));
   if (one.kind === "mask" && one !== main) made.append(inline(`/thumb/${source}`, one.name));
   if (one.array) made.append(inline(`/thumb/${source}`, one.name), statistics(one.array));
-  for (const [name, array] of Object.entries(one.arrays ?? {})) made.append(element("b", {}, name), statistics(array));
+  for (const [name, array] of Object.entries(one.arrays ?? {}))
+    made.append(element("b", {}, name), statistics(array));
   if (one.text !== undefined) made.append(element("pre", {}, one.text + (one.cut ? "…" : "")));
   return made;
 }
 
 function media(one, source) {
   const made = [inline(`/thumb/${source}`, one.name)];
-  if (!one.media_type) made.push(element("div", { class: "quiet" }, "browsers do not play this type: download it"));
-  else made.push(element(one.kind === "sound" ? "audio" : "video", { controls: true, preload: "none", src: `/media/${source}` }));
+  if (!one.media_type)
+    made.push(element("div", { class: "quiet" }, "browsers do not play this type: download it"));
+  else
+    made.push(
+      element(one.kind === "sound" ? "audio" : "video", {
+        controls: true,
+        preload: "none",
+        src: `/media/${source}`,
+      }),
+    );
   return made;
 }
 
@@ -144,7 +262,10 @@ function inline(source, name) {
   const image = element("img", { class: "inline", alt: name, src: source });
   image.addEventListener("error", async () => {
     const response = await fetch(source).catch(() => null);
-    const value = response === null ? { error: "the server does not answer" } : await response.json().catch(() => ({ error: "no picture" }));
+    const value =
+      response === null
+        ? { error: "the server does not answer" }
+        : await response.json().catch(() => ({ error: "no picture" }));
     image.replaceWith(element("div", { class: "problem" }, value.error ?? "no picture"));
   });
   return image;
@@ -153,11 +274,21 @@ function inline(source, name) {
 function statistics(array) {
   const rows = [["shape", `${array.shape.join(" × ") || "scalar"}  ${array.dtype}`]];
   const short = (value) => Number(value.toPrecision(6)).toString();
-  if (array.min !== undefined) rows.push(["range", `${short(array.min)} to ${short(array.max)}`], ["mean", `${short(array.mean)} ± ${short(array.std)}`], ["zeros", count(array.zeros)]);
+  if (array.min !== undefined)
+    rows.push(
+      ["range", `${short(array.min)} to ${short(array.max)}`],
+      ["mean", `${short(array.mean)} ± ${short(array.std)}`],
+      ["zeros", count(array.zeros)],
+    );
   if (array.not_finite) rows.push(["not finite", count(array.not_finite)]);
   if (array.values) rows.push(["values", array.values.join(", ")]);
-  const made = element("dl", {}, rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
-  if (array.histogram) made.append(element("dt", {}, "spread"), element("dd", {}, sparks(array.histogram)));
+  const made = element(
+    "dl",
+    {},
+    rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
+  );
+  if (array.histogram)
+    made.append(element("dt", {}, "spread"), element("dd", {}, sparks(array.histogram)));
   return made;
 }
 
@@ -170,7 +301,8 @@ function sparks(counts) {
   counts.forEach((value, at) => {
     const rect = document.createElementNS(SVG, "rect");
     const height = value ? Math.max(1, (24 * value) / most) : 0;
-    for (const [name, number] of Object.entries({ x: at * 6, y: 24 - height, width: 5, height })) rect.setAttribute(name, number);
+    for (const [name, number] of Object.entries({ x: at * 6, y: 24 - height, width: 5, height }))
+      rect.setAttribute(name, number);
     rect.style.fill = "var(--bar)";
     svg.append(rect);
   });
@@ -178,9 +310,19 @@ function sparks(counts) {
 }
 
 function decoded(number, one) {
-  const made = element("div", { class: "field" }, element("div", { class: "name" }, element("b", {}, one.name), element("span", { class: "quiet" }, "by --decode")));
+  const made = element(
+    "div",
+    { class: "field" },
+    element(
+      "div",
+      { class: "name" },
+      element("b", {}, one.name),
+      element("span", { class: "quiet" }, "by --decode"),
+    ),
+  );
   if (one.error) made.append(element("div", { class: "problem" }, one.error));
-  if (one.is_picture) made.append(inline(`/decoded/${number}?name=${encodeURIComponent(one.name)}`, one.name));
+  if (one.is_picture)
+    made.append(inline(`/decoded/${number}?name=${encodeURIComponent(one.name)}`, one.name));
   if (one.array) made.append(statistics(one.array));
   if (one.text !== undefined && !one.is_picture) made.append(element("pre", {}, one.text));
   return made;

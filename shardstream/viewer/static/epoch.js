@@ -2,12 +2,23 @@
 import { ask, byId, count, element, emit, plural } from "./common.js";
 
 const FIELDS = [
-  ["epoch", 0], ["seed", 0], ["ranks", 4], ["workers", 2], ["batch_size", 32],
+  ["epoch", 0],
+  ["seed", 0],
+  ["ranks", 4],
+  ["workers", 2],
+  ["batch_size", 32],
 ];
-const MORE = [["microbatch", ""], ["lanes", ""], ["window", ""], ["block", ""], ["consumed", 0]];
+const MORE = [
+  ["microbatch", ""],
+  ["lanes", ""],
+  ["window", ""],
+  ["block", ""],
+  ["consumed", 0],
+];
 const trainings = [];
 const results = [null, null];
-const RANKS_SHOWN = 64, NUMBERS_SHOWN = 512;
+const RANKS_SHOWN = 64,
+  NUMBERS_SHOWN = 512;
 
 export function openEpoch() {
   const section = byId("epoch");
@@ -15,44 +26,146 @@ export function openEpoch() {
   const area = element("div", { class: "trainings" });
   const verdict = element("p", { id: "verdict" });
   section.replaceChildren(
-    element("p", { class: "quiet" }, "The order of an epoch is computed from sizes, seed and epoch: nothing is read. Give the numbers of your ShardDataset and ShardLoader."),
-    element("div", { class: "bar" }, compare), verdict, area);
+    element(
+      "p",
+      { class: "quiet" },
+      "The order of an epoch is computed from sizes, seed and epoch: nothing is read. Give the numbers of your ShardDataset and ShardLoader.",
+    ),
+    element("div", { class: "bar" }, compare),
+    verdict,
+    area,
+  );
   trainings.splice(0, 2, training(0), training(1));
   area.append(trainings[0].root);
   compare.addEventListener("click", () => {
     const isTwo = area.classList.toggle("two");
     compare.textContent = isTwo ? "Close the comparison" : "Compare with another topology";
-    if (isTwo) { trainings[1].copy(trainings[0]); area.append(trainings[1].root); trainings[1].show(); } else { trainings[1].root.remove(); results[1] = null; tellDifference(); }
+    if (isTwo) {
+      trainings[1].copy(trainings[0]);
+      area.append(trainings[1].root);
+      trainings[1].show();
+    } else {
+      trainings[1].root.remove();
+      results[1] = null;
+      tellDifference();
+    }
   });
   trainings[0].show();
 }
 
 function training(number) {
   const inputs = {};
-  const input = (name, value) => { inputs[name] = element("input", { name, value, inputmode: "numeric", size: 6, placeholder: value === "" ? "default" : "" }); return element("label", {}, name, inputs[name]); };
-  const check = (name, on) => { inputs[name] = element("input", { type: "checkbox", name, checked: on }); return element("label", { class: "check" }, inputs[name], name); };
-  inputs.remainder = element("select", { name: "remainder" }, ["pad", "drop", "keep"].map((one) => element("option", {}, one)));
-  inputs.where = element("input", { name: "where", placeholder: "all samples", spellcheck: "false" });
-  const state = element("textarea", { rows: 3, placeholder: '{"version": 2, "kind": "plan", "fingerprint": …', "aria-label": "saved state", spellcheck: "false" });
+  const input = (name, value) => {
+    inputs[name] = element("input", {
+      name,
+      value,
+      inputmode: "numeric",
+      size: 6,
+      placeholder: value === "" ? "default" : "",
+    });
+    return element("label", {}, name, inputs[name]);
+  };
+  const check = (name, on) => {
+    inputs[name] = element("input", { type: "checkbox", name, checked: on });
+    return element("label", { class: "check" }, inputs[name], name);
+  };
+  inputs.remainder = element(
+    "select",
+    { name: "remainder" },
+    ["pad", "drop", "keep"].map((one) => element("option", {}, one)),
+  );
+  inputs.where = element("input", {
+    name: "where",
+    placeholder: "all samples",
+    spellcheck: "false",
+  });
+  const state = element("textarea", {
+    rows: 3,
+    placeholder: '{"version": 2, "kind": "plan", "fingerprint": …',
+    "aria-label": "saved state",
+    spellcheck: "false",
+  });
   const resume = element("button", { type: "button" }, "Continue from this state");
-  const form = element("form", {}, FIELDS.map(([name, value]) => input(name, value)), check("shuffle", true), check("drop_last", false),
+  const form = element(
+    "form",
+    {},
+    FIELDS.map(([name, value]) => input(name, value)),
+    check("shuffle", true),
+    check("drop_last", false),
     element("label", {}, "remainder", inputs.remainder),
-    element("details", { class: "span" }, element("summary", {}, "microbatch, lanes, window, block, consumed, where"),
-      element("div", { class: "fields" }, MORE.map(([name, value]) => input(name, value)), element("label", {}, "where", inputs.where))),
-    element("details", { class: "span" }, element("summary", {}, "continue from a saved state: paste json.dumps(loader.state_dict())"), state, resume),
-    element("button", { type: "submit" }, "Show"));
-  const step = element("input", { type: "text", inputmode: "numeric", size: 7, value: 0, "aria-label": "step" });
-  const slider = element("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "step" });
-  const rank = element("input", { type: "text", inputmode: "numeric", size: 4, value: 0, "aria-label": "rank" });
-  const move = (by) => () => { step.value = Math.max(0, Number(step.value) + by); show(); };
-  const steps = element("div", { class: "steps" }, element("span", {}, "step"), element("button", { onclick: move(-1) }, "◀"), step, element("button", { onclick: move(1) }, "▶"), slider, element("span", { class: "quiet" }), element("span", {}, "path of rank"), rank);
+    element(
+      "details",
+      { class: "span" },
+      element("summary", {}, "microbatch, lanes, window, block, consumed, where"),
+      element(
+        "div",
+        { class: "fields" },
+        MORE.map(([name, value]) => input(name, value)),
+        element("label", {}, "where", inputs.where),
+      ),
+    ),
+    element(
+      "details",
+      { class: "span" },
+      element("summary", {}, "continue from a saved state: paste json.dumps(loader.state_dict())"),
+      state,
+      resume,
+    ),
+    element("button", { type: "submit" }, "Show"),
+  );
+  const step = element("input", {
+    type: "text",
+    inputmode: "numeric",
+    size: 7,
+    value: 0,
+    "aria-label": "step",
+  });
+  const slider = element("input", {
+    type: "range",
+    min: 0,
+    max: 0,
+    value: 0,
+    "aria-label": "step",
+  });
+  const rank = element("input", {
+    type: "text",
+    inputmode: "numeric",
+    size: 4,
+    value: 0,
+    "aria-label": "rank",
+  });
+  const move = (by) => () => {
+    step.value = Math.max(0, Number(step.value) + by);
+    show();
+  };
+  const steps = element(
+    "div",
+    { class: "steps" },
+    element("span", {}, "step"),
+    element("button", { onclick: move(-1) }, "◀"),
+    step,
+    element("button", { onclick: move(1) }, "▶"),
+    slider,
+    element("span", { class: "quiet" }),
+    element("span", {}, "path of rank"),
+    rank,
+  );
   const result = element("div", { class: "result" });
-  const root = element("div", { class: "training", "data-training": number }, element("div", { class: "panel" }, form), steps, result);
-  let pasted = "", request = 0;
+  const root = element(
+    "div",
+    { class: "training", "data-training": number },
+    element("div", { class: "panel" }, form),
+    steps,
+    result,
+  );
+  let pasted = "",
+    request = 0;
 
   function values() {
     const found = {};
-    for (const [name, one] of Object.entries(inputs)) if (name !== "where") found[name] = one.type === "checkbox" ? String(one.checked) : one.value.trim();
+    for (const [name, one] of Object.entries(inputs))
+      if (name !== "where")
+        found[name] = one.type === "checkbox" ? String(one.checked) : one.value.trim();
     return { ...found, step: step.value.trim() || "0", rank: rank.value.trim() || "0" };
   }
   async function show() {
@@ -60,99 +173,255 @@ function training(number) {
     let found;
     try {
       const where = inputs.where.value.trim();
-      found = pasted ? await ask("/api/state", {}, { state: pasted, values: values(), where }) : await ask("/api/epoch", { ...values(), where });
-    } catch (error) { if (mine === request) emit("error", error); return; }
+      found = pasted
+        ? await ask("/api/state", {}, { state: pasted, values: values(), where })
+        : await ask("/api/epoch", { ...values(), where });
+    } catch (error) {
+      if (mine === request) emit("error", error);
+      return;
+    }
     if (mine !== request) return;
     byId("banner").hidden = true;
     slider.max = found.steps - 1;
     slider.value = step.value = found.step;
     steps.children[5].textContent = `of 0 to ${count(found.steps - 1)}`;
-    if (pasted) for (const name of ["epoch", "seed", "batch_size", "microbatch", "lanes", "window", "block", "consumed"]) inputs[name].value = found.training[name] ?? "";
+    if (pasted)
+      for (const name of [
+        "epoch",
+        "seed",
+        "batch_size",
+        "microbatch",
+        "lanes",
+        "window",
+        "block",
+        "consumed",
+      ])
+        inputs[name].value = found.training[name] ?? "";
     if (pasted) inputs.shuffle.checked = found.training.shuffle;
     draw(result, found, Boolean(pasted));
     results[number] = found;
     tellDifference();
   }
-  form.addEventListener("submit", (event) => { event.preventDefault(); pasted = ""; show(); });
-  resume.addEventListener("click", () => { pasted = state.value.trim(); step.value = 0; if (pasted) show(); else emit("error", new Error("Paste a state first: json.dumps(loader.state_dict())")); });
-  slider.addEventListener("change", () => { step.value = slider.value; show(); });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    pasted = "";
+    show();
+  });
+  resume.addEventListener("click", () => {
+    pasted = state.value.trim();
+    step.value = 0;
+    if (pasted) show();
+    else emit("error", new Error("Paste a state first: json.dumps(loader.state_dict())"));
+  });
+  slider.addEventListener("change", () => {
+    step.value = slider.value;
+    show();
+  });
   for (const one of [step, rank]) one.addEventListener("change", show);
-  function copy(other) { for (const [name, one] of Object.entries(other.inputs)) { if (one.type === "checkbox") inputs[name].checked = one.checked; else inputs[name].value = one.value; } inputs.ranks.value = Number(inputs.ranks.value) * 2 || 2; }
+  function copy(other) {
+    for (const [name, one] of Object.entries(other.inputs)) {
+      if (one.type === "checkbox") inputs[name].checked = one.checked;
+      else inputs[name].value = one.value;
+    }
+    inputs.ranks.value = Number(inputs.ranks.value) * 2 || 2;
+  }
   return { root, show, inputs, copy };
 }
 
 function tellDifference() {
   const [one, two] = results;
   const verdict = byId("verdict");
-  if (!one || !two) { verdict.textContent = ""; return; }
-  const first = one.ranks.flatMap((rank) => rank.numbers), second = new Set(two.ranks.flatMap((rank) => rank.numbers));
+  if (!one || !two) {
+    verdict.textContent = "";
+    return;
+  }
+  const first = one.ranks.flatMap((rank) => rank.numbers),
+    second = new Set(two.ranks.flatMap((rank) => rank.numbers));
   const common = new Set(first.filter((number) => second.has(number))).size;
   const isSame = common === new Set(first).size && common === second.size;
-  verdict.replaceChildren(isSame
-    ? element("span", { class: "same" }, `The same ${count(common)} samples at this step, over all ranks.`)
-    : element("span", {}, `${count(common)} samples in common at this step: ${count(first.length)} left, ${count(second.size)} right. The same numbers of lanes and microbatch give the same global batches on every topology.`));
+  verdict.replaceChildren(
+    isSame
+      ? element(
+          "span",
+          { class: "same" },
+          `The same ${count(common)} samples at this step, over all ranks.`,
+        )
+      : element(
+          "span",
+          {},
+          `${count(common)} samples in common at this step: ${count(first.length)} left, ${count(second.size)} right. The same numbers of lanes and microbatch give the same global batches on every topology.`,
+        ),
+  );
 }
 
 function draw(result, found, isResumed) {
-  const order = Object.entries(found.order).map(([name, value]) => `${name} ${count(value)}`).join(" · ");
+  const order = Object.entries(found.order)
+    .map(([name, value]) => `${name} ${count(value)}`)
+    .join(" · ");
   const total = found.ranks.reduce((sum, rank) => sum + rank.numbers.length, 0);
   const facts = [
-    ["step", `${count(found.step)} (0 to ${count(found.steps - 1)})${isResumed || found.training.consumed ? ", counted from the state" : ""}`],
-    ["samples", `${count(total)} at this step; after it all ranks together have received ${count(found.consumed_after)} of ${count(found.samples)}`],
+    [
+      "step",
+      `${count(found.step)} (0 to ${count(found.steps - 1)})${isResumed || found.training.consumed ? ", counted from the state" : ""}`,
+    ],
+    [
+      "samples",
+      `${count(total)} at this step; after it all ranks together have received ${count(found.consumed_after)} of ${count(found.samples)}`,
+    ],
     ["order", order],
     ["shards", `${count(found.shards.count)} of ${count(found.shards.of)} are read at this step`],
   ];
   result.replaceChildren(
     ...found.notes.map((note) => element("div", { class: "hint" }, note)),
-    element("div", { class: "panel" }, element("dl", {}, facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]))),
-    ranksPanel(found), pathPanel(found), classesPanel(found));
+    element(
+      "div",
+      { class: "panel" },
+      element(
+        "dl",
+        {},
+        facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
+      ),
+    ),
+    ranksPanel(found),
+    pathPanel(found),
+    classesPanel(found),
+  );
 }
 
 function ranksPanel(found) {
-  const head = element("tr", {}, ["rank", "worker", "shards", "samples"].map((name) => element("th", {}, name)));
-  const rows = found.ranks.slice(0, RANKS_SHOWN).map((one) => element("tr", { "data-rank": one.rank },
-    element("td", { class: "short" }, `${one.rank}`), element("td", { class: "short" }, one.worker === null ? "main" : `${one.worker}`),
-    element("td", { class: "short", title: Object.entries(one.shards).map(([shard, samples]) => `shard ${shard}: ${plural(samples, "sample")}`).join("\n") }, plural(Object.keys(one.shards).length, "shard")),
-    element("td", { class: "numbers" }, one.numbers.slice(0, NUMBERS_SHOWN).map((number) => element("button", { onclick: () => emit("jump", number) }, `${number}`)), one.numbers.length > NUMBERS_SHOWN ? "…" : one.numbers.length ? "" : "none")));
-  const more = found.ranks.length > RANKS_SHOWN ? `The first ${RANKS_SHOWN} of ${count(found.ranks.length)} ranks.` : "";
-  return element("div", { class: "panel" }, element("h3", {}, "What each rank reads at this step"), element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, rows))), element("div", { class: "quiet" }, more));
+  const head = element(
+    "tr",
+    {},
+    ["rank", "worker", "shards", "samples"].map((name) => element("th", {}, name)),
+  );
+  const rows = found.ranks.slice(0, RANKS_SHOWN).map((one) =>
+    element(
+      "tr",
+      { "data-rank": one.rank },
+      element("td", { class: "short" }, `${one.rank}`),
+      element("td", { class: "short" }, one.worker === null ? "main" : `${one.worker}`),
+      element(
+        "td",
+        {
+          class: "short",
+          title: Object.entries(one.shards)
+            .map(([shard, samples]) => `shard ${shard}: ${plural(samples, "sample")}`)
+            .join("\n"),
+        },
+        plural(Object.keys(one.shards).length, "shard"),
+      ),
+      element(
+        "td",
+        { class: "numbers" },
+        one.numbers
+          .slice(0, NUMBERS_SHOWN)
+          .map((number) => element("button", { onclick: () => emit("jump", number) }, `${number}`)),
+        one.numbers.length > NUMBERS_SHOWN ? "…" : one.numbers.length ? "" : "none",
+      ),
+    ),
+  );
+  const more =
+    found.ranks.length > RANKS_SHOWN
+      ? `The first ${RANKS_SHOWN} of ${count(found.ranks.length)} ranks.`
+      : "";
+  return element(
+    "div",
+    { class: "panel" },
+    element("h3", {}, "What each rank reads at this step"),
+    element(
+      "div",
+      { class: "scroll" },
+      element("table", {}, element("thead", {}, head), element("tbody", {}, rows)),
+    ),
+    element("div", { class: "quiet" }, more),
+  );
 }
 
 function pathPanel(found) {
-  const canvas = element("canvas", { role: "img", "aria-label": "samples of a rank over the steps" });
-  const made = element("div", { class: "panel" }, element("h3", {}, `Place in the stored data over the steps, rank ${found.training.rank}`), canvas, element("div", { class: "quiet" }, `Across: steps 0 to ${count(found.path.of_steps - 1)}. Up: number of the sample, 0 to ${count(found.of_samples - 1)}. The line is this step.`));
+  const canvas = element("canvas", {
+    role: "img",
+    "aria-label": "samples of a rank over the steps",
+  });
+  const made = element(
+    "div",
+    { class: "panel" },
+    element("h3", {}, `Place in the stored data over the steps, rank ${found.training.rank}`),
+    canvas,
+    element(
+      "div",
+      { class: "quiet" },
+      `Across: steps 0 to ${count(found.path.of_steps - 1)}. Up: number of the sample, 0 to ${count(found.of_samples - 1)}. The line is this step.`,
+    ),
+  );
   requestAnimationFrame(() => plot(canvas, found));
   return made;
 }
 
 function plot(canvas, found) {
   const style = getComputedStyle(document.documentElement);
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
-  canvas.width = width * ratio; canvas.height = height * ratio;
+  const ratio = window.devicePixelRatio || 1,
+    width = canvas.clientWidth,
+    height = canvas.clientHeight;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
   const context = canvas.getContext("2d");
   context.scale(ratio, ratio);
   context.strokeStyle = style.getPropertyValue("--line");
   context.strokeRect(0.5, 0.5, width - 1, height - 1);
   const x = (step) => 4 + ((width - 8) * step) / Math.max(1, found.path.of_steps - 1);
   context.strokeStyle = style.getPropertyValue("--ideal");
-  context.beginPath(); context.moveTo(x(found.step), 0); context.lineTo(x(found.step), height); context.stroke();
+  context.beginPath();
+  context.moveTo(x(found.step), 0);
+  context.lineTo(x(found.step), height);
+  context.stroke();
   context.fillStyle = style.getPropertyValue("--bar");
   found.path.steps.forEach((step, place) => {
-    for (const number of found.path.numbers[place]) context.fillRect(x(step) - 1, height - 4 - ((height - 8) * number) / Math.max(1, found.of_samples - 1), 2, 2);
+    for (const number of found.path.numbers[place])
+      context.fillRect(
+        x(step) - 1,
+        height - 4 - ((height - 8) * number) / Math.max(1, found.of_samples - 1),
+        2,
+        2,
+      );
   });
 }
 
 function classesPanel(found) {
   if (!found.classes) return element("div", { class: "panel quiet" }, found.hint);
-  const made = element("div", { class: "panel" }, element("h3", {}, "Classes at this step, all ranks, against their share of the data (mark)"));
+  const made = element(
+    "div",
+    { class: "panel" },
+    element("h3", {}, "Classes at this step, all ranks, against their share of the data (mark)"),
+  );
   const most = Math.max(...found.classes.rows.map((row) => Math.max(row.count, row.expected)), 1);
   for (const row of found.classes.rows) {
-    const fill = element("span", { class: "fill" }), ideal = element("span", { class: "mark-ideal" });
+    const fill = element("span", { class: "fill" }),
+      ideal = element("span", { class: "mark-ideal" });
     fill.style.width = `${(100 * row.count) / most}%`;
     ideal.style.left = `${(100 * row.expected) / most}%`;
-    made.append(element("div", { class: "hbar" }, element("span", { class: "what" }, row.name === null ? `class ${row.number}` : `${row.number} ${row.name}`), element("span", { class: "track" }, row.count ? fill : null, ideal), element("span", { class: "count" }, `${row.count} / ${row.expected.toFixed(1)}`)));
+    made.append(
+      element(
+        "div",
+        { class: "hbar" },
+        element(
+          "span",
+          { class: "what" },
+          row.name === null ? `class ${row.number}` : `${row.number} ${row.name}`,
+        ),
+        element("span", { class: "track" }, row.count ? fill : null, ideal),
+        element("span", { class: "count" }, `${row.count} / ${row.expected.toFixed(1)}`),
+      ),
+    );
   }
-  const mean = found.classes.distances.reduce((sum, one) => sum + one, 0) / Math.max(1, found.classes.distances.length);
-  made.append(element("div", { class: "quiet" }, `${plural(found.classes.classes, "class")}. Distance of a rank's batch from the shares of the data: ${mean.toFixed(3)} in the mean, largest ${Math.max(...found.classes.distances, 0).toFixed(3)}; independent draws have about ${found.classes.ideal.toFixed(3)}. 0 is equal, 1 nothing in common.`));
+  const mean =
+    found.classes.distances.reduce((sum, one) => sum + one, 0) /
+    Math.max(1, found.classes.distances.length);
+  made.append(
+    element(
+      "div",
+      { class: "quiet" },
+      `${plural(found.classes.classes, "class")}. Distance of a rank's batch from the shares of the data: ${mean.toFixed(3)} in the mean, largest ${Math.max(...found.classes.distances, 0).toFixed(3)}; independent draws have about ${found.classes.ideal.toFixed(3)}. 0 is equal, 1 nothing in common.`,
+    ),
+  );
   return made;
 }

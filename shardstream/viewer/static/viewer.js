@@ -1,9 +1,10 @@
 // The page as a whole: the dataset, the tabs, and the messages that concern all of it.
-import { ask, byId, bytes, count, element, emit, events, hush, plural, tell } from "./common.js";
-import { openSamples, showPage } from "./samples.js";
-import { showHistograms } from "./histograms.js";
-import { openEpoch } from "./epoch.js";
+
 import { showBad } from "./bad.js";
+import { ask, byId, bytes, count, element, emit, events, hush, plural, tell } from "./common.js";
+import { openEpoch } from "./epoch.js";
+import { showHistograms } from "./histograms.js";
+import { openSamples, showPage } from "./samples.js";
 
 const views = { samples: null, histograms: showHistograms, epoch: openEpoch, bad: showBad };
 const opened = new Set(["samples"]);
@@ -11,21 +12,30 @@ const opened = new Set(["samples"]);
 export function show(view) {
   if (byId(view).hidden) hush(); // what the banner says concerns the view that is left
   for (const name of Object.keys(views)) byId(name).hidden = name !== view;
-  for (const tab of document.querySelectorAll("[data-view]")) tab.setAttribute("aria-selected", tab.dataset.view === view);
-  if (!opened.has(view)) { opened.add(view); views[view](); }
+  for (const tab of document.querySelectorAll("[data-view]"))
+    tab.setAttribute("aria-selected", tab.dataset.view === view);
+  if (!opened.has(view)) {
+    opened.add(view);
+    views[view]();
+  }
 }
 
 function showDataset(dataset) {
   byId("name").textContent = dataset.urls.join(", ");
   document.title = `${dataset.urls[0]} - shardstream view`;
-  const parts = [plural(dataset.samples, "sample") + (dataset.is_indexed ? "" : " read"), plural(dataset.shards, "shard")];
+  const parts = [
+    plural(dataset.samples, "sample") + (dataset.is_indexed ? "" : " read"),
+    plural(dataset.shards, "shard"),
+  ];
   if (dataset.bytes !== null) parts.push(bytes(dataset.bytes));
   if (dataset.num_classes) parts.push(plural(dataset.num_classes, "class"));
   byId("counts").textContent = parts.join(" · ");
   byId("hint").hidden = !dataset.hint;
   byId("hint").textContent = dataset.hint;
   byId("class-label").hidden = !dataset.is_indexed;
-  byId("class-names").replaceChildren(...dataset.classes.map((name, number) => element("option", { value: `${number} ${name}` })));
+  byId("class-names").replaceChildren(
+    ...dataset.classes.map((name, number) => element("option", { value: `${number} ${name}` })),
+  );
   const tab = document.querySelector('[data-view="bad"]');
   tab.textContent = dataset.bad ? `Bad samples (${count(dataset.bad)})` : "Bad samples";
 }
@@ -34,14 +44,25 @@ async function reload() {
   try {
     hush();
     showDataset(await ask("/api/reload", {}, {}));
-    for (const view of ["histograms", "bad"]) { opened.delete(view); byId(view).replaceChildren(); }
+    for (const view of ["histograms", "bad"]) {
+      opened.delete(view);
+      byId(view).replaceChildren();
+    }
     emit("reloaded");
     await showPage();
-  } catch (error) { complain(error); }
+  } catch (error) {
+    complain(error);
+  }
 }
 
 function complain(error) {
-  const actions = { ChangedError: "Reload the dataset", IndexMismatchError: "Reload the dataset", StorageError: "Try again", NotFoundError: "Try again", AccessDeniedError: "Try again" };
+  const actions = {
+    ChangedError: "Reload the dataset",
+    IndexMismatchError: "Reload the dataset",
+    StorageError: "Try again",
+    NotFoundError: "Try again",
+    AccessDeniedError: "Try again",
+  };
   if (error.kind === "Gone") tell(error, { name: "Try again", run: () => location.reload() });
   else if (actions[error.kind]) tell(error, { name: actions[error.kind], run: reload });
   else tell(error);
@@ -50,12 +71,17 @@ function complain(error) {
 events.addEventListener("error", (event) => complain(event.detail));
 events.addEventListener("view", (event) => show(event.detail));
 byId("banner-close").addEventListener("click", hush);
-for (const tab of document.querySelectorAll("[data-view]")) tab.addEventListener("click", () => show(tab.dataset.view));
+for (const tab of document.querySelectorAll("[data-view]"))
+  tab.addEventListener("click", () => show(tab.dataset.view));
 
 async function start() {
   openSamples();
   const page = showPage();
-  try { showDataset(await ask("/api/dataset")); } catch (error) { complain(error); }
+  try {
+    showDataset(await ask("/api/dataset"));
+  } catch (error) {
+    complain(error);
+  }
   await page;
 }
 
