@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import IndexMismatchError, NotFoundError, OptionError, get_logger, plural
 from shardstream.format import (
+    KEY_COLUMN,
     Buffer,
     ForwardReader,
     ReadAt,
@@ -80,8 +81,8 @@ def _read_file(shard: ShardInfo, storage: Storage) -> bytes:
 
 def scan_keys(
     shards: Sequence[ShardInfo], storage: Storage, map_shard: Callable[[int], Buffer] | None
-) -> pa.ChunkedArray:
-    """Return the keys of all samples, in order, from the headers of the shards themselves.
+) -> pa.Table:
+    """Return the keys of all samples, in order, from the headers of the shards themselves, as a table.
 
     Args:
         shards: The shards.
@@ -106,7 +107,7 @@ def scan_keys(
     with ThreadPoolExecutor(_SCANS, thread_name_prefix="shardstream-keys") as pool:
         for first in places[::_SCANS]:  # not all at once: results would wait in memory
             chunks += pool.map(read, places[first : first + _SCANS])
-    return pa.chunked_array(chunks, pa.string())
+    return pa.table({KEY_COLUMN: pa.chunked_array(chunks, pa.string())})
 
 
 def _scan_shard_keys(info: ShardInfo, storage: Storage, tar: Buffer | None) -> list[str]:

@@ -130,10 +130,12 @@ def find_where(samples: Samples, where: Where) -> Numbers:
     if isinstance(where, str) and not where.strip():
         raise OptionError("where= is an empty condition; leave it out to read all samples")
     has_keys = KEY_COLUMN in str(where)  # the largest column is left out where it can be
-    names = [name for name in samples.column_names() if has_keys or name != KEY_COLUMN]
+    available = samples.column_names()
+    names = [name for name in available if has_keys or name != KEY_COLUMN]
     if not names:
         raise OptionError(
-            "the shards have a column of keys only; run 'shardstream index --columns' with the columns of the condition",
+            f"there {'is a column of keys only' if available else 'are no columns'}, which where= cannot compare; run 'shardstream index "
+            "--columns FIELDS' on the folder, with fields of numbers or text, or values in JSON (json.NAME)",
             shard=samples.url_of(0),
         )
     _check_column_names(names, samples, is_sql=isinstance(where, str))

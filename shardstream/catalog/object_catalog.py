@@ -16,6 +16,7 @@ import numpy.typing as npt
 from shardstream.errors import ChangedError, OptionError, plural
 from shardstream.fetch import Catalog, Extents
 from shardstream.format import (
+    KEY_COLUMN,
     canonical_field,
     encode_member,
     import_parquet,
@@ -213,10 +214,21 @@ class ObjectCatalog(Catalog):
         """Return the sample numbers: each sample is a shard."""
         return np.asarray(numbers, dtype=np.int64) % len(self)
 
-    def read_keys(self, *, scans: bool) -> pa.ChunkedArray:  # noqa: ARG002  (names have them)
-        """Return the keys of all samples, in order."""
+    def column_names(self) -> list[str]:
+        """Return the name of the column of keys, which are in the names of the files."""
+        return [KEY_COLUMN]
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the keys of all samples as a table.
+
+        Raises:
+            OptionError: If others are wanted.
+        """
+        if names is not None and [*names] != self.column_names():
+            return super().read_columns(names, scans=scans)
         pa, _ = import_parquet()
-        return pa.chunked_array([[self._key(number) for number in range(len(self))]], pa.string())
+        keys = [self._key(number) for number in range(len(self))]
+        return pa.table({KEY_COLUMN: pa.array(keys, pa.string())})
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None

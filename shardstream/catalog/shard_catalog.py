@@ -43,7 +43,6 @@ from shardstream.storage import (
     LocatedShards,
     MmapPool,
     PagedShards,
-    ReceiveBuffer,
     Storage,
     check_map,
     checksum_of_shards,
@@ -273,24 +272,6 @@ class ShardCatalog(Catalog):
         self._files.check([shard])
         return data
 
-    def fetch_into(
-        self,
-        buffer: ReceiveBuffer,
-        shard: int,
-        start: int,
-        end: int,
-        concurrency: AdaptiveLimit | None = None,
-    ) -> None:
-        """Read some bytes of a shard into memory, with the errors of `fetch`."""
-        if self._verified_reader is not None or self._members is not None:
-            super().fetch_into(buffer, shard, start, end, concurrency)
-            return
-        info = self.shards[shard]
-        self._files.record(shard)
-        hints = hints_of(concurrency) | {"size": info.filesize}
-        self._storage.read_into(buffer, info.url, start, end, **hints)
-        self._files.check([shard])
-
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return the byte ranges of samples, in the order given.
 
@@ -327,16 +308,12 @@ class ShardCatalog(Catalog):
         chunks = np.unique(shards * _MAX_CHUNKS + within // INDEX_CHUNK_SAMPLES).tolist()
         return [IndexChunk(*divmod(chunk, _MAX_CHUNKS)) for chunk in chunks]
 
-    @property
-    def has_columns(self) -> bool:
-        """Whether there are columns next to the first shard."""
-        return bool(self.shards) and self._storage.exists(self.shards[0].columns_url)
-
     def column_names(self) -> list[str]:
-        """Return the names of the columns of the first shard."""
-        return read_column_names(self.shards[0], self._storage)
+        """Return the names of the columns of the first shard; none if there are no columns next to it."""
+        has_columns = bool(self.shards) and self._storage.exists(self.shards[0].columns_url)
+        return read_column_names(self.shards[0], self._storage) if has_columns else []
 
-    def read_columns(self, names: Sequence[str] | None) -> pa.Table:
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of all samples; row i is sample i.
 
         Raises:
@@ -345,15 +322,9 @@ class ShardCatalog(Catalog):
             ManifestError: If a file of columns is damaged.
             StorageError: If one cannot be read.
         """
+        if scans and names == [KEY_COLUMN] and not self.column_names():
+            return scan_keys(self.shards, self._storage, self.map_shard if self.is_local else None)
         return read_all_columns(self.shards, self._storage, names)
-
-    def read_keys(self, *, scans: bool) -> pa.ChunkedArray | None:
-        """Return the keys of all samples, in order, from columns or from the shards."""
-        if self.has_columns:
-            return self.read_columns([KEY_COLUMN])[KEY_COLUMN]
-        if not scans:
-            return None
-        return scan_keys(self.shards, self._storage, self.map_shard if self.is_local else None)
 
     def load_index(self, chunk: IndexChunk) -> None:
         """Read a part of an index."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardstream.format import Buffer
 from shardstream.samples import Numbers, Samples
-from shardstream.storage import DEFAULT_REQUESTS, AdaptiveLimit, ReceiveBuffer
+from shardstream.storage import DEFAULT_REQUESTS, AdaptiveLimit
 
 FAR_READ_RATIO = 3.0
 """`ByteRanges.max_read_ratio` of samples with gaps between them."""
@@ -71,21 +71,6 @@ class ByteRanges(Samples):
         Raises:
             StorageError: If they cannot be read.
         """
-
-    def fetch_into(
-        self,
-        buffer: ReceiveBuffer,
-        shard: int,
-        start: int,
-        end: int,
-        concurrency: AdaptiveLimit | None = None,
-    ) -> None:
-        """Read the bytes ``start`` to ``end`` of a shard into memory, as `fetch`; without a copy where the client can do so.
-
-        Raises:
-            StorageError: As `fetch`; some of the memory may be filled then.
-        """
-        buffer.fill(self.fetch(shard, start, end, concurrency))
 
     def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the shard of each sample, shape (n,); by default those of `extents`."""

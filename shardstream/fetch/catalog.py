@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardstream.fetch.batch import BatchFetcher
 from shardstream.fetch.byte_ranges import FAR_READ_RATIO, ByteRanges
 from shardstream.fetch.local import LARGE_BYTES, LargeSampleFetcher, LocalFetcher, Readahead
-from shardstream.fetch.remote import RangeFetcher
+from shardstream.fetch.remote import BatchFetcher, RangeFetcher
 from shardstream.process_memory import keep_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers
 

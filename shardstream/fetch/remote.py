@@ -1,11 +1,12 @@
-"""Prefetch remote samples by few large range reads, within a byte budget."""
+"""Read remote samples by few large range requests: prefetched within a byte budget, or batches that are not known in advance."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import repeat
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.byte_ranges import ByteRanges, Extents, IndexChunk
 from shardstream.fetch.coalesce import ByteRange, coalesce
-from shardstream.fetch.in_flight import InFlightRange, RequestPool
+from shardstream.fetch.in_flight import Data, InFlightRange, RequestPool
 from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_samples
 from shardstream.process_memory import release_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers
@@ -84,20 +85,26 @@ class RangeFetcher(Fetcher):
 
     def samples(self, numbers: Numbers) -> Rows:
         """Wait for the bytes of samples; return the sample of each number, or its error."""
+        return self.request(numbers)()
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Request the ranges of samples; return a function that requests the next ones, and then waits, as `samples`."""
         if not len(numbers):
-            return []
+            return list
         wanted = numbers.tolist()
-        parts = self._request_parts(wanted)
-        self.prefetch()
+        parts = self._parts_of(dict.fromkeys(wanted))
+        for part in parts:
+            self._request(part)
+        self._mark_started({part.group for part in parts})
+        return partial(self._wait, wanted, parts)
+
+    def _wait(self, wanted: list[int], parts: list[_Part]) -> Rows:
+        self._prefetch()
         failed = self._read(parts)
         self._read_completed()
         found = from_rows([self._rows.get(number, failed) for number in wanted])
         self._release_samples(self._rows.keys() & wanted)
         return found
-
-    def request(self, numbers: Numbers) -> None:
-        """Request the ranges of samples, without waiting for them."""
-        self._request_parts(numbers.tolist())
 
     def stats(self) -> dict[str, float]:
         """Return the statistics so far."""
@@ -121,13 +128,6 @@ class RangeFetcher(Fetcher):
             self._plan_group(np.array(missing, dtype=np.int64))
         return list(dict.fromkeys(map(self._parts.__getitem__, wanted)))
 
-    def _request_parts(self, wanted: list[int]) -> list[_Part]:
-        parts = self._parts_of(dict.fromkeys(wanted))
-        for part in parts:
-            self._request(part)
-        self._mark_started({part.group for part in parts})
-        return parts
-
     def _mark_started(self, groups: set[_Group]) -> None:
         """Mark groups as started and raise the prefetch limit."""
         for group in groups - self._started:
@@ -135,7 +135,7 @@ class RangeFetcher(Fetcher):
             started_bytes = sum(one.left_bytes for one in self._started)
             self._limit = max(self._budget, started_bytes + _NEXT_GROUP_FRACTION * group.left_bytes)
 
-    def prefetch(self) -> None:
+    def _prefetch(self) -> None:
         """Request the next parts within the limit."""
         while self._bytes < self._limit:
             if not self._queue:
@@ -209,11 +209,7 @@ class RangeFetcher(Fetcher):
 
     def _read_part(self, part: _Part, in_flight: InFlightRange) -> None:
         data = self._requests.wait_for_range(in_flight)
-        url = self._catalog.url_of(part.span.shard)
-        shard_slice = ShardSlice(
-            part.span.shard, url, data, part.span.start, part.starts, part.ends
-        )
-        rows = as_rows(read_samples([shard_slice]))
+        rows = _parse(self._catalog, part.span, data, part.starts, part.ends)
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
         in_flight.first = in_flight.second = None  # the futures keep the response in memory
@@ -231,3 +227,56 @@ class RangeFetcher(Fetcher):
         self._bytes -= part.span.size
         part.group.left_bytes -= part.span.size
         self._parts = {number: held for number, held in self._parts.items() if held is not part}
+
+
+class BatchFetcher(Fetcher):
+    """Read batches of remote samples by range requests without prefetching; thread-safe.
+
+    Args:
+        catalog: The dataset.
+        max_read_ratio: As `ByteRanges.max_read_ratio`.
+    """
+
+    def __init__(self, catalog: ByteRanges, max_read_ratio: float | None = None) -> None:
+        self._catalog, self._max_read_ratio = catalog, max_read_ratio
+        self._pool = RequestPool(catalog, hedges=False)
+
+    def samples(self, numbers: Numbers) -> Rows:
+        """Return the sample of each number, or its error.
+
+        Raises:
+            StorageError: If bytes cannot be read.
+            IndexMismatchError: If they do not match the manifest.
+        """
+        return self.request(numbers)()
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Request the ranges of samples; return a function that waits for them, as `samples`."""
+        extents = self._catalog.extents(numbers % max(1, len(self._catalog)))
+        spans = coalesce(extents, self._max_read_ratio)
+        return partial(self._wait, extents, [self._pool.submit(span) for span in spans])
+
+    def _wait(self, extents: Extents, ranges: Sequence[InFlightRange]) -> Rows:
+        rows: dict[int, object] = {}
+        for in_flight in ranges:
+            span, data = in_flight.span, self._pool.wait_for_range(in_flight)
+            starts, ends = extents.starts[span.places], extents.ends[span.places]
+            found = _parse(self._catalog, span, data, starts, ends)
+            rows.update(zip(span.places.tolist(), found, strict=True))
+        return from_rows([rows[place] for place in range(len(extents.shards))])
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return self._pool.stats()
+
+    def close(self) -> None:
+        """Send no more requests, without waiting for those in flight."""
+        self._pool.close()
+
+
+def _parse(
+    catalog: ByteRanges, span: ByteRange, data: Data, starts: Numbers, ends: Numbers
+) -> list[object]:
+    """Return the samples of a range, or their errors, in the order of the tar."""
+    url = catalog.url_of(span.shard)
+    return as_rows(read_samples([ShardSlice(span.shard, url, data, span.start, starts, ends)]))

@@ -4,6 +4,8 @@ from shardstream.samples.base import (
     Fetcher,
     FetchOptions,
     FieldChoice,
+    MappedSamples,
+    Numbers,
     Samples,
     check_numbers,
     chunk_steps,
@@ -11,8 +13,7 @@ from shardstream.samples.base import (
 )
 from shardstream.samples.class_weights import class_weights
 from shardstream.samples.concat import Concat
-from shardstream.samples.join import Join
-from shardstream.samples.join_part import JoinPart
+from shardstream.samples.join import Join, JoinPart
 from shardstream.samples.join_samples import (
     JoinBy,
     JoinMissing,
@@ -20,7 +21,6 @@ from shardstream.samples.join_samples import (
     join_samples,
     open_part,
 )
-from shardstream.samples.mapped import MappedSamples, Numbers
 from shardstream.samples.subset import Choice, Subset, read_array, select_subset
 from shardstream.samples.table import Table
 from shardstream.samples.view import View

@@ -5,20 +5,80 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.format import Rows
-from shardstream.samples.mapped import MappedSamples, Numbers
+from shardstream.format import Columns, JoinedFields, LazyColumns, Rows
 from shardstream.storage import AdaptiveLimit, Storage
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Numbers = npt.NDArray[np.int64]
 FieldChoice = Callable[[Sequence[str]], Sequence[str] | None]
 """The fields that samples have -> those to read, or None for all."""
+
+
+class MappedSamples:
+    """Samples found in mapped shards, copied at access.
+
+    Args:
+        found: Offsets of the samples' fields.
+        shards: Shard of each sample, shape (n,).
+        check_unchanged: Raises `ChangedError` if one of some shards was overwritten since the dataset was opened.
+    """
+
+    def __init__(
+        self,
+        found: LazyColumns,
+        shards: Numbers,
+        check_unchanged: Callable[[set[int]], None],
+    ) -> None:
+        self._found, self._shards = found, shards
+        self._check_unchanged = check_unchanged
+
+    def __getitem__(self, taken: slice) -> Columns:
+        """Copy a slice of the samples.
+
+        Raises:
+            ChangedError: If a shard was overwritten since the dataset was opened.
+        """
+        # A copy of pages past the end of a file that was cut kills the process (SIGBUS).
+        self._check(taken)
+        columns = self._found.copy(taken)
+        self._check(taken)  # it may have been overwritten meanwhile
+        return columns
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that all samples have."""
+        return self._found.fields
+
+    def select(self, fields: Sequence[str]) -> MappedSamples:
+        """Return the samples with some of their fields only; the bytes of the others are not read."""
+        return MappedSamples(self._found.select(fields), self._shards, self._check_unchanged)
+
+    def sizes(self, fields: Sequence[str] | None = None) -> Numbers:
+        """Return the bytes of each sample's fields, shape (n,); of all fields by default."""
+        return self._found.sizes(fields)
+
+    def join(self, taken: slice, fields: Sequence[str] | None = None) -> JoinedFields:
+        """Copy fields of a slice of the samples to one buffer each.
+
+        Raises:
+            ChangedError: If a shard was overwritten since the dataset was opened.
+        """
+        self._check(taken)
+        joined = self._found.join(taken, fields)
+        self._check(taken)
+        return joined
+
+    def _check(self, taken: slice) -> None:
+        self._check_unchanged(set(self._shards[taken].tolist()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +125,9 @@ class Fetcher(ABC):
             yield from split_by_step(some, found)
             del found  # free the memory before the next read
 
-    def request(self, numbers: Numbers) -> None:  # noqa: B027  (nothing to request by default)
-        """Request samples that are read next, without waiting for them; by default nothing."""
-
-    def prefetch(self) -> None:  # noqa: B027
-        """Request the samples after those, within the budget; by default nothing."""
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests for samples; return a function that waits for them, as `samples`. By default none are sent."""
+        return partial(self.samples, numbers)
 
     def find(self, numbers: Numbers) -> MappedSamples | None:  # noqa: ARG002
         """Return samples whose bytes are copied at access; None unless they are local and of one form."""
@@ -199,47 +257,29 @@ class Samples(ABC):
         """
         return self
 
-    @property
-    def has_columns(self) -> bool:
-        """Whether values of all samples are stored next to them (see `read_columns`)."""
-        return False
-
     def column_names(self) -> list[str]:
-        """Return the names of the columns.
+        """Return the names of the values of all samples that are stored next to them; by default none.
 
         Raises:
-            OptionError: If there are none.
             StorageError: If they cannot be read.
         """
-        raise OptionError(
-            "these samples have no columns, which where= and keys= need", shard=self.url_of(0)
-        )
+        return []
 
-    def read_columns(self, names: Sequence[str] | None) -> pa.Table:  # noqa: ARG002
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:  # noqa: ARG002
         """Return the columns of all samples; row i is sample i.
 
         Args:
             names: Columns to read; None for all.
+            scans: Whether to read keys from the shards themselves where there are no columns.
 
         Raises:
             OptionError: If there are none, or one is missing.
             StorageError: If they cannot be read.
         """
         raise OptionError(
-            "these samples have no columns, which where= and keys= need", shard=self.url_of(0)
+            "these samples have no columns, which where=, keys= and a join by key need",
+            shard=self.url_of(0),
         )
-
-    def read_keys(self, *, scans: bool) -> pa.ChunkedArray | None:  # noqa: ARG002
-        """Return the keys of all samples, in order; None if they are not known.
-
-        Args:
-            scans: Whether to read them from the shards themselves where there are no columns.
-
-        Raises:
-            OptionError: If some shards have no columns of keys.
-            StorageError: If they cannot be read.
-        """
-        return None
 
     def check_manifests(self) -> None:  # noqa: B027  (nothing to check by default)
         """Check that the dataset was not replaced; called at the end of an epoch.

@@ -27,7 +27,7 @@ def class_weights(samples: Samples, weights: Mapping[int, float] | None) -> npt.
         OptionError: If the shards have no such column, a sample has no class, a class has no weight, or a weight no sample.
         StorageError: If the columns cannot be read.
     """
-    if not samples.has_columns:
+    if _COLUMN not in samples.column_names():
         raise OptionError(
             "weights by class need the column cls; run 'shardstream index --columns cls' on the folder, or give one weight for each sample",
             shard=samples.url_of(0),

@@ -1,24 +1,63 @@
-"""Samples of several datasets joined to one sample each, by position or by key."""
+"""Samples of several datasets joined to one sample each, by position or by key, and the fetcher that reads and joins them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from shardstream.errors import plural
-from shardstream.samples.base import Fetcher, FetchOptions, Samples
-from shardstream.samples.join_fetcher import JoinFetcher
-from shardstream.samples.join_part import JoinPart
-from shardstream.samples.mapped import Numbers
-from shardstream.samples.view import View
+from shardstream.errors import IndexMismatchError, SampleError, plural
+from shardstream.format import Columns, Rows, Sample
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
+from shardstream.samples.view import View, ViewFetcher
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_OWN = ("__key__", "__url__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPart:
+    """Samples that are added to those of a first dataset.
+
+    Args:
+        samples: The samples.
+        numbers: For each sample of the join its number here, -1 if it has none; None if all numbers are equal.
+        fields: Field -> its name here; None for all fields, under their names.
+        defaults: Fields, as bytes, of the samples that have none here.
+        is_strict: Whether a sample here without one of ``fields`` is an error.
+        num_unused: Number of samples here whose key no sample has.
+    """
+
+    samples: Samples
+    numbers: npt.NDArray[np.signedinteger[Any]] | None = None
+    fields: Mapping[str, str] | None = None
+    defaults: Mapping[str, bytes]
+    is_strict: bool = False
+    num_unused: int = 0
+
+    @property
+    def known_fields(self) -> tuple[str, ...] | None:
+        """Fields that it adds; None if they are unknown."""
+        return self.samples.fields if self.fields is None else tuple(self.fields)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the field ``cls`` of the joined samples is that of these, whose class names count then."""
+        is_own = self.fields is None or self.fields.get("cls") == "cls"
+        return is_own and "cls" in (self.known_fields or ())
+
+    def numbers_of(self, numbers: Numbers, nsamples: int) -> Numbers:
+        """Return the number here of each sample of the join, which has ``nsamples``; -1 for none. A copy is a copy here, too."""
+        copies, numbers = np.divmod(numbers, max(1, nsamples))
+        theirs = numbers if self.numbers is None else self.numbers[numbers].astype(np.int64)
+        return np.where(theirs < 0, -1, theirs + copies * len(self.samples))
 
 
 class Join(View):
@@ -84,6 +123,13 @@ class Join(View):
         """Return zeros, and the numbers: a sample is where it is in the first dataset."""
         return np.zeros(len(numbers), dtype=np.int64), numbers
 
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:
+        """Return the numbers that a dataset has for some samples, shape (m,): all of them in the first, in others those that are joined."""
+        if not place:
+            return numbers
+        theirs = self.parts[place - 1].numbers_of(numbers, len(self))
+        return theirs[theirs >= 0]
+
     def sizes(self, numbers: Numbers) -> Numbers:
         """Return the bytes of each sample in all datasets, shape (n,)."""
         sizes = self.first.sizes(numbers)
@@ -93,34 +139,163 @@ class Join(View):
             sizes[has] += part.samples.sizes(theirs[has])
         return sizes
 
-    def restrict_to(self, numbers: Numbers) -> Join:
+    def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""
-        parts = []
-        for part in self.parts:
-            theirs = part.numbers_of(numbers, len(self))
-            parts.append(replace(part, samples=part.samples.restrict_to(theirs[theirs >= 0])))
-        found = Join(self.first.restrict_to(numbers), parts, self.left_out)
-        found.__dict__["total_bytes"] = self.total_bytes
-        return found
+        part = super().restrict_to(numbers)
+        part.parts = tuple(
+            [replace(one, samples=n) for one, n in zip(self.parts, part.inner[1:], strict=True)]
+        )
+        return part
 
-    @property
-    def has_columns(self) -> bool:
-        """Whether the first dataset has columns."""
-        return self.first.has_columns
-
-    def read_columns(self, names: Sequence[str] | None) -> pa.Table:
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of the first dataset; row i is sample i."""
-        return self.first.read_columns(names)
-
-    def read_keys(self, *, scans: bool) -> pa.ChunkedArray | None:
-        """Return the keys of all samples, in order."""
-        return self.first.read_keys(scans=scans)
+        return self.first.read_columns(names, scans=scans)
 
     def open_fetcher(
         self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
     ) -> Fetcher:
-        """Open a fetcher for each dataset; together they have the budget of one."""
-        means = [one.total_bytes / max(1, len(one)) for one in self.inner]
-        return JoinFetcher(
-            self.inner, means, self.parts, self.left_out, upcoming, options or FetchOptions()
+        """Open a fetcher for each dataset; together they have the budget and the requests of one."""
+        means = [one.mean_bytes for one in self.inner]
+        return JoinFetcher(self, means, upcoming, options or FetchOptions())
+
+
+class JoinFetcher(ViewFetcher):
+    """Read joined samples: each dataset by a fetcher of its own.
+
+    Args:
+        join: The samples.
+        weights: Share of each dataset in the prefetch; only the ratios count.
+        upcoming: As in `Samples.open_fetcher`.
+        options: Of all fetchers together.
+    """
+
+    # Those of a view over one dataset would not join.
+    read, find = Fetcher.read, Fetcher.find
+
+    def __init__(
+        self,
+        join: Join,
+        weights: Sequence[float],
+        upcoming: Iterable[Numbers] | None,
+        options: FetchOptions,
+    ) -> None:
+        super().__init__(join, weights, upcoming, options)
+        self._join = join
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests of all datasets; return a function that returns the joined samples, or the first error of their parts.
+
+        The function raises `IndexMismatchError` if samples of the same position have different keys.
+        """
+        if not len(numbers):
+            return list
+        join, waiting = self._join, [self.fetchers[0].request(numbers)]
+        places = list[Numbers]()  # of the samples that a dataset has
+        for part, fetcher in zip(join.parts, self.fetchers[1:], strict=True):
+            theirs = part.numbers_of(numbers, len(join))
+            places.append(np.flatnonzero(theirs >= 0))
+            waiting.append(fetcher.request(theirs[places[-1]]))
+
+        def wait() -> Rows:
+            joined = _without(waiting[0](), join.left_out)
+            for part, mine, wait_for_part in zip(join.parts, places, waiting[1:], strict=True):
+                found = wait_for_part()
+                joined = _join_columns(joined, found, part) or _join_rows(joined, found, mine, part)
+            return joined
+
+        return wait
+
+
+def _without(samples: Rows, left_out: frozenset[str]) -> Rows:
+    """Return samples without some fields."""
+    if not left_out:
+        return samples
+    if isinstance(samples, Columns):
+        kept = {name: one for name, one in samples.columns.items() if name not in left_out}
+        return Columns(kept)
+    return [
+        row if isinstance(row, Exception) else {n: v for n, v in row.items() if n not in left_out}
+        for row in samples
+    ]
+
+
+def _names_in(part: JoinPart, fields: Iterable[str]) -> dict[str, str]:
+    """Return field -> its name there, of those that a sample of the other dataset adds."""
+    if part.fields is None:
+        return {field: field for field in fields if field not in _OWN}
+    known = frozenset(fields)
+    return {field: name for field, name in part.fields.items() if name in known}
+
+
+def _join_columns(samples: Rows, others: Rows, part: JoinPart) -> Columns | None:
+    """Join whole columns; None where samples are missing, of several forms or wrong, or two datasets have a field."""
+    if not (isinstance(samples, Columns) and isinstance(others, Columns)):
+        return None
+    mine, theirs = samples.columns, others.columns
+    names = _names_in(part, theirs)
+    if part.is_strict and len(names) < len(part.fields or ()):
+        return None
+    added = {field: theirs[name] for field, name in names.items()}
+    if mine["__key__"] != theirs["__key__"] or not added.keys().isdisjoint(mine):
+        return None
+    if len(set(names.values())) < len(names):  # batches would share the memory of a column
+        return None
+    return Columns({**mine, **added})
+
+
+def _join_rows(
+    samples: Rows, others: Rows, places: Numbers, part: JoinPart
+) -> list[Sample | Exception]:
+    """Join samples one by one; ``places`` are those of the samples that the other dataset has."""
+    rows = [row if isinstance(row, Exception) else dict(row) for row in samples]
+    found: dict[int, Sample | Exception] = dict(zip(places.tolist(), others, strict=True))
+    return [_join(row, found.get(place), part) for place, row in enumerate(rows)]
+
+
+def _join(
+    row: Sample | Exception, other: Sample | Exception | None, part: JoinPart
+) -> Sample | Exception:
+    """Add the fields of another sample to a sample; an error takes the place of both.
+
+    Raises:
+        IndexMismatchError: If they have different keys.
+    """
+    if isinstance(row, Exception) or isinstance(other, Exception):
+        return row if isinstance(row, Exception) else cast("Exception", other)
+    if other is None:
+        return _with_fields(row, part.defaults, "missing=")
+    key = other["__key__"]
+    if key != row["__key__"]:
+        raise IndexMismatchError(
+            f"joined samples have the keys {row['__key__']!r} and {key!r}, the second in {other.get('__url__')}: "
+            "the datasets are not in the same order",
+            remedy="run 'shardstream index --columns __key__' on each, to join them by key",
+            shard=row.get("__url__"),
+            key=row["__key__"],
         )
+    names = _names_in(part, other)
+    missing = [field for field in part.fields or () if field not in names]
+    if part.is_strict and missing:
+        return SampleError(
+            f"its sample or row in {other.get('__url__')} has no such field",
+            remedy="pass missing='keep' (--missing keep) if some samples lack it",
+            shard=row.get("__url__"),
+            key=row["__key__"],
+            field=missing[0],
+        )
+    added = {field: other[name] for field, name in names.items()}
+    return _with_fields(row, added, str(other.get("__url__")))
+
+
+def _with_fields(row: Sample, added: Mapping[str, object], url: str) -> Sample | Exception:
+    both = next((field for field in added if field in row), None)
+    if both is not None:
+        return SampleError(
+            f"two of the joined datasets have the field {both!r}; the second is {url}",
+            remedy=f"take it under another name, {{URL: {{'new.{both}': {both!r}}}}}, or leave it out: ss.join(first, {{URL: fields}})",
+            shard=row.get("__url__"),
+            key=row["__key__"],
+            field=both,
+        )
+    row.update(added)
+    return row

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.errors import OptionError, get_logger, plural
-from shardstream.format import is_meta_name
+from shardstream.format import KEY_COLUMN, is_meta_name
 from shardstream.samples.base import Samples
-from shardstream.samples.join import Join
-from shardstream.samples.join_part import JoinPart
+from shardstream.samples.join import Join, JoinPart
 from shardstream.samples.key_matching import Places, match_keys
 from shardstream.samples.subset import Subset
 
@@ -135,14 +134,9 @@ def _keys_of(datasets: Sequence[Samples], by: JoinBy) -> list[Any] | None:
     """Return the keys of all samples of each dataset; None to join by position."""
     if by == "position":
         return None
-    keys = [one.read_keys(scans=by == "key") for one in datasets]
-    lacking = [number for number, found in enumerate(keys) if found is None]
-    if by == "key" and lacking:
-        raise OptionError(
-            "the keys of these samples cannot be read without the samples; join them by='position'",
-            shard=datasets[lacking[0]].url_of(0),
-        )
-    return None if lacking else keys
+    if by == "auto" and not all(KEY_COLUMN in one.column_names() for one in datasets):
+        return None
+    return [one.read_columns([KEY_COLUMN], scans=True)[KEY_COLUMN] for one in datasets]
 
 
 def _check_fields(first: Samples, parts: Sequence[JoinPart], left_out: Collection[str]) -> None:

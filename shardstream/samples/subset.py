@@ -6,25 +6,17 @@ import hashlib
 import io
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.format import Rows
-from shardstream.samples.base import (
-    Fetcher,
-    FetchOptions,
-    FieldChoice,
-    Samples,
-)
-from shardstream.samples.mapped import MappedSamples, Numbers
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
 from shardstream.samples.view import View
-from shardstream.samples.view_fetcher import ViewFetcher
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,13 +79,12 @@ class Subset(View):
         """Size of the dataset, for ``repr``."""
         return f"{self._length} of {plural(len(self.whole), 'sample')} in {plural(self.num_shards, 'shard')}"
 
-    def restrict_to(self, numbers: Numbers) -> Subset:
+    def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""
-        own = self.whole_numbers(numbers)
         places = np.unique(numbers % self._length)
-        part = Subset(self.whole.restrict_to(own), self.whole_numbers(places))
-        part._places, part._length = places, self._length
-        part.__dict__["total_bytes"] = self.total_bytes
+        part = super().restrict_to(numbers)
+        part._numbers = self.whole_numbers(places).astype(self._numbers.dtype)
+        part._places = places
         return part
 
     def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -113,53 +104,15 @@ class Subset(View):
         found: Numbers = self._numbers[places].astype(np.int64) + copies * len(self.whole)
         return found
 
-    def read_columns(self, names: Sequence[str] | None) -> pa.Table:
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of all samples; row i is sample i."""
-        return self.whole.read_columns(names).take(self.numbers)
-
-    def read_keys(self, *, scans: bool) -> pa.ChunkedArray | None:
-        """Return the keys of all samples, in order."""
-        keys = self.whole.read_keys(scans=scans)
-        return None if keys is None else keys.take(self.numbers)
+        return self.whole.read_columns(names, scans=scans).take(self.numbers)
 
     def open_fetcher(
         self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
     ) -> Fetcher:
         """Open a fetcher of the whole, which reads these samples only."""
-        return SubsetFetcher(self, upcoming, replace(options or FetchOptions(), is_sparse=True))
-
-
-class SubsetFetcher(ViewFetcher):
-    """Read some samples by the fetcher of the whole.
-
-    Args:
-        subset: The samples.
-        upcoming: As in `Samples.open_fetcher`.
-        options: Of the fetcher.
-    """
-
-    def __init__(
-        self, subset: Subset, upcoming: Iterable[Numbers] | None, options: FetchOptions
-    ) -> None:
-        self._numbers_of = subset.whole_numbers
-        super().__init__(
-            subset.inner, [1.0], upcoming, lambda _, group: subset.whole_numbers(group), options
-        )
-
-    def samples(self, numbers: Numbers) -> Rows:
-        """Return the sample of each number, or its error."""
-        return self.fetchers[0].samples(self._numbers_of(numbers))
-
-    def read(
-        self, steps: Sequence[Numbers], max_samples: int, choice: FieldChoice | None = None
-    ) -> Iterator[Rows]:
-        """Yield the samples of each step, as the fetcher of the whole does."""
-        own = [self._numbers_of(numbers) for numbers in steps]
-        return self.fetchers[0].read(own, max_samples, choice)
-
-    def find(self, numbers: Numbers) -> MappedSamples | None:
-        """Return samples whose bytes are copied at access, as the fetcher of the whole does."""
-        return self.fetchers[0].find(self._numbers_of(numbers))
+        return super().open_fetcher(upcoming, replace(options or FetchOptions(), is_sparse=True))
 
 
 def select_subset(samples: Samples, subset: Choice) -> Subset:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from shardstream.format import Rows, Sample
-from shardstream.samples.base import Fetcher, FetchOptions, Samples
-from shardstream.samples.mapped import Numbers
+from shardstream.format import KEY_COLUMN, Rows, Sample
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,9 +98,19 @@ class Table(Samples):
             number if self._places is None else int(self._places[number])
         ), None
 
-    def read_keys(self, *, scans: bool) -> pa.ChunkedArray:  # noqa: ARG002  (they are in memory)
-        """Return the keys of the rows."""
-        return self._table[self._key_column]
+    def column_names(self) -> list[str]:
+        """Return the name of the column of keys; other columns are fields."""
+        return [KEY_COLUMN]
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the keys of the rows as a table.
+
+        Raises:
+            OptionError: If others are wanted.
+        """
+        if names is not None and [*names] != self.column_names():
+            return super().read_columns(names, scans=scans)
+        return self._table.select([self._key_column]).rename_columns([KEY_COLUMN])
 
     def take(self, numbers: Numbers) -> Table:
         """Return a table of some rows, which is smaller when it is pickled."""

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from shardstream.samples.base import Samples
-from shardstream.samples.mapped import Numbers
-from shardstream.storage import Storage
+from shardstream.format import Rows, as_rows, from_rows
+from shardstream.samples.base import (
+    Fetcher,
+    FetchOptions,
+    FieldChoice,
+    MappedSamples,
+    Numbers,
+    Samples,
+)
+from shardstream.storage import DEFAULT_REQUESTS, Storage, limit_of_worker
+
+_MIN_PREFETCH_BYTES = 1 << 20  # of each inner fetcher
+_MAX_WAITING = (
+    1 << 20
+)  # numbers (8 MB) that wait for a fetcher: more than 64 MiB of the smallest samples
+_NONE: Numbers = np.empty(0, dtype=np.int64)
 
 
 class View(Samples):
@@ -33,6 +49,12 @@ class View(Samples):
         Raises:
             IndexError: If there is no such sample.
         """
+
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:
+        """Return the numbers that inner samples, given by their place, have for those of some samples that need them; shape (m,)."""
+        places, own = self.find(numbers)
+        mine: Numbers = own[places == place]
+        return mine
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_first_shards"}
@@ -77,10 +99,15 @@ class View(Samples):
         """Return the bytes of each sample, shape (n,)."""
         return self._ask(numbers, lambda place, own: self.inner[place].sizes(own))
 
-    @property
-    def has_columns(self) -> bool:
-        """Whether all inner samples have columns."""
-        return all(one.has_columns for one in self.inner)
+    def restrict_to(self, numbers: Numbers) -> Self:
+        """Return some samples under the same numbers (see `Samples.restrict_to`)."""
+        part = copy.copy(self)
+        for name in ("fingerprint", "_first_shards"):  # cached, of all inner samples
+            part.__dict__.pop(name, None)
+        part.inner = tuple(
+            [one.restrict_to(self.numbers_in(n, numbers)) for n, one in enumerate(self.inner)]
+        )
+        return part
 
     def column_names(self) -> list[str]:
         """Return the names of the columns of the first inner samples."""
@@ -91,6 +118,12 @@ class View(Samples):
         for one in self.inner:
             one.check_manifests()
 
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        """Open a fetcher for each of the inner samples; together they have the budget and the requests of one."""
+        return ViewFetcher(self, [1.0] * len(self.inner), upcoming, options or FetchOptions())
+
     def _ask(self, numbers: Numbers, ask: Callable[[int, Numbers], Numbers]) -> Numbers:
         """Return a number for each sample, which its inner samples give for theirs."""
         places, own = self.find(numbers)
@@ -99,3 +132,124 @@ class View(Samples):
             is_mine = places == place
             found[is_mine] = ask(place, own[is_mine])
         return found
+
+
+class ViewFetcher(Fetcher):
+    """Read each of the inner samples of a view by a fetcher of its own; they prefetch by one plan.
+
+    Args:
+        view: The samples.
+        weights: Share of each of the inner samples in the prefetch; only the ratios count.
+        upcoming: As in `Samples.open_fetcher`.
+        options: Of all fetchers together.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        weights: Sequence[float],
+        upcoming: Iterable[Numbers] | None,
+        options: FetchOptions,
+    ) -> None:
+        self._view, self._own_limit = view, None
+        if options.concurrency is None and len(view.inner) > 1:
+            # One for all, in the order of need: equal shares leave too few to large inner samples.
+            self._own_limit = limit_of_worker(DEFAULT_REQUESTS, options.num_workers)
+            options = replace(options, concurrency=self._own_limit)
+        total = sum(weights) or 1.0
+        plan = None if upcoming is None else _SharedPlan(upcoming, len(view.inner))
+        self.fetchers: list[Fetcher] = []
+        for place, (one, weight) in enumerate(zip(view.inner, weights, strict=True)):
+            budget = max(_MIN_PREFETCH_BYTES, int(options.prefetch_bytes * weight / total))
+            own = None if plan is None else self._own_groups(plan.groups(place), place)
+            self.fetchers.append(one.open_fetcher(own, replace(options, prefetch_bytes=budget)))
+
+    def samples(self, numbers: Numbers) -> Rows:
+        """Return the sample of each number, or its error."""
+        return self.request(numbers)()
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests of all fetchers before one of them waits; return a function that waits, as `samples`."""
+        places, own = self._view.find(numbers)
+        kinds: list[int] = np.unique(places).tolist()
+        if len(kinds) == 1:
+            return self.fetchers[kinds[0]].request(own)
+        rows_of = [np.flatnonzero(places == kind) for kind in kinds]
+        waiting = [
+            (mine, self.fetchers[kind].request(own[mine]))
+            for kind, mine in zip(kinds, rows_of, strict=True)
+        ]
+
+        def wait() -> Rows:
+            rows: list[Any] = [None] * len(numbers)
+            for mine, wait_for_part in waiting:
+                for place, row in zip(mine.tolist(), as_rows(wait_for_part()), strict=True):
+                    rows[place] = row
+            return from_rows(rows) if rows else []
+
+        return wait
+
+    def read(
+        self, steps: Sequence[Numbers], max_samples: int, choice: FieldChoice | None = None
+    ) -> Iterator[Rows]:
+        """Yield the samples of each step, as the fetcher of the inner samples does if there is only one."""
+        if len(self.fetchers) > 1:
+            return super().read(steps, max_samples, choice)
+        own = [self._view.numbers_in(0, numbers) for numbers in steps]
+        return self.fetchers[0].read(own, max_samples, choice)
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:
+        """Return samples whose bytes are copied at access; None if there are several inner samples."""
+        if len(self.fetchers) > 1:
+            return None
+        return self.fetchers[0].find(self._view.numbers_in(0, numbers))
+
+    def stats(self) -> dict[str, float]:
+        """Return the sums of the statistics of all fetchers, with those of their common limit."""
+        found = [fetcher.stats() for fetcher in self.fetchers]
+        names = dict.fromkeys(name for stats in found for name in stats)
+        total = {name: sum(stats.get(name, 0) for stats in found) for name in names}
+        if self._own_limit is not None and "throttled" in total:
+            total["throttled"] += self._own_limit.num_throttled
+        return total
+
+    def close(self) -> None:
+        """Close all fetchers."""
+        for fetcher in self.fetchers:
+            fetcher.close()
+
+    def _own_groups(self, groups: Iterable[Numbers], place: int) -> Iterator[Numbers]:
+        for group in groups:
+            numbers = self._view.numbers_in(place, group)
+            if len(numbers):  # an empty group is the end
+                yield numbers
+
+
+class _SharedPlan:
+    """Groups of numbers that several fetchers take, each at its own pace.
+
+    A fetcher that does not prefetch, such as one of local shards in memory, takes none: of what waits for it, only the last is kept. What
+    a fetcher misses it reads when it is asked for.
+    """
+
+    def __init__(self, upcoming: Iterable[Numbers], count: int) -> None:
+        self._upcoming = iter(upcoming)
+        self._waiting: list[deque[Numbers]] = [deque() for _ in range(count)]
+        self._held = [0] * count
+
+    def groups(self, place: int) -> Iterator[Numbers]:
+        """Yield the groups for one of the fetchers."""
+        waiting = self._waiting[place]
+        while True:
+            while waiting:
+                group = waiting.popleft()
+                self._held[place] -= len(group)
+                yield group
+            group = next(self._upcoming, _NONE)
+            if not len(group):
+                return
+            for other, queue in enumerate(self._waiting):
+                queue.append(group)
+                self._held[other] += len(group)
+                while self._held[other] > _MAX_WAITING and len(queue) > 1:
+                    self._held[other] -= len(queue.popleft())

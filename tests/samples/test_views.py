@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -112,8 +113,10 @@ class Shifted(Subset):
 class Short(Join):
     """Samples without the joined fields of some."""
 
-    def restrict_to(self, numbers: Numbers) -> Join:
-        return Join(self.first.restrict_to(numbers), ())
+    def restrict_to(self, numbers: Numbers) -> Self:
+        part = super().restrict_to(numbers)
+        part.inner, part.parts = part.inner[:1], ()
+        return part
 
 
 def test_the_contract_detects_wrong_samples(tmp_path: Path) -> None:
@@ -138,3 +141,15 @@ def test_a_concat_is_resharded_but_not_over_its_datasets(tmp_path: Path) -> None
     ss.reshard(dataset, f"{tmp_path}/new", seed=None)
     found = [dict(sample) for sample in ss.ShardDataset(f"{tmp_path}/new")]
     assert [{k: v for k, v in row.items() if k != "__url__"} for row in found] == both.rows
+
+
+def test_loose_files_and_rows_are_chosen_by_key_without_columns(tmp_path: Path) -> None:
+    both = concat(files(f"{tmp_path}/files"), table(str(tmp_path)))
+    with pytest.raises(ss.errors.OptionError, match=r"2 samples have the key '0003'"):
+        ss.loader.CatalogDataset(both.samples, keys=["0003"])
+    dataset = ss.loader.CatalogDataset(both.samples, keys=["0021", "0009"])
+    assert [sample["json.txt"] for sample in dataset] == [b"caption 21", b"caption 9"]
+    one = ss.loader.CatalogDataset(open_files(f"{tmp_path}/files"), keys=["0004", "0001"])
+    assert [sample["__key__"] for sample in one] == ["0004", "0001"]
+    with pytest.raises(ss.errors.OptionError, match="there is a column of keys only"):
+        ss.loader.CatalogDataset(both.samples, where="cls = 3")
