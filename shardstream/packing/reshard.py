@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
@@ -17,14 +17,12 @@ from shardstream.catalog import (
     ClassNames,
     ShardCatalog,
 )
-from shardstream.errors import OptionError, SampleError, plural, redact
+from shardstream.errors import OptionError, plural, redact
 from shardstream.format import (
     CLASSES_NAME,
     END_OF_ARCHIVE,
     Sample,
     encode_classes,
-    has_mask_word,
-    is_image_field,
 )
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import cut_by_size, fields_bytes
@@ -37,7 +35,7 @@ from shardstream.packing.sample_range import Kept, Order, SampleRange
 from shardstream.packing.sample_steps import (
     SampleFunction,
     encoded_samples,
-    identity_of,
+    is_described,
     user_stages,
 )
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
@@ -46,7 +44,15 @@ from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_M
 from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
-from shardstream.pipeline import Context, Decode, KeepFields, Records, Rename, Stage, open_runner
+from shardstream.pipeline import (
+    Context,
+    KeepFields,
+    Records,
+    Rename,
+    Stage,
+    describe,
+    open_runner,
+)
 from shardstream.samples import (
     Join,
     JoinMissing,
@@ -69,6 +75,10 @@ _FILL = 0.95
 # Samples whose fields are measured, where only some fields are kept, or some are added.
 _PROBES = 64
 _DECIMALS = 4
+_LOSS = (
+    "pictures were decoded and are encoded again, which may lose detail (jpg, webp, avif), transparency, palettes, metadata and further "
+    "frames; leave fields that no step changes out of decode (only=)"
+)
 _LENGTHS = 1 << 16  # samples whose sizes are read at a time
 
 
@@ -105,7 +115,8 @@ def reshard(  # noqa: PLR0913  (public door)
     """Write the samples of a dataset to new shards; equal input gives equal bytes, whatever the executor.
 
     Each new shard is one task, which reads its samples by range requests: memory stays at about 100 MiB for each process, whatever
-    the order. A stopped or killed job is resumed by the same call: finished shards are kept. ``classes.json`` is that of the dataset whose ``cls`` is written.
+    the order. A stopped or killed job is resumed by the same call: finished shards are kept; with functions, if they have a ``version``. ``classes.json``
+    is that of the dataset whose ``cls`` is written.
 
     Fields that no step changes are copied as they are. Values that a step makes are encoded as `ShardWriter.write` does: pixels that
     ``decode`` has made of a picture become a new one (a ``jpg`` of quality 90), with a warning, so leave fields undecoded that you do not change.
@@ -130,8 +141,8 @@ def reshard(  # noqa: PLR0913  (public door)
         map: Short for ``.map(function)``, after ``select``: ``map(sample)`` returns a sample as `ShardWriter.write` takes it; without ``__key__``
             the key stays. A class is instantiated once in each process, for example to hold a model, and its instances are called.
         batch_size: Call ``map`` with lists of up to so many samples; it returns as many.
-        version: Version of the functions. A stopped job is resumed only with the same version, names and code of
-            the functions.
+        version: Version of all functions, also those of the dataset's steps, which cannot be compared: change it when they, what they call or what
+            they hold changes. Without it, a stopped job with functions begins again, and cannot be cut into `Parts`.
         name: Name of the dataset, kept in the manifest.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         overwrite: Replace an existing dataset, or an unfinished one of another job.
@@ -171,9 +182,7 @@ def reshard(  # noqa: PLR0913  (public door)
     choices = {} if added is None else added.choices
     choices |= {
         "fields": None if kept is None else sorted(kept),
-        "select": identity_of(select),
-        "map": identity_of(map),
-        "batch_size": batch_size,
+        "steps": [*records.steps, *(describe(stage) for stage in stages)],
         "version": version,
     }
     split = _plan_job(records, stages, kept, _Plan(dest, limits, seed, choices, storage_options))
@@ -316,16 +325,18 @@ def _plan_job(
     if limits.columns is not None:
         options |= {"columns": columns_identity(limits.columns)}
     if records.stages:
-        named = zip(records.steps, records.stages, strict=True)
-        options |= {"steps": [f"{step} {identity_of(stage)}" for step, stage in named]}
         options |= {"seed of the steps": records.seed, "epoch of the steps": records.epoch}
     options |= {**plan.choices, **sizes.options}
+    all_stages = (*records.stages, *stages)
+    source = None  # functions cannot be compared: a stopped job begins again
+    if options["version"] is not None or all(map(is_described, all_stages)):
+        source = " ".join([samples.fingerprint, *map(_content_of, leaves)])
     classes = records.classes
     job = PartJob(
         kind="reshard",
         title=_title(leaves),
         names=names,
-        source=" ".join([samples.fingerprint, *map(_content_of, leaves)]),
+        source=source,
         options=options,
         limits=limits,
         parts=len(firsts) - 1,
@@ -337,13 +348,13 @@ def _plan_job(
         samples=SampleRange(
             samples=samples,
             order=Order(0, len(samples), len(samples), plan.seed),
-            stages=Kept(call, "stages", (*records.stages, *stages)),
+            stages=Kept(call, "stages", all_stages),
             job=call,
         ),
         seed=records.seed,
         epoch=records.epoch,
         fields=kept,
-        warnings=(*_warn_of_unused(samples), *_warn_of_loss(records, kept)),
+        warnings=_warn_of_unused(samples),
     )
     return SplitJob("", job, work.parts(firsts))
 
@@ -388,35 +399,6 @@ def _warn_of_unused(samples: Samples) -> tuple[str, ...]:
                 f"{place}: {plural(part.num_unused, 'key')} of {len(part.samples):,} without a sample in the source"
             )
     return tuple(warnings)
-
-
-def _warn_of_loss(records: Records, kept: frozenset[str] | None) -> tuple[str, ...]:
-    """Return a warning of pictures that the dataset decodes: encoded again, they may have lost something in any format."""
-    pixels = object()
-    sample: Sample = dict.fromkeys(records.samples.fields or (), b"")
-    for stage in records.stages:
-        if isinstance(stage, Decode):
-            decoded = {
-                name for name, value in sample.items() if value == b"" and stage.decodes(name)
-            }
-            sample |= dict.fromkeys(decoded, pixels)
-        with suppress(SampleError):  # a field that a function makes
-            sample = _stepped(sample, [stage])
-    found = [
-        name
-        for name, value in sample.items()
-        if value is pixels
-        and is_image_field(name)
-        and not has_mask_word(name)
-        and (kept is None or name in kept)
-    ]
-    if not found:
-        return ()
-    warning = (
-        f"{', '.join(found)}: pictures were decoded and are encoded again, which may lose detail (jpg, webp, avif), transparency, palettes, "
-        "metadata and further frames; leave fields that no step changes out of decode (only=)"
-    )
-    return (warning,)
 
 
 def _shard_names(dest: str | os.PathLike[str], leaves: Sequence[Samples]) -> ShardNames:
@@ -563,16 +545,17 @@ class ReshardWork:
 
     def write(self, writer: PartWriter) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
-        keys: list[str] = []
+        keys, pictures = list[str](), set[str]()
         context = Context(seed=self.seed, epoch=self.epoch)
         with closing(encoded_samples(self.samples, context, self.fields)) as samples:
-            for key, fields in samples:
+            for key, fields, encoded_again in samples:
                 writer.write(key, fields)
                 keys.append(key)
+                pictures.update(encoded_again)
         self.samples.samples.check_manifests()
         order = self.samples.order
         return PartResult(
             left_out=order.last - order.first - writer.nsamples,
-            warnings=self.warnings,
+            warnings=(*self.warnings, *(f"{name}: {_LOSS}" for name in sorted(pictures))),
             key_hashes=encode_hashes(hash_keys(keys)),
         )

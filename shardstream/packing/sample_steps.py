@@ -1,28 +1,13 @@
-"""Run the steps of a dataset, and the user's functions, on samples that are written again; tell jobs with other functions apart."""
+"""Run the steps of a dataset, and the user's functions, on samples that are written again."""
 
 from __future__ import annotations
 
-import copyreg
-import hashlib
-import inspect
 import itertools
 import threading
-import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from types import (
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    CodeType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodType,
-    MethodWrapperType,
-    ModuleType,
-    WrapperDescriptorType,
-)
-from typing import Any, cast
+from typing import Any
 
 from shardstream.errors import (
     OptionError,
@@ -32,12 +17,15 @@ from shardstream.errors import (
     describe_error,
     plural,
 )
-from shardstream.format import Sample
+from shardstream.format import Sample, has_mask_word, is_image_field
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.sample_range import SampleRange
 from shardstream.pipeline import (
     Context,
+    Decode,
+    KeepFields,
     Map,
+    Rename,
     Run,
     Select,
     SkipTracker,
@@ -50,19 +38,6 @@ from shardstream.pipeline import (
 
 SampleFunction = Callable[..., Any]
 """Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
-
-_PROTOCOL = 4  # of pickle, to take values apart
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
-_IN_C = (
-    BuiltinFunctionType,
-    ClassMethodDescriptorType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
-)
-_NAMED = (type, FunctionType, MethodType, *_IN_C)
-# Python 3.11 parses a class in two threads at once to a SystemError now and then (cpython issue 106905).
-_source_lock = threading.Lock()
 
 
 def user_stages(
@@ -85,6 +60,14 @@ def user_stages(
         one = _Instance(function) if isinstance(function, type) else function
         stages.append(Map(function=one) if batch_size is None else _MapLists(one, batch_size))
     return tuple(stages)
+
+
+def is_described(stage: Stage) -> bool:
+    """Return whether the signature of a step tells all that it does: it calls no function of the user, or has a version."""
+    if isinstance(stage, Decode):
+        by_field = (stage.given or {}).get("fields") or {}
+        return not (stage.handlers or any(map(callable, by_field.values())))
+    return isinstance(stage, KeepFields | Rename) or getattr(stage, "version", None) is not None
 
 
 class _Instance:
@@ -200,8 +183,8 @@ class _RangeRun:
 
 def encoded_samples(
     samples: SampleRange, context: Context, fields: frozenset[str] | None
-) -> Generator[tuple[str, dict[str, bytes]]]:
-    """Yield key and encoded fields of the samples that are left after all steps.
+) -> Generator[tuple[str, dict[str, bytes], Collection[str]]]:
+    """Yield the samples that are left after all steps: key, encoded fields, and the pictures among these that a step has decoded.
 
     Args:
         samples: The samples.
@@ -212,6 +195,7 @@ def encoded_samples(
         SourceError: If a function raises an error of its own, or the last step returns no sample.
         SampleError: If a value does not fit its field.
     """
+    decoding = [stage for stage in samples.stages.value if isinstance(stage, Decode)]
     with closing(_stepped(samples, context)) as stepped:
         for sample, key, url in stepped:
             name = sample.get("__key__", key)
@@ -223,9 +207,22 @@ def encoded_samples(
             if fields is not None:
                 kept = {field: value for field, value in sample.items() if field in fields}
             try:
-                yield name, encode_sample(kept)
+                pictures = _decoded_pictures(kept, decoding) if decoding else ()
+                yield name, encode_sample(kept), pictures
             except SampleError as error:
                 raise SampleError(str(error), shard=url, key=name) from error
+
+
+def _decoded_pictures(sample: Mapping[str, Any], decoding: Sequence[Decode]) -> list[str]:
+    """Return the fields with pixels that a step has decoded, but for masks: encoded again, they may have lost something in any format."""
+    return [
+        field
+        for field, value in sample.items()
+        if not isinstance(value, bytes)
+        and is_image_field(field)
+        and not has_mask_word(field)
+        and any(stage.decodes(field) for stage in decoding)
+    ]
 
 
 def _stepped(
@@ -268,108 +265,3 @@ def _translated(run: Run) -> Iterator[Any]:
             notes = "; ".join(getattr(error, "__notes__", ()))
             raise SourceError(f"{describe_error(error)}{f' ({notes})' if notes else ''}") from error
         yield item
-
-
-def identity_of(function: object) -> str | None:
-    """Return name and hash of a function, class or step, of its code and the values that it holds; None for None.
-
-    Values that cannot be pickled make the identity a random one: such a job is neither resumed nor joined by other parts.
-    """
-    if function is None:
-        return None
-    try:
-        return _described(function)
-    except Exception:  # noqa: BLE001  (a class may raise anything when it is taken apart)
-        return f"{_named(function)} {uuid.uuid4().hex}"
-
-
-def _described(function: object) -> str:
-    held = _held_by(function)
-    if held is None:
-        return _named(function)
-    return f"{_named(function)} {hashlib.sha256(_content(held).encode()).hexdigest()[:16]}"
-
-
-def _held_by(function: object) -> object:
-    """Return what tells functions, classes or instances of one name and one source text apart; None for nothing."""
-    if isinstance(function, type):
-        return _held_by_class(function)
-    if inspect.isfunction(function):
-        # Its code: lambdas of one line share their text, and a notebook may have none.
-        names, cells = function.__code__.co_freevars, function.__closure__ or ()
-        held = {
-            name: cell.cell_contents
-            for name, cell in zip(names, cells, strict=True)
-            if name != "__class__"  # of super()
-        }
-        return function.__code__, held, function.__defaults__, function.__kwdefaults__
-    if isinstance(function, MethodType):
-        return function.__func__, function.__self__
-    if isinstance(function, _IN_C):
-        owner = getattr(function, "__self__", None)
-        return None if isinstance(owner, type | ModuleType) else owner
-    return _reduced(function)  # an instance, or a `functools.partial`
-
-
-def _held_by_class(kind: type) -> object:
-    """Return the methods and plain values of a class whose source text is missing, or is shared by classes of several calls."""
-    if "<locals>" not in kind.__qualname__ and _source_hash(kind) is not None:
-        return None
-    found: dict[str, object] = {"bases": kind.__bases__}
-    for name, value in sorted(vars(kind).items()):
-        inner = value.__func__ if isinstance(value, staticmethod | classmethod) else value
-        if isinstance(inner, property):
-            inner = (inner.fget, inner.fset)
-        is_plain = isinstance(inner, _PLAIN) and not name.startswith("__")
-        if is_plain or isinstance(inner, FunctionType):
-            found[name] = inner
-    return found
-
-
-def _reduced(value: object) -> object:
-    """Take an instance apart as pickle does."""
-    reduce = copyreg.dispatch_table.get(type(value))  # compiled patterns of `re`, for example
-    reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
-    if isinstance(reduced, str):
-        # A name in a module, which `...` lacks; `functools.cache` returns that of its function.
-        module = getattr(value, "__module__", None)
-        return module, reduced, getattr(value, "__wrapped__", None)
-    return [[*one] if isinstance(one, Iterator) else one for one in reduced]
-
-
-def _content(value: object) -> str:
-    """Return text that is equal for equal values, in all processes."""
-    if value is None or type(value) in (bool, int, float, complex, str):
-        return repr(value)
-    if type(value) is bytes:
-        return hashlib.sha256(value).hexdigest()
-    if type(value) in (list, tuple):
-        return f"[{','.join(map(_content, cast('list[object]', value)))}]"
-    if type(value) is dict:
-        return _content([*value.items()])
-    if type(value) in (set, frozenset):
-        return f"{{{','.join(sorted(map(_content, cast('set[object]', value))))}}}"
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, CodeType):
-        parts = [value.co_code, value.co_consts, value.co_names, value.co_varnames]
-        return _content([*parts, value.co_exceptiontable])
-    return _described(value) if isinstance(value, _NAMED) else _content(_reduced(value))
-
-
-def _named(function: object) -> str:
-    """Return name and source hash of a function, or of the class of an instance."""
-    named: Any = function if isinstance(function, _NAMED) else type(function)
-    text = f"{named.__module__}.{named.__qualname__}"
-    found = _source_hash(named)
-    return text if found is None else f"{text} {found}"
-
-
-def _source_hash(named: object) -> str | None:
-    """Return a hash of the source text; None in an interactive session, or if it is written in C."""
-    try:
-        with _source_lock:
-            source = inspect.getsource(cast("Any", named))
-    except (OSError, TypeError):
-        return None
-    return hashlib.sha256(source.encode()).hexdigest()[:16]

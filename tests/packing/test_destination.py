@@ -21,7 +21,7 @@ WRITER = Task(source=None, options={"writer": "ShardWriter"})
 TASKS = {"writer": WRITER, "same job": TASK, "samples": UNNAMED, "other job": OTHERS}
 MESSAGES = {
     "published": r"a dataset is published here.*index\.json",
-    "samples": "which have no identity: complete it with merge",
+    "samples": "have no identity: complete it with merge",
     "shards": r"a shard of this name exists without an index\.json.*000003\.tar",
     "writer": "another pack or ShardWriter is writing here",
     "job": "an unfinished pack with another source or options is here: .*max_samples was 3, now None",

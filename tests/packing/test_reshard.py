@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import pickle
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -148,8 +143,8 @@ def test_wds_shards_without_index_can_be_resharded_from_disk(source: str, tmp_pa
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"seed": 3, "fields": ["cls"]},
-    {"select": is_even, "map": double_bytes},
-    {"map": BatchModel, "batch_size": 7},
+    {"select": is_even, "map": double_bytes, "version": 1},
+    {"map": BatchModel, "batch_size": 7, "version": "a"},
 ]
 
 
@@ -219,7 +214,7 @@ def test_error_of_a_function_names_shard_and_key(
     with pytest.raises(ss.errors.UnfinishedError, match="written in parts"):
         ss.ShardDataset(str(tmp_path / "new"))
     # A corrected function is another job: it must not be mixed with the shards of the first.
-    with pytest.raises(ss.errors.OptionError, match="map was"):
+    with pytest.raises(ss.errors.OptionError, match="steps was"):
         ss.reshard(source, tmp_path / "new", max_samples=30, map=double_bytes)
     ss.reshard(source, tmp_path / "new", max_samples=30, map=double_bytes, overwrite=True)
     assert keys_of(tmp_path / "new") == keys_of(source)
@@ -359,12 +354,12 @@ def test_executor_that_loses_a_task_publishes_nothing(source: str, tmp_path: Pat
 
 
 def test_job_killed_at_any_time_is_resumed_to_the_same_bytes(source: str, tmp_path: Path) -> None:
-    ss.reshard(source, tmp_path / "whole", max_samples=20, map=SlowDown)
+    ss.reshard(source, tmp_path / "whole", max_samples=20, map=SlowDown, version=1)
     command = [sys.executable, "-c", (
         "import sys, shardstream as ss\n"
         "from tests.packing.test_reshard import SlowDown\n"
         "if __name__ == '__main__':\n"
-        "    report = ss.reshard(sys.argv[1], sys.argv[2], max_samples=20, map=SlowDown)\n"
+        "    report = ss.reshard(sys.argv[1], sys.argv[2], max_samples=20, map=SlowDown, version=1)\n"
         "    print(report.kept)\n"
     ), source, str(tmp_path / "new")]  # fmt: skip
     for wanted in (2, 5):
@@ -414,132 +409,63 @@ def test_runs_cover_all_sizes_and_none_could_be_longer(
             assert len(run) == max_samples or sum(flat[first : last + 1]) > max_bytes
 
 
-def add_number(sample: dict[str, Any], n: int, words: frozenset[str] = frozenset()) -> Any:
-    return {**sample, "cls": n, "json": sorted(words)}
-
-
-@dataclass
-class AddNumber:
-    n: int
-
-    def __call__(self, sample: dict[str, Any]) -> Any:
-        return add_number(sample, self.n)
-
-
-class Numbers:
-    """Instances hold their number; its name is not that of an attribute of the class."""
+class Adds:
+    """Instances have one name, whatever they hold."""
 
     def __init__(self, n: int) -> None:
-        self.array = np.full(3, n)
+        self.n = n
 
-    def add(self, sample: dict[str, Any]) -> Any:
-        return add_number(sample, int(self.array[0]))
-
-
-def closed_over(n: int) -> Any:
-    return lambda sample: add_number(sample, n)
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        if self.n < 0 and sample["__key__"] == "0077":
+            raise ValueError("stopped")
+        return {**sample, "cls": abs(self.n)}
 
 
-class Wrapped:
-    """Instances have the name of the function that they call."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
-
-    def __call__(self, sample: dict[str, Any]) -> Any:
-        return self.function(sample)
+def classes_of(folder: Path) -> set[bytes]:
+    return {sample["cls"] for sample in ss.ShardMapDataset(str(folder))}
 
 
-def add_match(sample: dict[str, Any], pattern: re.Pattern[str]) -> Any:
-    return add_number(sample, int(pattern.pattern))
-
-
-def with_cache(n: int) -> Any:
-    number = functools.cache(lambda: n)
-    return lambda sample: add_number(sample, number())
-
-
-def local_class(n: int) -> Any:
-    class Local:
-        def __call__(self, sample: dict[str, Any]) -> Any:
-            return add_number(sample, n)
-
-    return Local
-
-
-class WithMethod:
-    """Subclasses share the method."""
-
-    n = 0
-
-    @classmethod
-    def add(cls, sample: dict[str, Any]) -> Any:
-        return add_number(sample, cls.n)
-
-
-def without_source(n: int) -> Any:
-    found: dict[str, Any] = {"add_number": add_number}
-    exec(f"def add(sample): return add_number(sample, {n})", found)  # noqa: S102  (as a notebook)
-    return found["add"]
-
-
-IN_ONE_LINE = (lambda sample: add_number(sample, 1)), (lambda sample: add_number(sample, 2))
-
-
-MAKERS: dict[str, Callable[[int], Any]] = {
-    "partial": lambda n: partial(add_number, n=n, words=frozenset("abcdefgh")),
-    "partial of a partial": lambda n: partial(partial(add_number, n=n)),
-    "instance": AddNumber,
-    "bound method": lambda n: Numbers(n).add,
-    "closure": closed_over,
-    "default": lambda n: lambda sample, n=n, _rest=...: add_number(sample, n),
-    "pattern": lambda n: partial(add_match, pattern=re.compile(str(n))),
-    "wrapped": lambda n: Wrapped(closed_over(n)),
-    "cached": with_cache,
-    "local class": local_class,
-    "class method": lambda n: type("WithNumber", (WithMethod,), {"n": n}).add,  # type: ignore[attr-defined]
-    "lambda of a shared line": lambda n: IN_ONE_LINE[n - 1],
-    "without source": without_source,
-}
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_functions_that_hold_other_values_are_other_jobs(
-    kind: str, source: str, tmp_path: Path
-) -> None:
-    dest = tmp_path / "new"
-    for part, n in ((1, 1), (2, 1)):
-        executor = ss.tasks.Parts(part, 3)
-        ss.reshard(source, dest, map=MAKERS[kind](n), max_samples=5, executor=executor)
-    with pytest.raises(ss.errors.OptionError, match="map was .*, now "):
-        ss.reshard(source, dest, map=MAKERS[kind](2), max_samples=5, executor=ss.tasks.Parts(3, 3))
-    lock = threading.Lock()
-    with pytest.raises(ss.errors.OptionError, match="map was .*, now "):  # what cannot be compared
-        ss.reshard(source, dest, map=lambda sample: (lock, sample)[1], max_samples=5)
-
-
-def test_functions_with_equal_values_are_one_job_in_all_processes(
+def test_stopped_job_with_functions_and_no_version_begins_again(
     source: str, tmp_path: Path
 ) -> None:
-    code = """
-import sys
-import shardstream as ss
-from tests.packing.test_reshard import MAKERS
-source, dest, part = sys.argv[1:]
-for kind in MAKERS:
-    executor = ss.tasks.Parts(int(part), 2)
-    ss.reshard(source, f"{dest}/{kind}", map=MAKERS[kind](1), max_samples=120, executor=executor)
-"""
-    for part in ("1", "2"):
-        subprocess.run(
-            [sys.executable, "-c", code, source, str(tmp_path), part],
-            env={**os.environ, "PYTHONHASHSEED": part},
-            cwd=ROOT,
-            check=True,
-        )
-    for kind in MAKERS:
-        assert ss.merge(tmp_path / kind).samples == NSAMPLES
+    dest = tmp_path / "new"
+    for executor in (None, ss.tasks.LocalExecutor(processes=2)):
+        options: dict[str, Any] = {"max_samples": 20, "executor": executor, "overwrite": True}
+        with pytest.raises(ss.errors.SourceError, match="stopped"):
+            ss.reshard(source, dest, map=Adds(-1), **options)
+        assert list(dest.glob(".*part-0*.json"))
+        report = ss.reshard(source, dest, map=Adds(2), **(options | {"overwrite": False}))
+        assert (report.kept, classes_of(dest)) == (0, {b"2"})
+        assert keys_of(dest) == keys_of(source)
+
+
+def test_stopped_job_with_functions_goes_on_with_its_version_only(
+    source: str, tmp_path: Path
+) -> None:
+    dest = tmp_path / "new"
+    options: dict[str, Any] = {"max_samples": 20}
+    with pytest.raises(ss.errors.SourceError, match="stopped"):
+        ss.reshard(source, dest, map=Adds(-1), version=1, **options)
+    with pytest.raises(ss.errors.OptionError, match="version was 1, now 2"):
+        ss.reshard(source, dest, map=Adds(2), version=2, **options)
+    with pytest.raises(ss.errors.OptionError, match="steps was"):
+        ss.reshard(source, dest, map=double_bytes, version=1, **options)
+    assert ss.reshard(source, dest, map=Adds(1), version=1, **options).kept > 0
+    assert classes_of(dest) == {b"1"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"select": is_even}, {"map": double_bytes}, {"map": BatchModel, "batch_size": 2}]
+)
+def test_parts_with_functions_need_a_version(
+    options: dict[str, Any], source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ss.errors.OptionError, match="pass version= to reshard"):
+        ss.reshard(source, tmp_path / "new", executor=ss.tasks.Parts(1, 2), **options)
+    steps = ss.ShardDataset(source).decode(fields={"cls": len})
+    with pytest.raises(ss.errors.OptionError, match="pass version= to reshard"):
+        ss.reshard(steps, tmp_path / "new", executor=ss.tasks.Parts(1, 2))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("options", [["--seed", "7"], ["--shuffle", "--seed", "7"]], ids=str)

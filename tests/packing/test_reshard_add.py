@@ -168,6 +168,7 @@ def test_threads_share_no_sources(
             max_samples=60,
             add={memory_captions: ["txt"]},
             map=SlowMap,
+            version=1,
             executor=executor,
         )
 
@@ -215,7 +216,7 @@ def test_shards_are_filled_with_regard_to_the_added_fields(
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"seed": 3},
-    {"seed": 1, "select": is_even, "map": swap, "fields": ["bin", "note.txt"]},
+    {"seed": 1, "select": is_even, "map": swap, "version": 1, "fields": ["bin", "note.txt"]},
 ]
 
 
@@ -438,14 +439,15 @@ def test_tasks_are_small_whatever_the_number_of_keys(
 def test_job_killed_at_any_time_is_resumed_to_the_same_bytes(
     places: dict[str, str], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"max_samples": 20, "map": SlowDown, "add": places["captions"]}
+    options: dict[str, Any] = {"max_samples": 20, "map": SlowDown, "version": 1}
+    options["add"] = places["captions"]
     ss.reshard(places["train"], tmp_path / "whole", **options)
     command = [sys.executable, "-c", (
         "import sys, shardstream as ss\n"
         "from tests.packing.test_reshard_add import SlowDown\n"
         "if __name__ == '__main__':\n"
         "    source, dest, add = sys.argv[1:]\n"
-        "    print(ss.reshard(source, dest, max_samples=20, map=SlowDown, add=add).kept)\n"
+        "    print(ss.reshard(source, dest, max_samples=20, map=SlowDown, version=1, add=add).kept)\n"
     ), places["train"], str(tmp_path / "new"), places["captions"]]  # fmt: skip
     for wanted in (1, 4):
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:

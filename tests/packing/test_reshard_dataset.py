@@ -116,7 +116,9 @@ def test_samples_are_those_of_the_dataset_with_any_executor(
     assert files_of(tmp_path / "shuffled") == files_of(tmp_path / "shuffled 2")
     dataset = make()
     for part in (2, 1):
-        ss.reshard(dataset, tmp_path / "parts", executor=ss.tasks.Parts(part, 2), **limits)
+        ss.reshard(
+            dataset, tmp_path / "parts", executor=ss.tasks.Parts(part, 2), version=1, **limits
+        )
         next(iter(dataset))  # a used dataset is the same source
         dataset.set_epoch(3 * (name == "epoch"))
     ss.merge(tmp_path / "parts")
@@ -228,7 +230,7 @@ def test_step_that_ends_early_is_an_error(images: str, tmp_path: Path) -> None:
 def test_steps_with_other_values_are_another_job(images: str, tmp_path: Path) -> None:
     for part, text, seed in ((1, "a", 0), (2, "b", 0), (2, "a", 1)):
         dataset = ss.ShardDataset(images, seed=seed).map(partial(add_text, text=text))
-        write = partial(ss.reshard, dataset, tmp_path / "new", max_samples=8)
+        write = partial(ss.reshard, dataset, tmp_path / "new", max_samples=8, version=1)
         if part == 1:
             write(executor=ss.tasks.Parts(1, 2))
             continue
@@ -240,7 +242,7 @@ def write_a_part(images: str, dest: str, part: str) -> None:
     dataset = ss.ShardDataset(images).decode(only=("cls", "json"), masks=("a.png", "b.png"))
     dataset = dataset.rename(True, **{"label.json": "json"}).select(is_even)
     dataset = dataset.map(partial(add_text, text="a"))
-    ss.reshard(dataset, dest, executor=ss.tasks.Parts.parse(part), max_samples=20)
+    ss.reshard(dataset, dest, executor=ss.tasks.Parts.parse(part), max_samples=20, version=1)
 
 
 def test_equal_steps_are_one_job_in_all_processes(images: str, tmp_path: Path) -> None:

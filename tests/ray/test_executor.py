@@ -246,7 +246,7 @@ def test_killed_driver_is_resumed_to_the_same_bytes(
         "def slow(sample):\n"
         "    time.sleep(0.02)\n"
         "    return sample\n"
-        "report = ss.reshard(sys.argv[1], sys.argv[2], max_samples=10, map=slow, executor=ss.ray.RayExecutor(sys.argv[3]))\n"
+        "report = ss.reshard(sys.argv[1], sys.argv[2], max_samples=10, map=slow, version=1, executor=ss.ray.RayExecutor(sys.argv[3]))\n"
         "print(report.kept)\n"
     )
     script = tmp_path / "job.py"

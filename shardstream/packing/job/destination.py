@@ -155,7 +155,7 @@ class Found:
 
     Args:
         journal: Whose journal is there, if any; "writer" also if a `ShardWriter` is to write, which resumes nothing; "samples" if it is of a
-            stopped job with the same options whose source has no identity, as samples from Python.
+            stopped job with the same options whose source has no identity: samples from Python, or functions without a version.
         manifest: Whether a dataset is published there.
         is_of_journal: Whether the job of the journal has published it.
         shards: Whether there are shards with names that the job writes.
@@ -462,8 +462,9 @@ def _refusal_error(
         )
     if refusal == "samples":
         return OptionError(
-            "a run that was stopped at its end has published samples from Python here, which have no identity: complete it with merge "
-            "(shardstream merge) of this folder, or, with splits, of the folder above it; or replace it with overwrite=True (--overwrite)",
+            "a run that was stopped at its end has published a dataset here, and samples from Python, or functions without version=, have no "
+            "identity: complete it with merge (shardstream merge) of this folder, or, with splits, of the folder above it; or replace it with "
+            "overwrite=True (--overwrite)",
             shard=names.folder,
         )
     if refusal == "shards":

@@ -128,7 +128,7 @@ def combine_results(results: Iterable[PartResult]) -> PartResult:
         skipped=tuple(skipped),
         columns=tuple(columns),
         column_bytes=tuple(column_bytes),
-        warnings=tuple(warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
     )
 
 

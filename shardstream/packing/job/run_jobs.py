@@ -153,13 +153,19 @@ def run_jobs(
         stream: The samples of all jobs, if their parts are written in this process, instead of their works.
 
     Raises:
-        OptionError: If another dataset or job is in a folder, an earlier run skipped records, or ``overwrite`` is used with `Parts`.
+        OptionError: If another dataset or job is in a folder, an earlier run skipped records, or ``overwrite``, or a source without identity, is
+            used with `Parts`.
         StorageError: If a folder cannot be reached, or another job takes it over.
     """
     if isinstance(executor, Parts) and overwrite:
         raise OptionError(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
+        )
+    if isinstance(executor, Parts) and jobs[0].job.source is None:
+        raise OptionError(
+            "functions cannot be compared, so parts cannot tell whether they run the same job: pass version= to reshard, and another one when "
+            "a function changes"
         )
     begin_s, keeps_skips = time.monotonic(), jobs[0].skips or not overwrite
     part_jobs = [one.job for one in jobs]
