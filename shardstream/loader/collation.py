@@ -210,10 +210,8 @@ def _check_alike(values: Sequence[Any], name: str, items: Sequence[Any]) -> None
 
 
 def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Allocate a batch, shape (count, …); in torch's shared memory if a worker has no ring for it."""
-    worker = get_worker_info()
-    has_ring = worker is not None and getattr(worker.dataset, "rings", None)
-    if worker is None or (has_ring and count * like.nbytes <= MAX_TENSOR_BYTES):
+    """Allocate a batch, shape (count, …); in a worker, in torch's shared memory if it is too large for a ring."""
+    if get_worker_info() is None or count * like.nbytes <= MAX_TENSOR_BYTES:
         return like.new_empty((count, *like.shape))
     typed: Any = like._typed_storage()  # type: ignore[no-untyped-call]
     try:  # as torch's default_collate
