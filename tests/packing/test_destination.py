@@ -54,7 +54,7 @@ def fill(
         document = json.loads((path / JOURNAL_NAME).read_text())
         if manifest != "none":
             digest = sha256(data if manifest == "of the job" else b"").hexdigest()
-            document["published"] = {"sha256": digest, "skipped": [], "warnings": [], "others": {}}
+            document["published"] = {"sha256": digest, "skipped": [], "warnings": []}
         text = "{" if journal == "unreadable" else json.dumps(document)
         (path / JOURNAL_NAME).write_text(text)
     return folder

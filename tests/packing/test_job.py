@@ -562,7 +562,7 @@ def test_split_that_cannot_be_unpublished_is_named(
     """The store of one split fails after its manifest was written, and refuses all later requests."""
     (tmp_path / "t.csv").write_text("n\n" + "1\n" * 10)
     dest = tmp_path / "out"
-    (dest / "b" / "index.json" / "x").mkdir(parents=True)
+    (dest / "a" / "index.json" / "x").mkdir(parents=True)
 
     def fail(_folder: LocalFolder, name: str) -> None:
         raise StorageError("out of reach", shard=name)
@@ -571,12 +571,12 @@ def test_split_that_cannot_be_unpublished_is_named(
     command = ["pack", str(tmp_path / "t.csv"), str(dest), "--split", "a=0.5,b=0.5"]
     assert main(command) == 1
     shown_text = capsys.readouterr().err
-    assert f"{dest}/a is published already" in shown_text
+    assert f"{dest}/b is published already" in shown_text
     assert "run the same pack again" in shown_text
-    assert (dest / "a" / "index.json").is_file()
+    assert (dest / "b" / "index.json").is_file()
     monkeypatch.undo()
-    (dest / "b" / "index.json" / "x").rmdir()
-    (dest / "b" / "index.json").rmdir()
+    (dest / "a" / "index.json" / "x").rmdir()
+    (dest / "a" / "index.json").rmdir()
     assert main(command) == 0
     assert sum(shard.nsamples or 0 for shard in locate_shards([f"{dest}/a", f"{dest}/b"], Storage()).shards) == 10  # fmt: skip
 

@@ -208,7 +208,8 @@ def test_no_split_is_published_where_another_was_not_begun(photos: str, tmp_path
     assert not list(tmp_path.rglob("index.json"))
     kept.rename(tmp_path / "val")
     ss.merge(tmp_path / "val")
-    assert ss.merge(tmp_path).splits[0].url.endswith("/train")  # the other is published
+    splits = ss.merge(tmp_path).splits  # the other is published already
+    assert [one.url.rpartition("/")[2] for one in splits] == ["train", "val"]
 
 
 def test_merge_leaves_other_jobs_in_the_folders_beside_the_splits_alone(
@@ -703,7 +704,7 @@ def test_publication_of_splits_that_was_stopped_goes_on(
         if not merge_stopped(dest, number, killed=killed, monkeypatch=monkeypatch):
             break
         # Between two manifests a killed process leaves one of them; an error leaves none.
-        assert published_in(dest) in (set(), {"a", "b"}, *[{"a"}] * killed)
+        assert published_in(dest) in (set(), {"a", "b"}, *[{"b"}] * killed)
         if not list(dest.rglob(".shardstream-pack-*")):
             with pytest.raises(ss.errors.OptionError, match="published already"):
                 ss.merge(dest)
@@ -736,13 +737,13 @@ def two_splits(photos: str, tmp_path: Path) -> Callable[[str], Path]:
     return run_parts
 
 
-def at_manifest_of_b(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
-    """Do something after the last manifest is written."""
+def at_manifest_of_a(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do something after the last manifest is written, which is that of the first split."""
     original = LocalFolder.write
 
     def write(self: LocalFolder, name: str, data: bytes) -> None:
         original(self, name, data)
-        if (name, self.url.rpartition("/")[2]) == ("index.json", "b"):
+        if (name, self.url.rpartition("/")[2]) == ("index.json", "a"):
             act()
 
     monkeypatch.setattr(LocalFolder, "write", write)
@@ -758,16 +759,16 @@ def test_split_that_is_published_stays_if_another_fails_again(
         raise StoppedError
 
     with monkeypatch.context() as patch:
-        at_manifest_of_b(patch, stop)
+        at_manifest_of_a(patch, stop)
         patch.setattr(LocalFolder, "remove", stop)  # as if the process was killed
         with pytest.raises(StoppedError):
             ss.merge(dest)
-    (dest / "b" / "index.json").unlink()
+    (dest / "a" / "index.json").unlink()
     with monkeypatch.context() as patch:
-        at_manifest_of_b(patch, stop)
+        at_manifest_of_a(patch, stop)
         with pytest.raises(StoppedError):
             ss.merge(dest)
-    assert published_in(dest) == {"a"}
+    assert published_in(dest) == {"b"}
     ss.merge(dest)
     assert files_of(dest) == files_of(clean)
 
@@ -778,7 +779,7 @@ def test_records_stay_if_another_process_removes_a_manifest_meanwhile(
     clean, dest = two_splits("clean"), two_splits("out")
     ss.merge(clean)
     with monkeypatch.context() as patch:
-        at_manifest_of_b(patch, (dest / "a" / "index.json").unlink)
+        at_manifest_of_a(patch, (dest / "b" / "index.json").unlink)
         with pytest.raises(ss.errors.StorageError, match=r"removed index\.json meanwhile"):
             ss.merge(dest)
     assert ss.merge(dest).samples == 60
@@ -806,7 +807,7 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
                 self: LocalFolder, name: str, *args: Any, original: Callable[..., None] = original
             ) -> None:
                 nonlocal is_killed
-                is_killed |= (original.__name__, name) == last and self.url.endswith("/b")
+                is_killed |= (original.__name__, name) == last and self.url.endswith("/a")
                 if is_killed:
                     raise StoppedError
                 original(self, name, *args)
@@ -854,22 +855,22 @@ class OvertakenExecutor:
         self.overtake()
 
 
-def test_pack_whose_dataset_another_process_publishes_first_reports_it(
+def test_pack_whose_dataset_another_process_publishes_first_changes_nothing(
     table: str, tmp_path: Path
 ) -> None:
     job: dict[str, Any] = {"max_samples": 20, "fields": {"txt": "caption"}, "columns": "txt"}
-    merging = OvertakenExecutor(lambda: ss.merge(tmp_path))
-    report = ss.pack(table, tmp_path, executor=merging, **job)
-    assert (report.samples, report.shards, report.fields) == (50, 3, {"txt": 50})
-    other = OvertakenExecutor(lambda: ss.pack([{"cls": 1}], tmp_path, overwrite=True))
-    with pytest.raises(
-        ss.errors.OptionError, match="another run has published another dataset here"
-    ):
-        ss.pack(table, tmp_path, executor=other, overwrite=True, **job)
-    assert len(ss.ShardDataset(str(tmp_path))) == 1
-    deleting = OvertakenExecutor(lambda: shutil.rmtree(tmp_path / "new"))
-    with pytest.raises(ss.errors.StorageError, match=r"journal of this pack .* was deleted"):
-        ss.pack(table, tmp_path / "new", executor=deleting, **job)
+    overtakes: dict[str, Callable[[], object]] = {
+        "merged": lambda: ss.merge(tmp_path / "merged"),
+        "other": lambda: ss.pack([{"cls": 1}], tmp_path / "other", overwrite=True),
+        "deleted": lambda: shutil.rmtree(tmp_path / "deleted"),
+    }
+    for name, overtake in overtakes.items():
+        executor = OvertakenExecutor(overtake)
+        with pytest.raises(ss.errors.StorageError, match=r"journal of this pack .* was deleted"):
+            ss.pack(table, tmp_path / name, executor=executor, **job)
+    assert len(ss.ShardDataset(str(tmp_path / "merged"))) == 50
+    assert len(ss.ShardDataset(str(tmp_path / "other"))) == 1
+    assert not (tmp_path / "deleted" / "index.json").exists()
 
 
 def test_shard_that_is_replaced_before_its_keys_are_compared_is_an_error(tmp_path: Path) -> None:

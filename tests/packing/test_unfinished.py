@@ -182,19 +182,27 @@ def test_splits_killed_between_two_journals_are_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
-    numbers = SamplesSource(samples=NUMBERS, fingerprint="50 numbers")
+    numbers, killed = SamplesSource(samples=NUMBERS, fingerprint="50 numbers"), tmp_path / "killed"
     with monkeypatch.context() as patched:
         patched.setattr(LocalFolder, "remove", lambda *_: None)
-        ss.pack(numbers, tmp_path, **options)
-    for path in (tmp_path / "train").glob(".shard*"):
+        ss.pack(numbers, killed, **options)
+    for path in (killed / "val").glob(".shard*"):
         path.unlink()
-    (tmp_path / "train" / "index.json").rename(tmp_path / "kept")
-    shutil.copy(tmp_path / "val" / "index.json", tmp_path / "train" / "index.json")
-    with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):  # another one
+    shutil.copytree(killed, tmp_path / "merged")
+    clean = {path.name: path.read_bytes() for path in killed.glob("*/[!.]*")}
+    assert ss.pack(numbers, killed, **options).samples == len(NUMBERS)
+    assert ss.merge(tmp_path / "merged").samples == len(NUMBERS)
+    for folder in (killed, tmp_path / "merged"):
+        assert {path.name: path.read_bytes() for path in folder.glob("*/*")} == clean
+
+
+def test_splits_of_which_a_later_one_is_another_dataset_are_not_completed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
+    numbers = SamplesSource(samples=NUMBERS, fingerprint="50 numbers")
+    ss.pack(numbers, tmp_path / "val")
+    with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):
         ss.pack(numbers, tmp_path, **options)
-    (tmp_path / "kept").rename(tmp_path / "train" / "index.json")
-    assert ss.pack(numbers, tmp_path, **options).samples == len(NUMBERS)
-    assert not list(tmp_path.glob("*/.shard*"))
+    assert not list(tmp_path.glob("**/.shard*"))
 
 
 def test_writer_without_samples_leaves_the_folder_unchanged(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from shardstream.packing.job.destination import (
     is_half_written,
     published_sha256,
 )
-from shardstream.packing.job.journal import Journal, Task, read_journal
+from shardstream.packing.job.journal import Journal, Published, Task, read_journal
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     JOURNAL_NAME,
@@ -203,40 +203,32 @@ def join(jobs: Sequence[PartJob], *, overwrite: bool) -> list[Claim]:
 
 def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> list[Claim]:
     claims: list[Claim] = []
-    refused: list[PartJob] = []
-    refusal: OptionError | None = None
     for job in jobs:
         try:
             claims.append(begin(job))
-        except OptionError as error:
-            refused.append(job)
-            refusal = error  # the last one: a publication that was stopped has left the journals of the last splits
-    if refusal is None:
-        return claims
-    tidied = [_tidied(job, claims) for job in refused]
-    if None in tidied:
-        for claim in claims:
-            claim.release()
-        raise refusal
-    by_folder = {one.destination.folder.url: one for one in (*claims, *filter(None, tidied))}
-    return [by_folder[job.names.folder] for job in jobs]
+        except OptionError:
+            # The first split is published last and keeps its journal longest: that of another one may be deleted already.
+            journal = None
+            if claims and claims[0].is_published:
+                journal = restore_journal(job.open_folder(), job.task, job.run)
+            if journal is None:
+                for claim in claims:
+                    claim.release()
+                raise
+            tidy = Destination(folder=journal.folder, names=job.names, action="tidy", files={})
+            claims.append(Claim(tidy, journal))
+    return claims
 
 
-def _tidied(job: PartJob, claims: Sequence[Claim]) -> Claim | None:
-    """Return the claim of a split that is published already with those of some claims, and whose journal is deleted."""
-    others = {
-        name: published
-        for claim in claims
-        if claim.is_published
-        for name, published in claim.journal.others.items()
-    }
-    published, folder = others.get(str(job.options.get("split_name"))), job.open_folder()
+def restore_journal(folder: OutputFolder, task: Task, run: str) -> Journal | None:
+    """Write the journal of a split again that was published with others, to be deleted with theirs; None if no dataset is there, or a journal."""
     files = folder.list_files()
-    if published is None or published.sha256 != published_sha256(folder, files):
+    if JOURNAL_NAME in files or MANIFEST_NAME not in files:
         return None
-    destination = Destination(folder=folder, names=job.names, action="tidy", files=files)
-    journal = Journal(folder=folder, task=job.task, run=job.run, published=published)
-    return Claim(destination, journal)
+    published = Published(sha256=published_sha256(folder, files))
+    journal = Journal(folder=folder, task=task, run=run, published=published)
+    journal.write()
+    return journal
 
 
 def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:

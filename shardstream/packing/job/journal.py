@@ -58,13 +58,11 @@ class Published:
         sha256: Hash of its ``index.json``.
         skipped: File or row, and reason, of each skipped record.
         warnings: Findings that may be mistakes.
-        others: The other splits that are published with it, by name: their journals may be deleted earlier.
     """
 
     sha256: str
     skipped: tuple[tuple[str, str], ...] = ()
     warnings: tuple[str, ...] = ()
-    others: Mapping[str, Published] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,11 +91,6 @@ class Journal:
     def is_of_writer(self) -> bool:
         """Whether a `ShardWriter` wrote it, which cannot be resumed."""
         return self.task == WRITER_TASK
-
-    @property
-    def others(self) -> Mapping[str, Published]:
-        """The other splits that are published with the dataset, by name."""
-        return {} if self.published is None else self.published.others
 
     def write(self) -> None:
         """Write the file over ``head``, which may be that of another run: this one owns the folder then.
@@ -135,7 +128,7 @@ class Journal:
                 owner = json.loads(data)["run"]
         if owner is None:
             raise StorageError(
-                "the journal of this pack or ShardWriter was deleted, by another one that has ended or by hand; "
+                "the journal of this pack or ShardWriter was deleted, by another one that has ended or by hand; check what is published there, or "
                 "start again with overwrite=True (--overwrite)",
                 shard=join_url(self.folder.url, name),
             )
@@ -214,7 +207,6 @@ def _decode_published(document: Any) -> Published:
         sha256=str(document["sha256"]),
         skipped=tuple((str(where), str(reason)) for where, reason in document["skipped"]),
         warnings=tuple(map(str, document["warnings"])),
-        others={str(name): _decode_published(one) for name, one in document["others"].items()},
     )
 
 

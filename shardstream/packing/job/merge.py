@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from shardstream.errors import NotFoundError, OptionError, UnfinishedError
 from shardstream.format import MANIFEST_NAME
-from shardstream.packing.job.destination import ShardNames, published_sha256
-from shardstream.packing.job.journal import Task, read_journal
+from shardstream.packing.job.claim import restore_journal
+from shardstream.packing.job.destination import ShardNames
+from shardstream.packing.job.journal import Journal, Task, read_journal
 from shardstream.packing.job.publish import Ready, no_job_error, publish
 from shardstream.packing.job.report import PackReport, combine_reports
 from shardstream.storage import Storage, is_journal, join_url, open_output_folder
@@ -38,9 +39,7 @@ def merge(
     splits = _find_splits(url, storage_options)
     if not splits:
         _refuse_published_splits(url, storage_options)
-    ready = [
-        Ready(open_output_folder(one, storage_options, None)) for one in splits or [url]
-    ] + _find_tidied(url, splits, storage_options)
+    ready = [Ready(open_output_folder(one, storage_options, None)) for one in splits or [url]]
     merged = publish(ready, storage_options)
     report = combine_reports("finished parts", merged, seconds=time.monotonic() - begin_s)
     if not splits:
@@ -50,18 +49,44 @@ def merge(
 
 
 def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[str]:
-    """Return the folders right under one that hold the splits of an unfinished job; none if it holds a dataset or a job itself."""
+    """Return the folders right under one that hold the splits of an unfinished job, in their order; none if it holds a dataset or a job itself.
+
+    Raises:
+        UnfinishedError: If a split was not begun.
+    """
     files = open_output_folder(url, storage_options, None).list_files()
     if MANIFEST_NAME in files or any(map(is_journal, files)):  # not a README or .DS_Store
         return []
-    splits = []
+    found: dict[str, Journal] = {}
     for name in _folders_in(url, Storage(storage_options)):
-        one = join_url(url, name)
-        folder = open_output_folder(one, storage_options, None)
+        folder = open_output_folder(join_url(url, name), storage_options, None)
         journal = read_journal(folder, folder.list_files())
         if journal is not None and journal.task.options.get("split_name") == name:
-            splits.append(one)
-    return splits
+            found[name] = journal
+    names: dict[str, None] = {}
+    for journal in found.values():
+        for name in journal.task.options["split_names"]:
+            if name not in found and name not in names:
+                _restore(join_url(url, name), name, journal, storage_options)
+            names[name] = None
+    return [join_url(url, name) for name in names]
+
+
+def _restore(
+    url: str, name: str, other: Journal, storage_options: Mapping[str, Any] | None
+) -> None:
+    """Write the journal of a split again that is published.
+
+    Raises:
+        UnfinishedError: If it was not begun.
+    """
+    task = Task(source=other.task.source, options={**other.task.options, "split_name": name})
+    folder = open_output_folder(url, storage_options, None)
+    if restore_journal(folder, task, other.run) is None:
+        raise UnfinishedError(
+            f"no part of the split {name} has been run; run the parts again (finished shards are kept), then merge",
+            shard=url,
+        )
 
 
 def _folders_in(url: str, storage: Storage) -> list[str]:
@@ -83,44 +108,3 @@ def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None
                 shard=url,
             )
     raise no_job_error(url, {}, None)  # before a lock would create the folder
-
-
-def _find_tidied(
-    parent: str, urls: Sequence[str], storage_options: Mapping[str, Any] | None
-) -> list[Ready]:
-    """Return the splits of a job that a killed process has published, and whose journals it has deleted already.
-
-    Args:
-        parent: Folder of all splits.
-        urls: Folders of the splits that have journals.
-        storage_options: ``storage_options`` of fsspec.
-
-    Raises:
-        UnfinishedError: If a split was not begun.
-    """
-    found: dict[str, Ready] = {}
-    for url in urls:
-        folder = open_output_folder(url, storage_options, None)
-        journal = read_journal(folder, folder.list_files())
-        if journal is None:
-            continue
-        for name in journal.task.options.get("split_names", ()):
-            other = join_url(parent, name)
-            if other in urls or other in found:
-                continue
-            place = open_output_folder(other, storage_options, None)
-            digest = published_sha256(place, place.list_files())
-            if not digest:
-                raise UnfinishedError(
-                    f"no part of the split {name} has been run; run the parts again (finished shards are kept), then merge",
-                    shard=other,
-                )
-            published = journal.others.get(name)
-            if published is not None and published.sha256 == digest:  # not replaced since
-                task = Task(
-                    source=journal.task.source,
-                    options={**journal.task.options, "split_name": name},
-                )
-                ended = replace(journal, folder=place, task=task, published=published)
-                found[other] = Ready(place, journal=ended)
-    return [*found.values()]

@@ -29,7 +29,7 @@ from shardstream.packing.job.destination import (
     published_sha256,
     remove_replaced,
 )
-from shardstream.packing.job.journal import Journal, Published, read_journal
+from shardstream.packing.job.journal import Journal, Published, Task, read_journal
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
     decode_hashes,
@@ -68,10 +68,6 @@ class Ready(NamedTuple):
     """Identity of its job; None: any."""
     parts: int = 0
     """Number of its parts; 0: that in the journal."""
-    journal: Journal | None = None
-    """Its journal as it was, if another process may have published the dataset, and deleted the journal, meanwhile."""
-    results: Mapping[int, PartResult] = {}
-    """What the parts have written, by number, if that is known; else the journal says what is published."""
 
 
 def publish(ready: Sequence[Ready], storage_options: Mapping[str, Any] | None) -> list[PackReport]:
@@ -87,8 +83,9 @@ def publish_locked(
 ) -> list[PackReport]:
     """Publish datasets together: no manifest is written before all are checked, and an error removes those that are.
 
-    Before the first manifest, all journals name the manifests that follow. A run that is killed in between is completed by the same
-    command, or by `merge`: until the last manifest is written, all records are there.
+    Before the first manifest, each journal gets the hash of its own. A run that is killed in between is completed by the same
+    command, or by `merge`: until the last manifest is written, which is that of the first dataset, all records are there, and until all others
+    are tidied up, the journal of the first.
 
     Returns:
         A report for each dataset, of all of its parts.
@@ -103,17 +100,17 @@ def publish_locked(
     storage = Storage(storage_options)
     found = list(map(_checked, ready))
     for one in found:
-        one.announce(found)
+        one.announce()
     try:
         for one in found:
             one.write_files()
-        for one in found:
+        for one in reversed(found):
             one.write_manifest()
     except BaseException as error:
         for one in found:
             one.unpublish(error)
         raise
-    for one in found:
+    for one in reversed(found):
         one.tidy()
     for one in found:
         classes = one.journal.task.options["extras"].get(CLASSES_NAME)
@@ -136,7 +133,6 @@ class _Publication:
         published: What its journal says of it, once it is announced.
         report: Its report.
         is_published: Whether the manifest was there before.
-        is_tidied: Whether another process has published it and deleted the files of the job.
     """
 
     folder: OutputFolder
@@ -147,18 +143,12 @@ class _Publication:
     published: Published
     report: PackReport
     is_published: bool
-    is_tidied: bool
 
-    def announce(self, together: Sequence[_Publication]) -> None:
-        """Write to the journal which manifests follow, and what the records say that are deleted after them."""
-        if self.is_published:
-            return
-        others: dict[str, Published] = {}
-        for one in together:
-            if one is not self:
-                others[one.journal.task.options["split_name"]] = replace(one.published, others={})
-        self.journal.published = replace(self.published, others=others)
-        self.journal.write()
+    def announce(self) -> None:
+        """Write to the journal which manifest follows, and what the records say that are deleted after it."""
+        if not self.is_published:
+            self.journal.published = self.published
+            self.journal.write()
 
     def write_files(self) -> None:
         """Write the small files next to the manifest, and delete the shards of an earlier dataset."""
@@ -201,8 +191,6 @@ class _Publication:
         Raises:
             StorageError: If the manifest is gone: another process of the job could not publish another split.
         """
-        if self.is_tidied:
-            return
         if not (self.is_published or self.manifest_files.are_there()):
             raise StorageError(
                 "another process of this job has failed and removed index.json meanwhile; run this again",
@@ -218,11 +206,8 @@ def _checked(ready: Ready) -> _Publication:
     folder, url = ready.folder, ready.folder.url
     files = folder.list_files()
     journal = read_journal(folder, files)
-    is_tidied = journal is None and ready.journal is not None
-    if journal is None and ready.journal is not None:
-        journal = _tidied(ready, ready.journal, files)
-    if journal is not None and ready.run not in (None, journal.run):
-        replace(journal, run=ready.run).check_owner()
+    if ready.run is not None and (journal is None or journal.run != ready.run):
+        Journal(folder=folder, task=Task(source=None, options={}), run=ready.run).check_owner()
     if journal is None or journal.is_of_writer:
         raise no_job_error(url, files, journal)
     published, options = journal.published, journal.task.options
@@ -263,33 +248,7 @@ def _checked(ready: Ready) -> _Publication:
         published=published,
         report=report,
         is_published=is_published,
-        is_tidied=is_tidied,
     )
-
-
-def _tidied(ready: Ready, journal: Journal, files: Collection[str]) -> Journal:
-    """Return the journal of a dataset that another process of the job has published, as it was before it was deleted.
-
-    Raises:
-        OptionError: If another dataset is published.
-        StorageError: If none is.
-    """
-    published, options = journal.published, journal.task.options
-    if ready.parts:
-        result = combine_results(ready.results[number] for number in sorted(ready.results))
-        manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
-        new = ManifestFiles(ready.folder, manifest, files, journal.check_owner)
-        published = _published(options, result, new)
-    found = published_sha256(ready.folder, files)
-    if not found:
-        journal.check_owner()  # tells that the journal was deleted
-    if published is None or published.sha256 != found:
-        raise OptionError(
-            "another run has published another dataset here meanwhile, so this one is not published; replace it with overwrite=True "
-            "(--overwrite), or write elsewhere",
-            shard=join_url(ready.folder.url, MANIFEST_NAME),
-        )
-    return replace(journal, published=published)
 
 
 def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:

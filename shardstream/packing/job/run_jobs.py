@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from shardstream.errors import OptionError
@@ -89,14 +89,12 @@ class _JobRun:
         claim: Its destination.
         has_records: Whether there were records of parts before.
         parts: Number of its parts that are known so far; 0 if its dataset was published before.
-        results: What the parts have written, by their numbers.
     """
 
     split: SplitJob
     claim: Claim
     has_records: bool
     parts: int = 0
-    results: dict[int, PartResult] = field(default_factory=dict)
 
     def check_published(self) -> bool:
         """Return whether the dataset is published already.
@@ -129,8 +127,7 @@ class _JobRun:
 
     def ready(self) -> Ready:
         """Return what is to be published."""
-        folder, journal = self.claim.destination.folder, self.claim.journal
-        return Ready(folder, journal.run, self.parts, journal=journal, results=self.results)
+        return Ready(self.claim.destination.folder, self.claim.journal.run, self.parts)
 
 
 def run_jobs(
@@ -237,13 +234,8 @@ def _run_tasks(
                 run.parts = number + 1
                 yield PartTask(files=run.files(number, of), work=work, keeps_skips=keeps_skips)
 
-        def count(
-            task: Task, document: Mapping[str, JSON], split: int = split, run: _JobRun = run
-        ) -> None:
-            result = PartResult.decode(document)
-            if isinstance(task, PartTask):
-                run.results[task.files.record.number] = result
-            counts.add(result, split, is_kept=bool(document["kept"]))
+        def count(_: Task, document: Mapping[str, JSON], split: int = split) -> None:
+            counts.add(PartResult.decode(document), split, is_kept=bool(document["kept"]))
 
         executor.run(tasks(), count)
 
@@ -323,7 +315,6 @@ class _PartsHere:
         if result is None or (result.skipped and not self._keeps_skips):
             return None
         run.parts = max(run.parts, number + 1)
-        run.results[number] = replace(result, key_hashes="")
         self._counts.add(result, job, is_kept=True)
         return result
 
@@ -344,7 +335,7 @@ class _PartsHere:
 
         def end() -> PartResult:
             with closing(writer):
-                return replace(files.end(folder, writer, written), key_hashes="")
+                return files.end(folder, writer, written)
 
         result = self._pool.submit(end)
         del self._open[part.job]
@@ -355,5 +346,4 @@ class _PartsHere:
         """Wait until at most ``most`` parts are not recorded, and count those that are."""
         while len(self._ending) > most or (self._ending and self._ending[0].result.done()):
             part, future, has_counted_samples = self._ending.popleft()
-            result = self._runs[part.job].results[part.number] = future.result()
-            self._counts.add(result, part.job, has_counted_samples=has_counted_samples)
+            self._counts.add(future.result(), part.job, has_counted_samples=has_counted_samples)
