@@ -1,6 +1,5 @@
 """Map sample numbers to byte ranges of shards and of loose files."""
 
-from shardstream.catalog.choose import choose_samples
 from shardstream.catalog.class_names import (
     Classes,
     ClassNames,
@@ -10,7 +9,7 @@ from shardstream.catalog.class_names import (
     read_classes,
     warn_of_difference,
 )
-from shardstream.catalog.conditions import Keys, Where, find_where, read_columns
+from shardstream.catalog.conditions import Keys, Where, choose_samples, find_where, read_columns
 from shardstream.catalog.inspect import (
     Listing,
     class_name,

@@ -1,4 +1,4 @@
-"""Find samples by keys and by a condition on columns."""
+"""Choose samples by number, by key, or by a condition on columns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from shardstream.catalog.class_names import read_classes
 from shardstream.catalog.shard_catalog import ShardCatalog
-from shardstream.errors import ManifestError, OptionError, StorageError, how_to_install
+from shardstream.errors import ManifestError, OptionError, StorageError, how_to_install, plural
 from shardstream.format import KEY_COLUMN, import_parquet, is_reserved_column
-from shardstream.samples import Numbers, Samples
+from shardstream.samples import Choice, Numbers, Samples, Subset, select_subset
 from shardstream.storage import Storage, Urls, locate_shards, parent_url
 
 if TYPE_CHECKING:
@@ -53,6 +53,45 @@ def read_columns(
     """
     storage = Storage(storage_options, filesystem)
     return ShardCatalog(locate_shards(urls, storage), storage).read_columns(columns)
+
+
+def choose_samples(
+    samples: Samples,
+    subset: Choice | None = None,
+    keys: Keys | None = None,
+    where: Where | None = None,
+) -> Samples:
+    """Return the samples that a user chose by number, by key, by a condition on columns, or by both.
+
+    Raises:
+        OptionError: If an argument is invalid or chooses no sample, or the shards have no columns; see `select_subset`, `find_keys` and
+            `find_where`.
+        StorageError: If a file cannot be read.
+    """
+    if isinstance(subset, str | os.PathLike) and os.fspath(subset).lower().endswith(".txt"):
+        if keys is not None:
+            raise OptionError("give subset= or keys=, not both")
+        subset, keys = None, subset
+    if subset is not None and keys is not None:
+        raise OptionError("give subset= or keys=, not both")
+    if subset is None and keys is None and where is None:
+        return samples
+    matching = None if where is None else find_where(samples, where)
+    if matching is not None and not len(matching):
+        raise OptionError(f"where={str(where)!r} chooses no sample")
+    if keys is not None:
+        subset = find_keys(samples, keys)
+    if subset is None and matching is not None:
+        return Subset(samples, matching)
+    chosen = select_subset(samples, slice(None) if subset is None else subset)
+    if matching is None:
+        return chosen
+    numbers = chosen.numbers[np.isin(chosen.numbers, matching)]
+    if not len(numbers):
+        raise OptionError(
+            f"where={str(where)!r} chooses none of the {plural(len(chosen), 'sample')} of subset= or keys="
+        )
+    return Subset(samples, numbers)
 
 
 def find_keys(samples: Samples, keys: Keys) -> Numbers:

@@ -1,4 +1,4 @@
-"""Define samples that are byte ranges of shards."""
+"""Define what fetchers need of samples that are byte ranges of shards."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from shardstream.format import Buffer
 from shardstream.samples import Numbers, Samples
@@ -37,7 +35,7 @@ class IndexChunk(NamedTuple):
 
 
 class ByteRanges(Samples):
-    """Samples that are byte ranges of shards, as fetchers need them; see `Catalog`."""
+    """What fetchers need of samples that are byte ranges of shards; see `Catalog`, which chooses one of the fetchers."""
 
     threads: int = DEFAULT_REQUESTS
     """Requests in flight in each process at the start; they are adapted, up to 32. A mix starts with 24 for all its parts."""
@@ -71,20 +69,6 @@ class ByteRanges(Samples):
         Raises:
             StorageError: If they cannot be read.
         """
-
-    def find_shards(self, numbers: Numbers) -> Numbers:
-        """Return the shard of each sample, shape (n,); by default those of `extents`."""
-        return self.extents(numbers % max(1, len(self))).shards
-
-    def place_of(self, number: int) -> tuple[str, int | None]:
-        """Return the URL of a sample's shard, and its offset there."""
-        extents = self.extents(np.array([number % len(self)]))
-        return self.url_of(int(extents.shards[0])), int(extents.starts[0])
-
-    def sizes(self, numbers: Numbers) -> Numbers:
-        """Return the bytes of each sample, shape (n,)."""
-        extents = self.extents(numbers % max(1, len(self)))
-        return extents.ends - extents.starts
 
     def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:  # noqa: ARG002
         """Return the parts of indexes that `extents` needs for some samples; by default none.

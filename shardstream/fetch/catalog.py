@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from shardstream.fetch.byte_ranges import FAR_READ_RATIO, ByteRanges
 from shardstream.fetch.local import LARGE_BYTES, LargeSampleFetcher, LocalFetcher, Readahead
 from shardstream.fetch.remote import BatchFetcher, RangeFetcher
@@ -18,6 +20,20 @@ class Catalog(ByteRanges):
     catalog over another storage format creates these bytes in `fetch` and chooses its own unit as a shard.
     `shardstream.testing.check_catalog` checks an implementation.
     """
+
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,); by default those of `extents`."""
+        return self.extents(numbers % max(1, len(self))).shards
+
+    def place_of(self, number: int) -> tuple[str, int | None]:
+        """Return the URL of a sample's shard, and its offset there."""
+        extents = self.extents(np.array([number % len(self)]))
+        return self.url_of(int(extents.shards[0])), int(extents.starts[0])
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Return the bytes of each sample, shape (n,)."""
+        extents = self.extents(numbers % max(1, len(self)))
+        return extents.ends - extents.starts
 
     def open_fetcher(
         self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None

@@ -45,18 +45,20 @@ class Readahead:
         self._catalog = catalog
         self._upcoming = upcoming
         self._budget = budget_bytes if catalog.can_coalesce else 0
-        self._used_bytes = self._requested_bytes = 0
+        self.used_bytes = 0
+        """Bytes of the samples that were read."""
+        self._requested_bytes = 0
         self._page_faults = page_faults()
         self.has_waited = False
         """Whether the thread had a major page fault."""
 
-    def record_read(self, nbytes: int) -> None:
+    def record_read(self, extents: Extents) -> None:
         """Count used bytes, and request the next groups within the budget."""
-        self._used_bytes += nbytes
+        self.used_bytes += int((extents.ends - extents.starts).sum())
         faults = page_faults()
         self.has_waited = self.has_waited or faults > self._page_faults
         self._page_faults = faults
-        while self.has_waited and self._requested_bytes < self._used_bytes + self._budget:
+        while self.has_waited and self._requested_bytes < self.used_bytes + self._budget:
             numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
             if not len(numbers):
                 self._budget = 0
@@ -66,7 +68,7 @@ class Readahead:
     def _advise(self, numbers: Numbers) -> None:
         extents = self._catalog.extents(numbers % max(1, len(self._catalog)))
         self._requested_bytes += int((extents.ends - extents.starts).sum())
-        if self._requested_bytes <= self._used_bytes:  # used already, before the first page fault
+        if self._requested_bytes <= self.used_bytes:  # used already, before the first page fault
             return
         for span in coalesce(extents):
             tar = self._catalog.map_shard(span.shard)
@@ -91,7 +93,6 @@ class LocalFetcher(Fetcher):
 
     def __init__(self, catalog: ByteRanges, readahead: Readahead) -> None:
         self._catalog, self._readahead = catalog, readahead
-        self._read_bytes = 0
         self._nsamples = max(1, len(catalog))
 
     def samples(self, numbers: Numbers) -> Rows:
@@ -101,7 +102,7 @@ class LocalFetcher(Fetcher):
         extents = self._catalog.extents(numbers % self._nsamples)
         found = self._read(*extents)
         self._catalog.check_unchanged(set(extents.shards.tolist()))
-        self._record_read(extents)
+        self._readahead.record_read(extents)
         return found
 
     def find(self, numbers: Numbers) -> MappedSamples | None:
@@ -113,14 +114,9 @@ class LocalFetcher(Fetcher):
         found = find_samples(self._shard_slices(extents, by_shard))
         if found is None:
             return None
-        self._record_read(extents)
+        self._readahead.record_read(extents)
         found = found.restore_order(by_shard)
         return MappedSamples(found, extents.shards, self._catalog.check_unchanged)
-
-    def _record_read(self, extents: Extents) -> None:
-        nbytes = int((extents.ends - extents.starts).sum())
-        self._read_bytes += nbytes
-        self._readahead.record_read(nbytes)
 
     def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Rows:
         if not is_worth_vectorizing(len(shards), len(set(shards.tolist()))):
@@ -147,7 +143,7 @@ class LocalFetcher(Fetcher):
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
-        return {"read_bytes": self._read_bytes}
+        return {"read_bytes": self._readahead.used_bytes}
 
 
 class LargeSampleFetcher(LocalFetcher):

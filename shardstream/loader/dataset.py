@@ -200,10 +200,8 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         )
 
     def __repr__(self) -> str:
-        source = self.pipeline.source.indexed
-        held = "streams" if source is None else source.summary
         steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
-        return f"{type(self).__name__}({held}){steps}"
+        return f"{type(self).__name__}({self.pipeline.source.summary}){steps}"
 
     def _repr_html_(self) -> str:
         source = self.pipeline.indexed_source

@@ -92,6 +92,8 @@ class EpochPlan:
         self.order = order
         self.epoch = epoch
         self.passes = 1  # a mix repeats its parts, and each pass has its own sample numbers
+        if not order.shuffle:
+            return  # nothing is random
         self._blocks, self._short = divmod(order.nsamples, order.block)
         key = derive_key(order.seed, epoch)
         self._block_key = derive_key(key, _BLOCK_ORDER)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.permutation import Ints
 
 Remainder = Literal["pad", "drop", "keep"]
+_Place = TypeVar("_Place", int, Ints)
 
 _MIN_BUSY_WORKERS = 0.8  # share of the workers' turns without a gap
 
@@ -218,11 +219,10 @@ class WorkerSteps:
 
     def __getitem__(self, place: int | slice) -> int | Ints:
         if isinstance(place, slice):
-            return self._steps(np.arange(*place.indices(self._length), dtype=np.int64))
+            return self._step(np.arange(*place.indices(self._length), dtype=np.int64))
         if not 0 <= place < self._length:
             raise IndexError(place)
-        cycle, turn = divmod(self._first + place, self._own)
-        return cycle * self._cycle + turn * self._num_workers + self._worker
+        return self._step(place)
 
     @property
     def num_full(self) -> int:
@@ -242,10 +242,9 @@ class WorkerSteps:
     def _count(self, steps: int) -> int:
         return len(range(self._worker, steps, self._num_workers))
 
-    def _steps(self, places: Ints) -> Ints:
-        cycle, turn = np.divmod(self._first + places, self._own)
-        steps: Ints = cycle * self._cycle + turn * self._num_workers + self._worker
-        return steps
+    def _step(self, place: _Place) -> _Place:
+        cycle, turn = divmod(self._first + place, self._own)
+        return cycle * self._cycle + turn * self._num_workers + self._worker
 
 
 def _tail_range(samples_left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:

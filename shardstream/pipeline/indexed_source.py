@@ -130,11 +130,6 @@ class IndexedSource(Source):
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
         return self.samples.checksums
 
-    @property
-    def indexed(self) -> IndexedSource:
-        """This source."""
-        return self
-
     @abstractmethod
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""

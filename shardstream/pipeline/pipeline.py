@@ -41,7 +41,7 @@ class Pipeline:
         new = self.stages[len(self.steps) :]
         if new:
             object.__setattr__(self, "steps", (*self.steps, *map(describe, new)))
-        source = self.source.indexed
+        source = self.source if isinstance(self.source, IndexedSource) else None
         for stage in self.stages:
             if not isinstance(stage, ItemStage):  # the stage may change the number of items
                 source = None
@@ -100,8 +100,9 @@ class Pipeline:
         """
         described: State = {"seed": self.source.seed, "shuffle": self.source.shuffle}
         described |= {"stages": list(self.steps)} if steps else {}
-        if (source := self.source.indexed) is not None:
-            described |= {"window": source.options.window, "block": source.options.block}
+        if isinstance(self.source, IndexedSource):
+            options = self.source.options
+            described |= {"window": options.window, "block": options.block}
         return described | self.source.describe(steps=steps)
 
     def context(self, worker_info: WorkerInfo, epoch: int) -> Context:

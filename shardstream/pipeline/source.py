@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.storage import Storage
-
-if TYPE_CHECKING:
-    from shardstream.pipeline.indexed_source import IndexedSource
 
 
 class Source(ABC):
@@ -43,9 +39,9 @@ class Source(ABC):
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
 
     @property
-    def indexed(self) -> IndexedSource | None:
-        """This source, if it reads samples by number in the order of a plan."""
-        return None
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        return "streams"
 
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
         """Return the values that must equal those of a state: of a mix under "mix", of weights of samples under "weights".

@@ -46,8 +46,8 @@ class ReadJob:
     def total_bytes(self) -> int:
         """Bytes of all tars; 0 if they are unknown."""
         source = self.pipeline.source
-        if source.indexed is not None:
-            return source.indexed.samples.total_bytes
+        if isinstance(source, IndexedSource):
+            return source.samples.total_bytes
         assert isinstance(source, SequentialSource)  # noqa: S101  (checked by `read`)
         return sum([shard.filesize or 0 for shard in source.shards])
 
@@ -59,8 +59,8 @@ class ReadJob:
         Args:
             row_limit: Rows of which no task needs more.
         """
-        source = self.pipeline.source.indexed
-        if source is None:
+        source = self.pipeline.source
+        if not isinstance(source, IndexedSource):
             yield from self._shard_tasks()
             return
         is_exact = self.pipeline.on_error == "raise"

@@ -19,6 +19,7 @@ from shardstream.loader import ShardDataset, StreamDataset
 from shardstream.pipeline import (
     Context,
     Decode,
+    IndexedSource,
     ItemStage,
     KeepFields,
     MapTuple,
@@ -134,9 +135,10 @@ def plan_read(
     pipeline = dataset.pipeline
     _check_steps(pipeline)
     check_at_least(1, override_num_blocks=num_tasks)
-    known = getattr(getattr(pipeline.source, "samples", None), "fields", None)
+    source = pipeline.source
+    known = source.samples.fields if isinstance(source, IndexedSource) else None
     # The parts of a mix may have steps of their own.
-    is_raw = not pipeline.stages and isinstance(pipeline.source, SamplesSource | SequentialSource)
+    is_raw = not pipeline.stages and isinstance(source, SamplesSource | SequentialSource)
     settings = RowSettings(epoch=check_epoch(epoch), columns=None, fields=known, is_raw=is_raw)
     job = ReadJob(
         pipeline=pipeline,
@@ -199,7 +201,7 @@ def _check_steps(pipeline: Pipeline) -> None:
             raise OptionError(
                 f"the step {name} returns tuples, but a row of Ray is a dict; leave it out, or use rename(..., keep=False)"
             )
-    if source.indexed is None and not isinstance(source, SequentialSource):
+    if not isinstance(source, IndexedSource | SequentialSource):
         raise OptionError(
             "a mix with a part that has no index, or with a step that changes the number of items, cannot be read by rows; run "
             "'shardstream index' on its parts, or mix Ray datasets"
@@ -235,7 +237,7 @@ def _fields_of_first(pipeline: Pipeline) -> tuple[str, ...]:
         if isinstance(found, Exception):
             raise found
         first = found
-    elif source.indexed is None or len(source.indexed.samples):
+    elif not isinstance(source, IndexedSource) or len(source.samples):
         with closing(source.open(WorkerInfo(Placement()), Context())) as run:
             first = next(iter(run), {})
     return tuple(name for name in first if name not in (KEY, URL))

@@ -103,8 +103,8 @@ class ReadRows:
         Raises:
             ShardStreamError: If a sample is bad and ``on_error`` does not skip it, or the data changed since they were opened.
         """
-        source = self.pipeline.source.indexed
-        assert source is not None  # noqa: S101  (checked by `read`)
+        source = self.pipeline.source
+        assert isinstance(source, IndexedSource)  # noqa: S101  (checked by `read`)
         partition = whole_order(source, self.settings.epoch)
         fetcher = source.samples.open_fetcher(self._groups(partition), source.fetch_options())
         with closing(fetcher):
