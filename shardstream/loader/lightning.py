@@ -9,31 +9,40 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
+
+from shardstream.errors import StateError
+from shardstream.loader.cursor import Cursor
+from shardstream.pipeline import LoaderPosition
 
 _MODULES = ("lightning.pytorch.loops", "pytorch_lightning.loops")
 
 
-class Fetched(NamedTuple):
-    """Batches that Lightning has fetched.
+def received_position(loader: object, cursor: Cursor) -> LoaderPosition:
+    """Return the position of a state: after the last batch that the training has received.
 
     Args:
-        ahead: Batches that it holds for later steps.
-        is_last: Whether the batch of this step is the last of Lightning's epoch.
+        loader: A calling training loop of Lightning may have taken batches from it that it has not used yet.
+        cursor: Of the loader.
+
+    Raises:
+        StateError: If there are several.
     """
-
-    ahead: int = 0
-    is_last: bool = False
-
-
-def fetched_by_lightning(loader: Any) -> Fetched:
-    """Return the batches that a calling training loop of Lightning has fetched from a loader."""
     for loop in _calling_loops():
         fetcher: Any = getattr(loop, "_data_fetcher", None)
         combined = getattr(fetcher, "_combined_loader", None)
-        if combined is not None and any(one is loader for one in combined.flattened):
-            return Fetched(len(getattr(fetcher, "batches", ())), bool(fetcher.done))
-    return Fetched()
+        if combined is None or not any(one is loader for one in combined.flattened):
+            continue
+        ahead = len(getattr(fetcher, "batches", ()))
+        if ahead > 1:
+            raise StateError(
+                f"Lightning holds {ahead} batches for later steps, which a state would lose; let it fetch one ahead, or set the "
+                "length with .with_length(n), so that it fetches none"
+            )
+        if ahead:
+            return cursor.before
+        return cursor.next_position if fetcher.done else cursor.position
+    return cursor.position
 
 
 def is_overfit_by_lightning() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,7 +22,9 @@ from shardstream.distributed import (
     is_called_by_accelerate,
 )
 from shardstream.errors import OptionError, ReportWarning, StateError
+from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.collation import collate
+from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_transfer import (
     DeviceCopies,
@@ -32,31 +34,25 @@ from shardstream.loader.device_transfer import (
     indexed_device,
     prefetch,
 )
-from shardstream.loader.epoch_positions import EpochPositions
-from shardstream.loader.lightning import fetched_by_lightning, is_overfit_by_lightning
+from shardstream.loader.lightning import is_overfit_by_lightning, received_position
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
-from shardstream.loader.rank_consistency import compare_ranks
+from shardstream.loader.rank_consistency import EpochAgreement, compare_ranks
 from shardstream.loader.serialize import new_tensor
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import BatchDataset, WorkerBatch, as_is, change_batch
+from shardstream.loader.worker import SampleCounts, WorkerBatch, change_batch
 from shardstream.loader.worker_pool import PoolIteration, WorkerPool
 from shardstream.loader.worker_process import WorkerSetup
-from shardstream.order import PartitionConfig, RankPartition, derive_key
+from shardstream.order import derive_key
 from shardstream.pipeline import (
     BadSample,
     BadSampleReport,
     LoaderPosition,
-    ReadOptions,
     SkipTracker,
     State,
     check_at_least,
     check_epoch,
-    check_state,
-    data_identity,
     default_partition,
-    part_state,
-    plan_state,
     warn_or_raise,
     whole_number,
 )
@@ -110,37 +106,22 @@ class ShardLoader(DataLoader[Any]):
         check_options(dataset, batch_size, shuffle, options | own)
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
-        self._positions = EpochPositions(dataset.chosen_epoch)
-        self._partition: RankPartition | None = None
-        # Computed for the first state: hashing the names of all shards takes time.
-        self._data: State | None = None
-        self._skipped: dict[int, dict[str, int]] = {}
-        self._samples_per_dataset: dict[int, dict[str, int]] = {}
-        self._refilled: dict[int, int] = {}
-        self._epoch_calls = dataset.epoch_calls
-        self._is_compared = self._serves_accelerate = False
-        self._pool: WorkerPool | None = None  # of persistent workers
-        self._stopwatch = Stopwatch(epoch=dataset.chosen_epoch, workers=num_workers)
-        source = dataset.pipeline.indexed_source
-        self._given = ReadOptions() if source is None else source.options
-        partition_config = PartitionConfig(drop_last=drop_last)
-        if source is not None and batch_size is not None:
-            partition_config = PartitionConfig(
-                world_size=dataset.placement.world_size,
-                microbatches=batch_size // (source.options.microbatch or batch_size),
-                remainder=source.options.remainder,
-                drop_last=drop_last,
-                whole_lanes=source.samples.has_costly_windows,
-            )
         self._batches = BatchDataset(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
-            partition_config=partition_config,
             num_workers=num_workers,
+            drop_last=drop_last,
         )
+        self._cursor = Cursor.of_epoch(dataset.chosen_epoch)
+        self._epoch_calls = dataset.epoch_calls
+        self._counts: dict[int, SampleCounts] = {}  # part -> counts
+        self._agreement: EpochAgreement | None = None  # of ranks, until the user chooses an epoch
+        self._is_compared = self._serves_accelerate = False
+        self._pool: WorkerPool | None = None  # of persistent workers
+        self._stopwatch = Stopwatch(epoch=dataset.chosen_epoch, workers=num_workers)
         self._bad_sample_report = _open_report(dataset)
-        warn_of_lanes(self._batches, max(1, num_workers))
+        warn_of_lanes(self._batches)
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator("cpu")
@@ -161,7 +142,7 @@ class ShardLoader(DataLoader[Any]):
     def epoch(self) -> int:
         """The current epoch, or the next one between iterations; from 0."""
         self._follow_dataset()
-        return self._positions.current.epoch
+        return self._cursor.position.epoch
 
     @property
     def placement(self) -> Placement:
@@ -198,12 +179,12 @@ class ShardLoader(DataLoader[Any]):
     @property
     def skipped(self) -> dict[str, int]:
         """Bad samples skipped in this epoch, by kind of error."""
-        return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
+        return _total(counts.skipped for counts in self._counts.values())
 
     @property
     def refilled(self) -> int:
         """Number of repeated samples that replaced bad ones in this iteration (see `SkipBudget`)."""
-        return sum(self._refilled.values())
+        return sum(counts.refilled for counts in self._counts.values())
 
     @property
     def bad_samples(self) -> list[BadSample]:
@@ -213,9 +194,7 @@ class ShardLoader(DataLoader[Any]):
     @property
     def samples_per_dataset(self) -> dict[str, int]:
         """Samples per dataset of a mix, also of nested mixes, in this iteration and rank."""
-        return dict(
-            sum((Counter(counts) for counts in self._samples_per_dataset.values()), Counter())
-        )
+        return _total(counts.per_dataset for counts in self._counts.values())
 
     def stats(self) -> LoaderStats:
         """Return timings of the current or last epoch; ``print`` them, or log `as_dict`."""
@@ -227,9 +206,8 @@ class ShardLoader(DataLoader[Any]):
         It is read from its start, unless a state in the middle of it has just been loaded: that position is kept. After a
         ``break`` the current epoch can be set again, to restart it.
         """
-        epoch = check_epoch(epoch)
-        if self._positions.set_epoch(epoch):
-            self._partition = None
+        self._cursor = self._cursor.in_epoch(check_epoch(epoch))
+        self._agreement = None
 
     def skip(self, batches: int) -> None:
         """Begin the next iteration so many batches after the position of `state_dict`, without reading them: after a loss spike.
@@ -241,26 +219,18 @@ class ShardLoader(DataLoader[Any]):
         """
         self._follow_dataset()
         check_at_least(0, batches=batches)
-        position = self._positions.current
-        partition = self._batches.partition(position)
-        if partition is not None and not partition.max_steps:  # after the last batch
-            position = LoaderPosition(epoch=position.epoch + 1)
-            partition = self._batches.partition(position)
-        if partition is None:
+        position = self._cursor.position
+        rest = self._batches.partition(position)
+        if rest is not None and not rest.max_steps:  # after the last batch
+            rest = self._batches.partition(LoaderPosition(epoch=position.epoch + 1))
+        if rest is None:
             raise OptionError("batches cannot be skipped without reading them: steps change counts")
-        # With remainder="keep" another rank may have a batch more; all ranks come to the next epoch together.
-        if batches > partition.max_steps:
-            raise OptionError(
-                f"cannot skip {batches} batches: {partition.max_steps} are left of epoch {position.epoch}"
-            )
-        is_end = batches == partition.max_steps
-        consumed = 0 if is_end else partition.consumed_after(batches)
-        self._positions.place(LoaderPosition(epoch=position.epoch + is_end, consumed=consumed))
-        self._partition = None
+        self._cursor = self._cursor.past(batches, rest)
 
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
-        if self._partition is None and self._batches.follow_ranks(self._positions.next):
+        cursor = self._cursor
+        if cursor.partition is None and self._batches.follow_ranks(cursor.next_position):
             self._pool, self._is_compared = None, False
             self._bad_sample_report = _open_report(self._batches.source_dataset)
         dataset = self._batches.source_dataset
@@ -276,7 +246,7 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If the number is unknown, because steps change counts.
         """
         self._follow_dataset()
-        partition = self._batches.partition(self._positions.current, self._partition)
+        partition = self._batches.partition(self._cursor.position, self._cursor.partition)
         if partition is None:
             raise OptionError("the number of batches left is not known: steps change counts")
         return partition.num_steps
@@ -304,21 +274,25 @@ class ShardLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
         self._refuse_second_split()
-        self._partition = None
+        self._cursor = replace(self._cursor, partition=None)
         self._follow_dataset()
-        begin = self._positions.begin(repeats=is_overfit_by_lightning())
-        self._partition = self._batches.partition(begin)
+        begin = self._cursor.next_position
+        self._cursor = replace(
+            self._cursor.at(begin),
+            partition=self._batches.partition(begin),
+            epochs_ahead=0 if is_overfit_by_lightning() else 1,
+        )
         self._compare_ranks()
-        self._skipped, self._samples_per_dataset, self._refilled = {}, {}, {}
-        self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
+        self._counts, self._stopwatch = {}, Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         pinned_memory = self._open_pinned_memory()
         received = self._open_iteration(begin, pinned_memory) if self.num_workers else None
         batches: Iterator[WorkerBatch] = received or self._batches.read(begin)
         if pinned_memory is not None or self.device is not None:
             is_ready = (lambda: False) if received is None else received.is_ready
             batches = self._place_batches(batches, pinned_memory, is_ready)
-        yield_batches = self._serve_accelerate if self._serves_accelerate else self._yield_batches
-        return yield_batches(batches, received, begin, self._positions.iteration)
+        if self._serves_accelerate:
+            return self._serve_accelerate(batches, received)
+        return self._yield_batches(batches, received, self._cursor)
 
     def _open_iteration(
         self, begin: LoaderPosition, pinned_memory: PinnedMemory | None
@@ -337,7 +311,7 @@ class ShardLoader(DataLoader[Any]):
         return PoolIteration(
             pool,
             begin,
-            self._partition,
+            self._cursor.partition,
             None if source is None else source.samples,
             new_tensor if pinned_memory is None else pinned_memory.new_tensor,
         )
@@ -386,21 +360,18 @@ class ShardLoader(DataLoader[Any]):
         self,
         worker_batches: Iterator[WorkerBatch],
         received: PoolIteration | None,
-        begin: LoaderPosition,
-        iteration: int,
     ) -> Iterator[Any]:
         from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
         check_data_parallel(self.placement)
         check_same_device(self.device, PreparedEpoch.device(), "Accelerate")
+        partition = self._cursor.partition
         prepared = PreparedEpoch(
-            remainder=0 if self._partition is None else self._partition.short_step_samples,
+            remainder=0 if partition is None else partition.short_step_samples,
             non_blocking=self.pin_memory,
         )
         worker_batches = prepared.mark_last_batch(worker_batches)
-        return prepared.move_to_device(
-            self._yield_batches(worker_batches, received, begin, iteration)
-        )
+        return prepared.move_to_device(self._yield_batches(worker_batches, received, self._cursor))
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
@@ -415,8 +386,9 @@ class ShardLoader(DataLoader[Any]):
         batches = self._batches
         if self._is_compared or batches.placement.world_size == 1:
             return
-        if self._partition is None:
-            numbers = self._topology() | {"epoch": self._positions.current.epoch}
+        if self._cursor.partition is None:
+            epoch = self._cursor.position.epoch
+            numbers = batches.topology(epoch) | {"epoch": epoch}
             del numbers["rank"]
         else:
             numbers = self.state_dict() | asdict(batches.partition_config)
@@ -424,46 +396,41 @@ class ShardLoader(DataLoader[Any]):
             budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
         fingerprint = batches.source_dataset.pipeline.source.fingerprint
-        self._positions.agreement = compare_ranks(fingerprint, numbers, batches.placement)
+        self._agreement = compare_ranks(fingerprint, numbers, batches.placement)
         self._is_compared = True
 
     def _yield_batches(
         self,
         worker_batches: Iterator[WorkerBatch],
         received: PoolIteration | None,
-        begin: LoaderPosition,
-        iteration: int,
+        begin: Cursor,
     ) -> Iterator[Any]:
-        positions = self._positions
         stopwatch, requested_at = self._stopwatch, time.perf_counter()
         with self._ending(received):
             for steps, worker_batch in enumerate(worker_batches, start=1):
-                stopwatch.add_batch(
-                    worker_batch.part,
-                    worker_batch.timings,
-                    waited_s=time.perf_counter() - requested_at,
-                )
+                part, waited_s = worker_batch.part, time.perf_counter() - requested_at
+                stopwatch.add_batch(part, worker_batch.timings, waited_s=waited_s)
                 if self._bad_sample_report is not None:
-                    self._bad_sample_report.add(
-                        worker_batch.bad, epoch=begin.epoch, worker=worker_batch.part
-                    )
+                    epoch = begin.position.epoch
+                    self._bad_sample_report.add(worker_batch.bad, epoch=epoch, worker=part)
                 if worker_batch.error is not None:
                     raise worker_batch.error
                 # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
                 batch = worker_batch.batch
                 ready = [batch.finish() if type(batch) is StartedBatch else batch]
                 del batch
-                if iteration == positions.iteration:
+                if self._cursor.iteration == begin.iteration:
                     self._advance(worker_batch, steps)
                 if not worker_batch.empty:
                     yield ready.pop()
-                if iteration == positions.iteration:
-                    positions.check_ranks()
+                if self._agreement is not None and self._cursor.iteration == begin.iteration:
+                    self._agreement.check()
                 requested_at = time.perf_counter()
             stopwatch.stop()
-        if iteration == positions.iteration:
-            positions.end()
-            self._partition = None
+        if self._cursor.iteration == begin.iteration:
+            self._cursor = self._cursor.at_end()
+            if self._agreement is not None:
+                self._agreement.end()
 
     @contextmanager
     def _ending(self, received: PoolIteration | None) -> Iterator[None]:
@@ -490,20 +457,20 @@ class ShardLoader(DataLoader[Any]):
         return None if report is None else report.finish(waits=waits)
 
     def _advance(self, worker_batch: WorkerBatch, steps: int) -> None:
-        """Move the position and the counts of the current iteration after a batch."""
-        part, current = worker_batch.part, self._positions.current
-        self._skipped[part] = worker_batch.skipped
-        self._samples_per_dataset[part] = worker_batch.samples_per_dataset
-        self._refilled[part] = worker_batch.refilled
-        partition, state = self._partition, worker_batch.state
-        if partition is not None:
-            after = replace(current, consumed=partition.consumed_after(steps))
+        """Move the cursor after a batch, and note its counts."""
+        cursor, part, is_handed_out = self._cursor, worker_batch.part, not worker_batch.empty
+        self._counts[part] = worker_batch.counts
+        position, partition = cursor.position, cursor.partition
+        if partition is None:
+            num_parts = self._batches.num_readers
+            position = position.after_part(part, worker_batch.state, num_parts)
         else:
-            parts = current.parts if state is None else {**current.parts, part: state}
-            next_part = (part + 1) % max(1, self.num_workers)
-            after = replace(current, parts=parts, next_part=next_part)
-        is_last = partition is not None and steps == partition.num_steps
-        self._positions.move_to(after, is_handed_out=not worker_batch.empty, is_last=is_last)
+            position = replace(position, consumed=partition.consumed_after(steps))
+        if self._agreement is not None and is_handed_out:
+            is_last = partition is not None and steps == partition.num_steps
+            is_first = not cursor.is_left
+            self._agreement.add_batch(position.epoch, is_first=is_first, is_last=is_last)
+        self._cursor = cursor.after_batch(position, is_handed_out=is_handed_out)
 
     def state_dict(self) -> State:
         """Return the position after the last yielded batch, in JSON values; prefetched batches do not count.
@@ -512,16 +479,8 @@ class ShardLoader(DataLoader[Any]):
         ranks and workers; else it holds a position for each worker of this rank.
         """
         self._follow_dataset()
-        batches, position = self._batches, self._positions.saved(fetched_by_lightning(self))
-        if batches.indexed_source is not None:
-            plan = None if self._partition is None else self._partition.plan
-            is_open = plan is not None and plan.epoch == position.epoch
-            order = plan.order if plan and is_open else batches.order(position.epoch)
-            self._data = self._data or data_identity(batches.indexed_source)
-            return plan_state(
-                order, data=self._data, epoch=position.epoch, consumed=position.consumed
-            )
-        return part_state(self._topology(), position)
+        position = received_position(self, self._cursor)
+        return self._batches.state_at(position, self._cursor.partition)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; nothing is read before the next iteration.
@@ -530,59 +489,13 @@ class ShardLoader(DataLoader[Any]):
             StateError: If an exact resume is impossible: data, seed or steps differ; for pipelines that change counts also
                 the number of ranks or workers.
         """
-        if self._batches.indexed_source is None:
-            check_state(state, expected=self._topology())
-            parts = {int(part): value for part, value in state["parts"].items()}
-            position = LoaderPosition(
-                epoch=state["epoch"], parts=parts, next_part=state["next_part"]
-            )
-        else:
-            self._load_order(state)
-            position = LoaderPosition(epoch=state["epoch"], consumed=state["consumed"])
-            nsamples = self._batches.order(position.epoch).nsamples
-            if position.consumed > nsamples:
-                raise StateError(
-                    f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
-                )
-        self._positions.place(position)
-        self._partition = None
+        position = self._batches.load(state, self._cursor.position.epoch)
+        warn_of_lanes(self._batches)
+        self._cursor = self._cursor.at(position)
         self._pool = None  # ends persistent workers, which cannot receive a new order
         self._is_compared = False
         # The state overrides earlier calls of `set_epoch`.
         self._epoch_calls = self._batches.source_dataset.epoch_calls
-
-    def _load_order(self, state: Mapping[str, Any]) -> None:
-        """Adopt the order of samples from a state."""
-        batches = self._batches
-        source = batches.indexed_source
-        assert source is not None  # noqa: S101  (asked by load_state_dict)
-        options = self._given
-        own_options = {
-            name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")
-        }
-        if options.shuffle:  # without shuffle these two do not affect the sequence
-            own_options |= {"window": options.window, "block": options.block}
-        check_state(state, expected={"kind": "plan"} | own_options | data_identity(source))
-        batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
-        if batch_size % microbatch:
-            raise StateError(
-                f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
-                "use a multiple of it, or start without the state"
-            )
-        names = ("microbatch", "lanes", *(("window", "block") if options.shuffle else ()))
-        batches.set_order_options({name: state[name] for name in names})
-        batches.partition_config = replace(
-            batches.partition_config, microbatches=batch_size // microbatch
-        )
-        warn_of_lanes(self._batches, max(1, self.num_workers))
-
-    def _topology(self) -> State:
-        """Return the fields that a state with per-worker positions must match."""
-        batches = self._batches
-        worker_info = WorkerInfo(batches.placement, 0, max(1, self.num_workers))
-        epoch = self._positions.current.epoch
-        identity = batches.source_dataset.pipeline.identity(worker_info, epoch)
-        return {"kind": "parts", **identity, "batch_size": batches.batch_size}
 
 
 def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
@@ -592,3 +505,7 @@ def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
         return None
     storage = dataset.pipeline.storage_for(budget.report or "")
     return BadSampleReport(budget.report, dataset.placement, storage)
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, counts), Counter[str]()))

@@ -8,8 +8,8 @@ from dataclasses import fields
 from typing import Any
 
 from shardstream.errors import OptionError
+from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.worker import BatchDataset, as_is
 from shardstream.order import find_even_lane_counts, uneven_effect
 from shardstream.pipeline import ReadOptions, SkipTracker, check_at_least
 
@@ -100,11 +100,11 @@ def check_options(
         )
 
 
-def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
+def warn_of_lanes(batches: BatchDataset) -> None:
     """Warn if several workers must read the same windows, or one must hold too many bytes of them."""
     if batches.indexed_source is None or not batches.indexed_source.options.shuffle:
         return
-    config, order = batches.partition_config, batches.order(0)
+    config, order, num_workers = batches.partition_config, batches.order(0), batches.num_readers
     lanes = order.lanes
     lanes_per_step = config.batches_per_step * num_workers
     lane_counts = sorted(set(find_even_lane_counts(config, num_workers, lanes)))

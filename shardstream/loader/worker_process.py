@@ -17,9 +17,10 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
+from shardstream.loader.batch_dataset import BatchDataset
 from shardstream.loader.serialize import unsendable_error
 from shardstream.loader.shared_memory import Channel, RingMessage
-from shardstream.loader.worker import BatchDataset, WorkerBatch
+from shardstream.loader.worker import WorkerBatch
 from shardstream.loader.worker_errors import wrap_exception
 from shardstream.pipeline import LoaderPosition
 from shardstream.process_memory import tune_worker_process

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,26 +34,10 @@ class WorkerTimings:
     requests: float = 0
     throttled: float = 0
 
-    def add_batch(self, samples: int, read_s: float, steps_s: float, collate_s: float) -> None:
-        """Add the timings of a batch."""
-        self.samples += samples
-        self.read_s += read_s
-        self.steps_s += steps_s
-        self.collate_s += collate_s
-
-    def add_mixed_batch(self, samples: int, mixed_s: float, collate_s: float) -> None:
-        """Add the timings of a batch whose reading and steps were not timed apart."""
-        self.add_batch(samples, mixed_s, 0.0, collate_s)
-        self.mixed_s += mixed_s
-
     @property
     def busy_s(self) -> float:
         """Seconds of all work."""
         return self.read_s + self.steps_s + self.collate_s
-
-    def with_read_stats(self, read_stats: Mapping[str, Any]) -> WorkerTimings:
-        """Return a copy with the bytes, requests and waits of a fetcher."""
-        return replace(self, **read_stats)
 
     def add(self, other: WorkerTimings) -> None:
         """Add the timings of another worker."""

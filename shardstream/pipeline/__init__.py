@@ -34,10 +34,12 @@ from shardstream.pipeline.indexed_source import (
 )
 from shardstream.pipeline.loader_state import (
     VERSION,
+    LoaderPosition,
     check_state,
     data_identity,
     part_state,
     plan_state,
+    position_in,
     seal_state,
 )
 from shardstream.pipeline.map import (
@@ -64,7 +66,6 @@ from shardstream.pipeline.sequential_source import (
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
-    LoaderPosition,
     Run,
     SourceRun,
     Stage,
@@ -158,6 +159,7 @@ __all__ = [
     "part_state",
     "plan_state",
     "plan_steps",
+    "position_in",
     "read_shard",
     "records_of",
     "seal_state",

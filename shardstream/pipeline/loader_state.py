@@ -1,4 +1,4 @@
-"""Build the state of a loader, and check it before a resume."""
+"""The position of a loader, its state in JSON values, and the check before a resume."""
 
 from __future__ import annotations
 
@@ -7,37 +7,56 @@ import json
 import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 from shardstream.errors import StateError
 from shardstream.order import EpochOrder
 from shardstream.pipeline.indexed_source import IndexedSource
-from shardstream.pipeline.stage import EPOCHS, LoaderPosition, State
+from shardstream.pipeline.stage import EPOCHS, State
 
 VERSION = 2
 
 
-def seal_state(state: State) -> State:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPosition:
+    """Position of a loader.
+
+    Args:
+        epoch: Epoch number, from 0.
+        consumed: Samples of the epoch that all ranks together have received, for indexed sources.
+        parts: For other sources: the state of each worker's part of the epoch.
+        next_part: For other sources: the part that is read next.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    parts: Mapping[int, State] = field(default_factory=dict)
+    next_part: int = 0
+
+    def after_part(self, part: int, state: State, num_parts: int) -> LoaderPosition:
+        """Return the position after a batch of a part."""
+        parts = {**self.parts, part: state}
+        return replace(self, parts=parts, next_part=(part + 1) % num_parts)
+
+
+def seal_state(state: Mapping[str, Any]) -> State:
     """Add version and checksum to a state, to detect edits and damage."""
-    state = {"version": VERSION, **state}
-    return {**state, "state_checksum": _checksum(state)}
+    state = {"version": VERSION, **state, "state_checksum": None}
+    text = json.dumps(state, sort_keys=True, default=str)
+    return {**state, "state_checksum": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
-def _checksum(state: Mapping[str, Any]) -> str:
-    text = json.dumps({**state, "state_checksum": None}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> State:
+def plan_state(order: EpochOrder, data: State, position: LoaderPosition) -> State:
     """Return the state of an exact loader: a few numbers, the same on every rank.
 
     Args:
         order: Order of the samples.
         data: Fields that the dataset must match: fingerprint, checksums, and for a mix its recipe.
-        epoch: From 0.
-        consumed: Samples of the epoch consumed by all ranks together; all of them means the start of the next epoch.
+        position: The position; after all samples it is the start of the next epoch.
     """
+    epoch, consumed = position.epoch, position.consumed
     if consumed >= order.nsamples > 0:
         epoch, consumed = epoch + 1, 0
     return seal_state(
@@ -80,6 +99,14 @@ def part_state(topology: State, position: LoaderPosition) -> State:
     )
 
 
+def position_in(state: Mapping[str, Any]) -> LoaderPosition:
+    """Return the position in a state that was checked."""
+    if state["kind"] == "plan":
+        return LoaderPosition(epoch=state["epoch"], consumed=state["consumed"])
+    parts = {int(part): value for part, value in state["parts"].items()}
+    return LoaderPosition(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
+
+
 def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
     """Refuse a state that cannot be continued exactly here.
 
@@ -111,7 +138,7 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
     _check_steps(state.get("stages", []), expected.get("stages", []))
     _check_checksums(state.get("checksums"), expected.get("checksums"))
     _check_position(state)
-    if state.get("state_checksum") != _checksum(state):
+    if seal_state(state)["state_checksum"] != state.get("state_checksum"):
         raise StateError(
             "this state is damaged or was edited: its checksum is wrong; use the state as it was saved"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, SupportsIndex
 
@@ -41,23 +41,6 @@ class Context:
         return np.random.Generator(
             np.random.PCG64(derive_key(self.seed, self.epoch, purpose, number))
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderPosition:
-    """Position of a loader.
-
-    Args:
-        epoch: Epoch number, from 0.
-        consumed: Samples of the epoch that all ranks together have received, for indexed sources.
-        parts: For other sources: the state of each worker's part of the epoch.
-        next_part: For other sources: the part that is read next.
-    """
-
-    epoch: int = 0
-    consumed: int = 0
-    parts: Mapping[int, State] = field(default_factory=dict)
-    next_part: int = 0
 
 
 def check_at_least(least: int, **options: int | None) -> None:

@@ -32,8 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return numbered(tmp_path_factory.mktemp("numbered"), 60, 9)
 
 
+def state_of(order: EpochOrder, data: dict[str, Any], epoch: int, consumed: int) -> dict[str, Any]:
+    return plan_state(order, data, LoaderPosition(epoch=epoch, consumed=consumed))
+
+
 def test_state_is_a_few_numbers() -> None:
-    state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
+    state = state_of(ORDER, {"fingerprint": "ab12"}, 2, 40)
     assert state == {
         "version": VERSION, "kind": "plan", "fingerprint": "ab12", "seed": -3, "shuffle": True,
         "epoch": 2, "consumed": 40, "microbatch": 4, "lanes": 2, "window": 8, "block": 5,
@@ -45,7 +49,7 @@ def test_state_is_a_few_numbers() -> None:
     ("consumed", "position"), [(0, (2, 0)), (96, (2, 96)), (100, (3, 0)), (101, (3, 0))]
 )
 def test_end_of_an_epoch_is_the_start_of_the_next(consumed: int, position: tuple[int, int]) -> None:
-    state = plan_state(ORDER, data={}, epoch=2, consumed=consumed)
+    state = state_of(ORDER, {}, 2, consumed)
     assert (state["epoch"], state["consumed"]) == position
 
 
@@ -263,19 +267,19 @@ def test_state_without_its_parts_is_refused(parts: Any, folder: str) -> None:
 
 def test_checksum_of_a_state_is_pinned_and_ignores_key_order() -> None:
     """Otherwise later versions would refuse saved states."""
-    state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
+    state = state_of(ORDER, {"fingerprint": "ab12"}, 2, 40)
     assert state["state_checksum"] == "d3b534f353301a05"
     check_state(dict(reversed(state.items())), expected={})
 
 
 def test_epoch_of_one_sample_ends_with_it() -> None:
     order = EpochOrder(nsamples=1, batch=1, shuffle=False, seed=0, lanes=1, window=1, block=1)
-    assert plan_state(order, data={}, epoch=0, consumed=1)["epoch"] == 1
+    assert state_of(order, {}, 0, 1)["epoch"] == 1
 
 
 @pytest.mark.parametrize("checksums", [None, "aa", ["aa", "bb"], []])
 def test_malformed_checksums_are_refused(checksums: Any) -> None:
-    state = plan_state(ORDER, data={"checksums": checksums}, epoch=2, consumed=40)
+    state = state_of(ORDER, {"checksums": checksums}, 2, 40)
     check_state(state, expected={})
     with pytest.raises(StateError, match="this state is damaged: checksums is"):
         check_state(state, expected={"checksums": ["aa"]})
@@ -291,7 +295,7 @@ def test_malformed_checksums_are_refused(checksums: Any) -> None:
     ],
 )
 def test_each_difference_has_a_remedy(name: str, remedy: str) -> None:
-    state = plan_state(ORDER, data={name: 3}, epoch=2, consumed=40)
+    state = state_of(ORDER, {name: 3}, 2, 40)
     with pytest.raises(StateError, match=remedy):
         check_state(state, expected={name: 4})
 
@@ -299,7 +303,7 @@ def test_each_difference_has_a_remedy(name: str, remedy: str) -> None:
 @pytest.mark.parametrize(("name", "limit"), [("lanes", 1 << 24), ("window", 1 << 62)])
 def test_numbers_in_a_state_are_limited(name: str, limit: int) -> None:
     for value, is_fine in ((limit - 1, True), (limit, False)):
-        state = seal_state({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
+        state = seal_state({**state_of(ORDER, {}, 2, 40), name: value})
         if is_fine:
             check_state(state, expected={})
         else:

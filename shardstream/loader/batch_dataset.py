@@ -1,0 +1,244 @@
+"""The batches of one rank: their order, which a state sets, and their partition over ranks and workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from shardstream.distributed import WorkerInfo, is_one_of_several
+from shardstream.errors import OptionError, StateError
+from shardstream.loader.collation import collate
+from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
+from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_stream
+from shardstream.order import EpochOrder, PartitionConfig, RankPartition
+from shardstream.pipeline import (
+    IndexedRun,
+    LoaderPosition,
+    ReadOptions,
+    SkipTracker,
+    State,
+    check_state,
+    data_identity,
+    part_state,
+    plan_state,
+    position_in,
+)
+
+_NOT_FOR_OTHERS = (
+    "only its ShardLoader can read this dataset, but another loader was built around it (accelerate's skip_first_batches does so); "
+    "iterate the ShardLoader itself: after load_state_dict, or Accelerate's load_state, it continues from the saved state. "
+    "For a Hugging Face Trainer return shardstream.integrations.hf.TrainerLoader(loader) from get_train_dataloader"
+)
+
+
+def as_is(worker_batch: Any) -> Any:
+    """Return a worker batch unchanged: the collate function that torch gets, because workers make whole batches."""
+    return worker_batch
+
+
+class BatchDataset(SplitDataset):
+    """Batches of one rank, split over the loader's workers.
+
+    Args:
+        dataset: Source of the samples.
+        batch_size: Items of a batch; None yields single items.
+        collate_fn: Makes a batch of a list of items.
+        num_workers: Worker processes.
+        drop_last: Drop a last batch, or step of all ranks, of less than full size.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        *,
+        batch_size: int | None,
+        collate_fn: Callable[[Any], Any],
+        num_workers: int,
+        drop_last: bool,
+    ) -> None:
+        self.source_dataset = dataset
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.placement = dataset.placement
+        self.indexed_source = None if batch_size is None else dataset.pipeline.indexed_source
+        """The source if positions are arithmetic; None if each worker has its own position."""
+        self.num_readers = max(1, num_workers)
+        """Processes of this rank that read."""
+        self.partition_config = PartitionConfig(drop_last=drop_last)
+        self._given = ReadOptions()
+        if self.indexed_source is not None and batch_size is not None:
+            self._given = self.indexed_source.options
+            self.partition_config = PartitionConfig(
+                world_size=dataset.placement.world_size,
+                microbatches=batch_size // (self._given.microbatch or batch_size),
+                remainder=self._given.remainder,
+                drop_last=drop_last,
+                whole_lanes=self.indexed_source.samples.has_costly_windows,
+            )
+        # Computed for the first state: hashing the names of all shards takes time.
+        self._data: State | None = None
+
+    def __len__(self) -> int:
+        """Return the samples of this rank in an epoch, for readers of ``loader.dataset``."""
+        return len(self.source_dataset)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether positions are arithmetic and the samples are not on local disks."""
+        return self.indexed_source is not None and not self.indexed_source.samples.is_local
+
+    def follow_ranks(self, position: LoaderPosition) -> bool:
+        """Adopt the ranks of ``torch.distributed`` if it was initialised after the loader was made; return whether it was.
+
+        Lightning's launcher does so: else each rank would read all samples.
+
+        Raises:
+            StateError: If the position is that of a state with parts of workers, which other ranks cannot continue.
+        """
+        dataset = self.source_dataset
+        if dataset.has_given_placement or self.placement.world_size > 1:
+            return False
+        if not is_one_of_several() or dataset.placement == self.placement:
+            return False
+        if position.parts:
+            raise StateError(
+                "the steps of this pipeline change counts, and its state was loaded before torch.distributed was initialised, so "
+                "each rank would skip what one rank has read; load the state after init_process_group"
+            )
+        self.placement = dataset.placement
+        if self.indexed_source is not None:
+            self.partition_config = replace(
+                self.partition_config, world_size=self.placement.world_size
+            )
+        return True
+
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of samples of an epoch."""
+        source = self.indexed_source
+        assert source is not None and self.batch_size is not None  # noqa: S101, PT018  (asked by the callers)
+        lanes = self.partition_config.batches_per_step * self.num_readers
+        batch = source.options.microbatch or self.batch_size
+        return source.order(batch=batch, lanes=lanes, epoch=epoch)
+
+    def partition(
+        self, position: LoaderPosition, opened: RankPartition | None = None
+    ) -> RankPartition | None:
+        """Return the steps of this rank from a position on; None if they are not known in advance.
+
+        Args:
+            position: The position.
+            opened: The partition of the current iteration, whose plan is used if it is of the same epoch: that of a weighted mix of
+                40,000 samples takes 25 ms.
+        """
+        if self.indexed_source is None:
+            return None
+        if opened is not None and opened.plan.epoch == position.epoch:
+            plan = opened.plan
+        else:
+            plan = self.indexed_source.plan(self.order(position.epoch), position.epoch)
+        return RankPartition(
+            plan, self.partition_config, rank=self.placement.rank, consumed=position.consumed
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        raise OptionError(_NOT_FOR_OTHERS)
+
+    def read(self, position: LoaderPosition) -> Generator[WorkerBatch]:
+        """Yield the batches of this process from a position on: of one worker, or of the whole rank outside of workers."""
+        info, source = current_worker_info(self, self.placement), self.indexed_source
+        pipeline, partition = self.source_dataset.pipeline, self.partition(position)
+        if source is None or partition is None:
+            # Worker 0 is read first, so after a resume parts are rotated: worker 0 takes part `next_part`.
+            number = (info.worker + position.next_part) % info.num_workers
+            info = replace(info, worker=number)
+            context = pipeline.context(info, position.epoch)
+            run = pipeline.open(info, context)
+            if number in position.parts:
+                run.load_state_dict(position.parts[number])
+            part = WorkerPart(number=number, run=run, skips=context.skips)
+            drop_last = self.partition_config.drop_last
+            items = read_stream(part, self.batch_size or 1, drop_last=drop_last)
+        else:
+            skips, by_column = SkipTracker(pipeline.on_error), self.collate_fn is collate
+            steps = IndexedRun(source, partition, info, skips, pipeline.kept_fields)
+            runner = pipeline.open_runner(position.epoch, skips, by_column=by_column)
+            part = WorkerPart(
+                number=info.worker,
+                run=steps,
+                skips=skips,
+                source=source,
+                read_stats=steps.read_stats,
+            )
+            items = read_steps(part, steps, runner, partition, info)
+        yield from part.batches(items, self._collate)
+
+    def _collate(self, items: Sequence[Any]) -> Any:
+        if self.batch_size is None:
+            return items[0]
+        return self.collate_fn(items if self.collate_fn is collate else list(items))
+
+    def topology(self, epoch: int) -> State:
+        """Return the fields that a state with a position for each worker must match."""
+        worker_info = WorkerInfo(self.placement, 0, self.num_readers)
+        identity = self.source_dataset.pipeline.identity(worker_info, epoch)
+        return {"kind": "parts", **identity, "batch_size": self.batch_size}
+
+    def state_at(self, position: LoaderPosition, opened: RankPartition | None) -> State:
+        """Return the state of a position, in JSON values.
+
+        Args:
+            position: The position.
+            opened: As in `partition`.
+        """
+        if self.indexed_source is None:
+            return part_state(self.topology(position.epoch), position)
+        is_opened = opened is not None and opened.plan.epoch == position.epoch
+        order = opened.plan.order if opened and is_opened else self.order(position.epoch)
+        self._data = self._data or data_identity(self.indexed_source)
+        return plan_state(order, self._data, position)
+
+    def load(self, state: Mapping[str, Any], epoch: int) -> LoaderPosition:
+        """Return the position of a state; adopt its order, also for later epochs.
+
+        Args:
+            state: The saved state.
+            epoch: The current epoch.
+
+        Raises:
+            StateError: If an exact resume is impossible.
+        """
+        source = self.indexed_source
+        if source is None:
+            check_state(state, expected=self.topology(epoch))
+            return position_in(state)
+        given, names = self._given, ["microbatch", "lanes"]
+        # Without shuffle these two do not affect the sequence.
+        names += ["window", "block"] if given.shuffle else []
+        own = {name: getattr(given, name) for name in ("seed", "shuffle", *names)}
+        check_state(state, expected={"kind": "plan"} | own | data_identity(source))
+        batch_size, microbatch = self.batch_size or 1, state["microbatch"]
+        if batch_size % microbatch:
+            raise StateError(
+                f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
+                "use a multiple of it, or start without the state"
+            )
+        self._set_order({name: state[name] for name in names})
+        position, nsamples = position_in(state), self.order(state["epoch"]).nsamples
+        if position.consumed > nsamples:
+            raise StateError(
+                f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
+            )
+        return position
+
+    def _set_order(self, order: Mapping[str, Any]) -> None:
+        source, batch_size = self.indexed_source, self.batch_size
+        assert source is not None and batch_size is not None  # noqa: S101, PT018  (as in `order`)
+        self.indexed_source = source.with_options(**order)
+        dataset = copy.copy(self.source_dataset)
+        dataset.pipeline = replace(dataset.pipeline, source=self.indexed_source)
+        dataset.follow_epoch(self.source_dataset)
+        self.source_dataset = dataset
+        microbatches = batch_size // order["microbatch"]
+        self.partition_config = replace(self.partition_config, microbatches=microbatches)
