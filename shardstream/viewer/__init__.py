@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.viewer.epoch_view import Training, read_state, view_epoch
 from shardstream.viewer.guard import Address, Guard
-from shardstream.viewer.session import Session, ViewOptions
+from shardstream.viewer.session import Choice, Session, ViewOptions
 from shardstream.viewer.user_decode import load_function
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Address",
+    "Choice",
     "Guard",
     "Session",
     "Training",

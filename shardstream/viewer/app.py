@@ -14,8 +14,15 @@ import orjson
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import (
+    FileResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardstream.display import Picture, played_type
@@ -37,17 +44,11 @@ from shardstream.viewer.guard import (
     parse_range,
 )
 from shardstream.viewer.page import message_of
-from shardstream.viewer.session import MAX_PAGE, PAGE_SAMPLES, Session, ViewOptions
+from shardstream.viewer.session import MAX_PAGE, PAGE_SAMPLES, Choice, Session, ViewOptions
 
 _log = get_logger(__name__)
 
 _STATIC = Path(__file__).parent / "static"
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
 _MAX_BODY_BYTES = 4 << 20
 _MEDIA_BYTES = 4 << 20  # of one response to a player
 _PIECE_BYTES = 8 << 20
@@ -161,6 +162,7 @@ def build_app(viewer: Viewer, guard: Guard, once: set[str]) -> ASGIApp:
         "/decoded/{number:int}": _decoded,
         "/media/{number:int}/{place:int}": _media,
         "/raw/{number:int}/{place:int}": _raw,
+        "/subset.npy": _subset,
     }
 
     def of_json(answer: Answer) -> Callable[[Request], Response]:
@@ -177,8 +179,8 @@ def build_app(viewer: Viewer, guard: Guard, once: set[str]) -> ASGIApp:
         return _answered(lambda: _json(viewer.reload().dataset()))
 
     routes = [
-        Route("/", _static_file("index.html")),
-        *(Route(f"/static/{one.name}", _static_file(one.name)) for one in _STATIC.iterdir()),
+        Route("/", lambda _: FileResponse(_STATIC / "index.html")),
+        Mount("/static", StaticFiles(directory=_STATIC)),
         *(Route(path, of_json(answer)) for path, answer in json_routes.items()),
         *(Route(path, of_bytes(answer)) for path, answer in byte_routes.items()),
         Route("/api/state", state, methods=["POST"]),
@@ -187,21 +189,28 @@ def build_app(viewer: Viewer, guard: Guard, once: set[str]) -> ASGIApp:
     return GuardedApp(Starlette(routes=routes), guard, once)
 
 
-def _static_file(name: str) -> Callable[[Request], Response]:
-    path = _STATIC / name
-    data, media_type = path.read_bytes(), _TYPES[path.suffix]
-    return lambda _: Response(data, media_type=media_type)
-
-
 def _page(session: Session, request: Request) -> Any:
     values = request.query_params
     return session.page(
         _whole(values, "first", 0),
         _whole(values, "count", PAGE_SAMPLES),
-        where=values.get("where", "").strip(),
-        key=values.get("key", "").strip(),
+        _choice(values),
         at=_whole(values, "at", 0) if values.get("at") else None,
     )
+
+
+def _choice(values: Mapping[str, str]) -> Choice:
+    sort = values.get("sort", "")
+    return Choice(
+        where=values.get("where", "").strip(),
+        key=values.get("key", "").strip(),
+        sort=sort,
+        descending=bool(sort and values.get("descending")),
+    )
+
+
+def _subset(session: Session, request: Request) -> Response:
+    return _download(session.subset(_choice(request.query_params)), "subset.npy")
 
 
 def _epoch(session: Session, request: Request) -> Any:
@@ -216,26 +225,33 @@ def _resume(session: Session, body: Mapping[str, Any]) -> Any:
 
 
 def _thumbnails(session: Session, request: Request) -> Response:
-    """Send the pictures of cards, a line for each as soon as it is made: ``[number, {"type", "data"}]``, or its text or error.
+    """Send the pictures of cards, a line for each as soon as it is made: ``[number, {"type", "data", ...}]``, or its text or error.
 
     One response, because fifty take a browser twice the CPU time.
     """
     numbers = _numbers(request)
+    is_plain = bool(request.query_params.get("plain"))
 
     def line(number: int) -> bytes:
-        return b"[%d,%s]\n" % (
-            number,
-            _answered(lambda: _json(_card_picture(session, number))).body,
-        )
+        card = _answered(lambda: _json(_card_picture(session, number, is_plain=is_plain)))
+        return b"[%d,%s]\n" % (number, card.body)
 
     return StreamingResponse(_in_threads(line, numbers), media_type="application/x-ndjson")
 
 
-def _card_picture(session: Session, number: int) -> dict[str, Any]:
+def _card_picture(session: Session, number: int, *, is_plain: bool) -> dict[str, Any]:
     found = session.card_picture(number, _THUMBNAIL)
     if isinstance(found, str):
         return {"text": found}
-    return {"type": found.media_type, "data": base64.b64encode(found.data).decode()}
+    if is_plain:
+        return _inline(found)
+    layers = session.card_layers(number, _THUMBNAIL)
+    masks = [{"name": name} | _inline(mask) for name, mask in layers.pop("masks", ())]
+    return _inline(found) | layers | ({"masks": masks} if masks else {})
+
+
+def _inline(picture: Picture) -> dict[str, str]:
+    return {"type": picture.media_type, "data": base64.b64encode(picture.data).decode()}
 
 
 def _in_threads(function: Callable[[int], bytes], numbers: Sequence[int]) -> Iterator[bytes]:
@@ -290,7 +306,10 @@ def _raw(session: Session, request: Request) -> Response:
     """Send the bytes of a field as a file to keep, never as something to open here."""
     sample, name, _ = session.part(_number(request), request.path_params["place"])
     data = session.samples.read_field(sample, name)
-    file_name = download_name(sample.key, name)
+    return _download(data, download_name(sample.key, name))
+
+
+def _download(data: bytes, file_name: str) -> Response:
     return Response(
         data,
         media_type="application/octet-stream",

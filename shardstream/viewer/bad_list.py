@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardstream.errors import OptionError
@@ -35,21 +35,7 @@ class BadList:
 
     def as_json(self) -> dict[str, Any]:
         """Return the list that the page shows."""
-        rows = [
-            {
-                "number": number,
-                "key": one.key,
-                "field": one.field,
-                "error": one.error,
-                "message": one.message,
-                "shard": one.shard,
-                "offset": one.offset,
-                "epoch": one.epoch,
-                "rank": one.rank,
-                "worker": one.worker,
-            }
-            for number, one in self.entries[:_MAX_LISTED]
-        ]
+        rows = [asdict(one) | {"number": number} for number, one in self.entries[:_MAX_LISTED]]
         return {"total": len(self.entries), "rows": rows}
 
 

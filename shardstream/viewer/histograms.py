@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -84,37 +86,69 @@ def histograms_of_samples(
 def histogram_of_numbers(
     name: str, numbers: np.ndarray[Any, Any], nulls: int, names: Sequence[str] | None = None
 ) -> Histogram:
-    """Return the histogram of numbers: a bar for each if there are few, else equal parts of the range.
+    """Return the histogram of numbers: a bar for each if there are few, else one for each range between round numbers.
 
     >>> found = histogram_of_numbers("cls", np.array([1, 0, 1]), 0, ["cat", "dog"])
     >>> [(bar["label"], bar["count"], bar["where"]) for bar in found["bars"]]
     [('0 cat', 1, '"cls" = 0'), ('1 dog', 2, '"cls" = 1')]
+    >>> found = histogram_of_numbers("n", np.arange(1990, 2100), 0)
+    >>> [(bar["label"], bar["count"]) for bar in found["bars"]][:2], found["bars"][0]["where"]
+    ([('1,990 to 1,994', 5), ('1,995 to 1,999', 5)], '"n" >= 1990 AND "n" < 1995')
     """
     finite = numbers[np.isfinite(numbers)]
+    nulls += len(numbers) - len(finite)
     distinct, counts = np.unique(finite, return_counts=True)
     if len(distinct) <= _FEW or names is not None:
         pairs = list(zip(distinct.tolist(), counts.tolist(), strict=True))
-        return _of_values(name, pairs, nulls + len(numbers) - len(finite), names)
-    counts, edges = np.histogram(finite, bins=_BINS)
-    column = _quoted(name)
-    bars = []
-    for place, count in enumerate(counts.tolist()):
-        low, high = float(edges[place]), float(edges[place + 1])
-        upper = "<=" if place == _BINS - 1 else "<"
+        return _of_values(name, pairs, nulls, names)
+    low, high = (Decimal(repr(one)) for one in (distinct[0].item(), distinct[-1].item()))
+    edges = round_edges(low, high)
+    is_whole = distinct.dtype.kind in "iu"
+    # Compared in the type of the column, as the condition compares them: 0.7 is another number as float32.
+    inner = np.array([int(e) if is_whole else float(e) for e in edges[1:-1]], distinct.dtype)
+    cumulated = np.append(0, np.cumsum(counts))
+    ends = np.append(np.searchsorted(distinct, inner), len(distinct))
+    column, bars = _quoted(name), []
+    for place, count in enumerate(np.diff(cumulated[ends], prepend=0).tolist()):
+        start, end = edges[place : place + 2]
+        # In the type of the column, the last end may be the largest value.
+        below = "<=" if place == len(ends) - 1 else "<"
         bars.append(
             {
-                "label": f"{low:.6g} to {high:.6g}",
+                "label": _range_label(start, end, is_whole=is_whole),
                 "count": count,
-                "where": f"{column} >= {low!r} AND {column} {upper} {high!r}",
+                "where": f"{column} >= {_edge(start)} AND {column} {below} {_edge(end)}",
             }
         )
-    return {
-        "name": name,
-        "bars": bars,
-        "nulls": nulls + len(numbers) - len(finite),
-        "others": 0,
-        "distinct": len(distinct),
-    }
+    return {"name": name, "bars": bars, "nulls": nulls, "others": 0, "distinct": len(distinct)}
+
+
+def round_edges(low: Decimal, high: Decimal) -> list[Decimal]:
+    """Return multiples of 1, 2 or 5 times a power of ten: the first at most ``low``, the last above ``high``.
+
+    >>> [str(edge) for edge in round_edges(Decimal("0.21"), Decimal("9.9"))][:3]
+    ['0.0', '0.5', '1.0']
+    """
+    least = (high - low) / _BINS
+    unit = Decimal(1).scaleb(least.adjusted())
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= least)
+    first, last = math.floor(low / step), math.floor(high / step)
+    return [step * number for number in range(first, last + 2)]
+
+
+def _range_label(start: Decimal, end: Decimal, *, is_whole: bool) -> str:
+    if is_whole:  # with the last one of the range
+        end -= 1
+    return _shown(start) if start == end else f"{_shown(start)} to {_shown(end)}"
+
+
+def _shown(edge: Decimal) -> str:
+    edge = edge.normalize()
+    return f"{edge:,f}" if -5 < edge.adjusted() < 20 else f"{edge:e}"
+
+
+def _edge(edge: Decimal) -> str:
+    return str(int(edge)) if edge == int(edge) else repr(float(edge))
 
 
 def _of_values(

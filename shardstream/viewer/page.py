@@ -130,9 +130,29 @@ def details_of(
         "cat": cat,
         "fields": fields,
         "boxes": boxes[:_MAX_BOXES],
-        "masks": [n for n in kinds if kinds[n] == "mask" or is_mask_array(n)],
+        "masks": masks_of(kinds),
         "reported": [f"{one.error}: {one.message}" for one in bad],
     }
+
+
+def masks_of(kinds: Mapping[str, Kind]) -> list[str]:
+    """Return the fields that lie over the picture, of kind by field."""
+    return [name for name, kind in kinds.items() if kind == "mask" or is_mask_array(name)]
+
+
+def has_boxes(name: str, kind: Kind) -> bool:
+    """Return whether boxes are looked for in a field: in JSON, and in arrays whose name has "box"."""
+    return kind == "json" or (extension(name) == "npy" and "box" in name)
+
+
+def boxes_of(value: Any) -> list[dict[str, Any]]:
+    """Return the boxes in the value of a field that `has_boxes`: as `find_boxes`, or the rows of an array as corners."""
+    if not isinstance(value, np.ndarray):
+        return find_boxes(value)[:_MAX_BOXES]
+    if value.ndim != 2 or value.shape[1] < 4:
+        return []
+    rows = value[:_MAX_BOXES, :4].astype(float).tolist()
+    return [{"box": row, "form": "xyxy", "label": ""} for row in rows]
 
 
 def broken_details(sample: BrokenSample, cat: str) -> dict[str, Any]:
@@ -238,11 +258,8 @@ def _value_details(name: str, kind: Kind, data: bytes) -> dict[str, Any]:
         return {"arrays": npz_statistics(data)}
     value = decoder(data) if decoder is not None else data
     found = describe_value(value)
-    if kind == "json":
-        found["boxes"] = find_boxes(value)
-    elif "box" in name and isinstance(value, np.ndarray) and value.ndim == 2:
-        rows = value[:_MAX_BOXES, :4].astype(float).tolist() if value.shape[1] >= 4 else []
-        found["boxes"] = [{"box": row, "form": "xyxy", "label": ""} for row in rows]
+    if has_boxes(name, kind):
+        found["boxes"] = boxes_of(value)
     return found
 
 

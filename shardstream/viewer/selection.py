@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import ShardCatalog, find_where, read_columns
+from shardstream.catalog import ShardCatalog, find_where
 from shardstream.errors import OptionError, ShardStreamError
 from shardstream.format import KEY_COLUMN, scan_shard
 from shardstream.samples import Numbers, Samples, Subset
-from shardstream.storage import Urls
 
 _KEPT = 16  # selections, of 8 bytes for each chosen sample
 _FOUND = 1000  # samples that a search by key returns
@@ -29,16 +28,11 @@ class Selections:
     """Samples that fulfil conditions; thread-safe. The results of the last conditions are kept.
 
     Args:
-        urls: The dataset.
-        catalog: Its samples.
-        storage_options: ``storage_options`` of fsspec.
+        catalog: The samples.
     """
 
-    def __init__(
-        self, urls: Urls, catalog: ShardCatalog, storage_options: Mapping[str, Any] | None
-    ) -> None:
-        self._urls, self._catalog = urls, catalog
-        self._storage_options = dict(storage_options or {})
+    def __init__(self, catalog: ShardCatalog) -> None:
+        self._catalog = catalog
         self._kept: OrderedDict[str, Numbers] = OrderedDict()
         self._table: Any = None
         self._missing: str | None = None  # why there are no columns
@@ -56,16 +50,43 @@ class Selections:
                 raise OptionError(self._missing)
             if self._table is None:
                 try:
-                    table = read_columns(self._urls, storage_options=self._storage_options)
+                    self._table = self._catalog.read_columns(None)
                 except OptionError as error:
                     self._missing = str(error)
                     raise
-                if table.num_rows != len(self._catalog):
-                    raise OptionError(
-                        f"the columns have {table.num_rows} rows for {len(self._catalog)} samples: the dataset was replaced; reload it"
-                    )
-                self._table = table
             return self._table
+
+    def names(self) -> list[str]:
+        """Return the names of the columns; none if there are no columns, or they cannot be read."""
+        try:
+            return self._catalog.column_names()
+        except ShardStreamError:
+            return []
+
+    def sort(self, numbers: Numbers | None, column: str, *, descending: bool) -> Numbers:
+        """Return samples in the order of a column: those without a value come last, equal ones keep their order.
+
+        Args:
+            numbers: The samples; None for all.
+            column: Name of the column.
+            descending: Whether the largest value comes first.
+
+        Raises:
+            OptionError: If there is no such column, or its values have no order.
+            ShardStreamError: If columns cannot be read.
+        """
+        table = self.columns()
+        if column not in table.column_names:
+            raise OptionError(f"no column {column!r}; Columns: {', '.join(table.column_names)}")
+        import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+        values = table[column] if numbers is None else table[column].take(numbers)
+        try:
+            order = "descending" if descending else "ascending"
+            places: Numbers = pc.array_sort_indices(values.combine_chunks(), order).to_numpy()
+        except NotImplementedError as error:
+            raise OptionError(f"the values of {column!r} have no order: {values.type}") from error
+        return places.astype(np.int64) if numbers is None else numbers[places]
 
     def choose(self, where: str) -> Numbers:
         """Return the numbers of the samples that fulfil a condition in SQL, ascending; all for "".

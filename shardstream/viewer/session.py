@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -11,15 +12,33 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes
-from shardstream.display import Picture, choose_thumbnail, kinds_of, render, render_value
+from shardstream.display import (
+    Picture,
+    choose_thumbnail,
+    extension,
+    image_size,
+    kinds_of,
+    render,
+    render_value,
+)
 from shardstream.errors import OptionError, ShardStreamError, describe_error, get_logger, redact
-from shardstream.pipeline import BadSample
+from shardstream.pipeline import BASIC, BadSample
 from shardstream.samples import Numbers
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
 from shardstream.viewer.epoch_view import Training, continued, read_state, view_epoch
 from shardstream.viewer.histograms import histograms_of_samples, histograms_of_table
-from shardstream.viewer.page import broken_details, card_of, cat_line, describe_value, details_of
+from shardstream.viewer.page import (
+    boxes_of,
+    broken_details,
+    card_of,
+    cat_line,
+    describe_value,
+    details_of,
+    has_boxes,
+    masks_of,
+    message_of,
+)
 from shardstream.viewer.samples import (
     BrokenSample,
     FoundSample,
@@ -58,6 +77,27 @@ class ViewOptions:
     decode: UserDecode | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Samples that the grid shows, and their order.
+
+    Args:
+        where: A condition on columns; "" chooses all.
+        key: Part of a key; "" chooses all.
+        sort: Column that orders them; "" keeps the order of the dataset, or of the search by key.
+        descending: Whether the largest value comes first.
+    """
+
+    where: str = ""
+    key: str = ""
+    sort: str = ""
+    descending: bool = False
+
+
+ALL = Choice()
+"""All samples in their order."""
+
+
 class Session:
     """One dataset that is open; thread-safe.
 
@@ -73,9 +113,7 @@ class Session:
         self.samples: ViewedSamples = open_samples(options.urls, options.storage_options)
         self._reported = read_reports(options.bad, options.storage_options)
         self._selections = (
-            Selections(options.urls, self.samples.catalog, options.storage_options)
-            if self.samples.catalog is not None
-            else None
+            None if self.samples.catalog is None else Selections(self.samples.catalog)
         )
         self._lock = threading.Lock()
 
@@ -115,6 +153,7 @@ class Session:
             "fields": list(located.fields or ()),
             "is_indexed": catalog is not None,
             "hint": self.samples.hint or self._scan_hint(),
+            "columns": [] if self._selections is None else self._selections.names(),
             "classes": list(self.classes or ())[:_CLASSES_SENT],
             "num_classes": len(self.classes or ()),
             "bad": len(self.bad.entries),
@@ -129,33 +168,31 @@ class Session:
         return "The tars have no index and were scanned: run 'shardstream index' on the folder, so that this starts at once."
 
     def page(
-        self, first: int, count: int, *, where: str = "", key: str = "", at: int | None = None
+        self, first: int, count: int, choice: Choice = ALL, *, at: int | None = None
     ) -> dict[str, Any]:
         """Return the cards of a page.
 
         Args:
             first: Place of the first sample among the chosen ones.
             count: Number of samples.
-            where: A condition on columns; "" chooses all.
-            key: Part of a key; "" chooses all.
-            at: Show the page with the sample of this number instead, or the first one after it.
+            choice: The samples, and their order.
+            at: Show the page with the sample of this number instead.
 
         Raises:
             ShardStreamError: If the samples cannot be read, or a choice is invalid.
         """
-        chosen, note = self._choose(where, key)
+        chosen, note = self._choose(choice)
         total = len(self.samples) if chosen is None else len(chosen)
         count = max(1, min(count, MAX_PAGE))
         if at is not None:
-            if not 0 <= at < len(self.samples):
-                raise OptionError(
-                    f"there is no sample {at}: they are numbered from 0 to {len(self.samples) - 1}"
-                )
-            place = at if chosen is None else int(np.searchsorted(chosen, at))
-            first = place // count * count
+            self._check_number(at)
+            places = np.array([at]) if chosen is None else np.flatnonzero(chosen == at)
+            if not len(places):
+                raise OptionError(f"the sample {at} is not among the {total:,} of this filter")
+            first = int(places[0]) // count * count
         first = max(0, min(first, (max(total, 1) - 1) // count * count))
-        places = range(first, min(first + count, total))
-        numbers = list(places) if chosen is None else chosen[first : places.stop].tolist()
+        shown = range(first, min(first + count, total))
+        numbers = list(shown) if chosen is None else chosen[first : shown.stop].tolist()
         cards = [
             card_of(one, self.classes, self._bad_of.get(one.place.number, ()))
             for one in self.samples.find(numbers)
@@ -168,6 +205,22 @@ class Session:
             "has_decode": self.options.decode is not None,
             "samples": cards,
         }
+
+    def subset(self, choice: Choice) -> bytes:
+        """Return the numbers of the chosen samples, in their order, as a ``.npy`` file that ``ShardDataset(subset=)`` reads.
+
+        Raises:
+            OptionError: If the choice is invalid, chooses none, or a search by key did not find all.
+        """
+        chosen, note = self._choose(choice)
+        if note:
+            raise OptionError(f"these are not all samples with this key, so none are saved: {note}")
+        numbers = np.arange(len(self.samples)) if chosen is None else chosen
+        if not len(numbers):
+            raise OptionError("no sample fulfils the condition")
+        stream = io.BytesIO()
+        np.save(stream, numbers.astype(np.int64), allow_pickle=False)
+        return stream.getvalue()
 
     def details(self, number: int) -> dict[str, Any]:
         """Return the details of a sample."""
@@ -285,6 +338,38 @@ class Session:
         chosen = choose_thumbnail(names).field
         return "" if chosen is None else self.picture(number, names.index(chosen), side)
 
+    def card_layers(self, number: int, side: int) -> dict[str, Any]:
+        """Return what lies over the picture of a card: masks, boxes, and the size in pixels that these count in.
+
+        Args:
+            number: Number of the sample.
+            side: Maximum of both sides of a mask, in pixels.
+
+        Returns:
+            Nothing if the card has no picture, or one of the user's function. "problems" has the errors of masks and boxes.
+        """
+        sample = self._good(number)
+        kinds = kinds_of(tuple(sample.fields))
+        chosen = choose_thumbnail(tuple(sample.fields))
+        if self.options.decode is not None or chosen.kind != "picture" or chosen.field is None:
+            return {}
+        found: dict[str, Any] = {"masks": [], "boxes": [], "problems": []}
+        masks = masks_of(kinds)
+        for name, kind in kinds.items():
+            if name not in masks and not has_boxes(name, kind):
+                continue
+            try:
+                data = self.samples.read_field(sample, name)
+                if name in masks:
+                    found["masks"].append((name, render(kind, name, data, side, overlay=True)))
+                else:
+                    found["boxes"] += boxes_of(BASIC[extension(name)](data))
+            except Exception as error:  # noqa: BLE001  (decoders raise any error; the card shows it)
+                found["problems"].append(f"{name}: {message_of(error)}")
+        if found["boxes"]:
+            found |= image_size(self.samples.read_field(sample, chosen.field))
+        return found
+
     def decoded_picture(self, number: int, name: str | None, side: int) -> Picture | str:
         """Return the picture of a value of the user's function, or the values as text if there is none.
 
@@ -325,23 +410,29 @@ class Session:
             if not str(name).startswith("__")
         ]
 
-    def _choose(self, where: str, key: str) -> tuple[Numbers | None, str]:
-        if not where and not key:
+    def _choose(self, choice: Choice) -> tuple[Numbers | None, str]:
+        """Return the numbers of the chosen samples, None for all, and what the user should know about them."""
+        if choice == ALL:
             return None, ""
         if self._selections is None:
             raise OptionError(f"samples are chosen by their columns; {NO_COLUMNS}")
-        numbers = self._selections.choose(where) if where else None
-        if not key:
-            return numbers, ""
-        found, note = self._selections.search(key)
-        chosen = np.array(found, dtype=np.int64)
-        return (chosen if numbers is None else chosen[np.isin(chosen, numbers)]), note
+        numbers, note = self._selections.choose(choice.where) if choice.where else None, ""
+        if choice.key:
+            found, note = self._selections.search(choice.key)
+            keyed = np.array(found, dtype=np.int64)
+            numbers = keyed if numbers is None else keyed[np.isin(keyed, numbers)]
+        if choice.sort:
+            numbers = self._selections.sort(numbers, choice.sort, descending=choice.descending)
+        return numbers, note
 
-    def _find(self, number: int) -> Shown:
+    def _check_number(self, number: int) -> None:
         if not 0 <= number < len(self.samples):
             raise OptionError(
                 f"there is no sample {number}: they are numbered from 0 to {len(self.samples) - 1}"
             )
+
+    def _find(self, number: int) -> Shown:
+        self._check_number(number)
         return self.samples.find([number])[0]
 
     def _good(self, number: int) -> FoundSample:

@@ -94,7 +94,7 @@ def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> No
         for number in range(100, 120):
             picture = session.card_picture(number, 256)
             assert isinstance(picture, Picture)
-            source = page.get_attribute(f"[data-number='{number}'] img", "src")
+            source = page.get_attribute(f"[data-number='{number}'] img:not(.overlay)", "src")
             data = base64.b64encode(picture.data).decode()
             assert source == f"data:image/jpeg;base64,{data}"
         page.fill("#number", "77")
@@ -103,8 +103,9 @@ def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> No
         sample = ss.ShardMapDataset(folder)[77]
         assert page.inner_text("#details h2") == f"77 · {sample['__key__']}"
         assert page.inner_text("#cat") == f"shardstream cat {folder} --number 77"
-        assert page.locator("svg rect").count() >= 1
-        assert page.inner_text(".box-label") == "square"
+        assert page.locator("#details svg rect").count() == 1
+        assert page.inner_text("#details .box-label") == "square"
+        assert page.inner_text("[data-number='77'] .box-label") == "square"
         page.keyboard.press("ArrowRight")
         until(page, "document.querySelector('#details h2').textContent.startsWith('78 ')")
         page.keyboard.press("Escape")
@@ -133,6 +134,73 @@ def test_filters_choose_samples_and_name_their_mistakes(browser: Browser, tmp_pa
         page.press("#key", "Enter")
         until(page, "document.querySelectorAll('.card').length === 1")
         assert shown_numbers(page) == [42]
+
+
+ADDRESS = "#where=cls+%3C+3&sort=cls&count=20&first=20&sample=88"
+
+
+def until_open(page: Page, number: int) -> None:
+    """Wait until the details show a sample."""
+    start = f"startsWith('{number} ')"
+    until(page, f"document.querySelector('#details h2')?.textContent.{start}")
+
+
+def test_the_address_holds_what_is_shown(browser: Browser, tmp_path: Path) -> None:
+    expected = [*range(80, 120, 4), *range(1, 41, 4)]
+    folder = datasets.pictures(tmp_path, 120)
+    with running_viewer(folder) as viewer, opened(browser, viewer) as page:
+        page.fill("#where", "cls < 3")
+        page.press("#where", "Enter")
+        page.wait_for_selector("#range:has-text('of 90')")
+        page.select_option("#count", "20")
+        page.select_option("#sort", "cls")
+        page.wait_for_selector("[data-number='4']")
+        page.click("#next")
+        page.wait_for_selector("#range:has-text('20 to 39 of 90')")
+        page.click(".card:nth-child(3)")
+        until_open(page, 88)
+        assert page.url.partition("/#")[2] == ADDRESS[1:]
+        page.click("#next")  # the details follow the page
+        until_open(page, 41)
+        page.go_back()
+        until_open(page, 88)
+        assert shown_numbers(page) == expected
+        page.reload()
+        until_open(page, 88)
+        assert shown_numbers(page) == expected
+        assert page.input_value("#where") == "cls < 3"
+        until(page, "document.querySelector('#sort').value === 'cls'")
+        page.fill("#where", "cls = 3")  # and the filter
+        page.press("#where", "Enter")
+        until_open(page, 3)
+
+
+def test_a_link_opens_what_its_address_says(browser: Browser, tmp_path: Path) -> None:
+    folder = datasets.pictures(tmp_path, 120)
+    with running_viewer(folder) as viewer, opened(browser, viewer) as page:
+        root = page.url.partition("#")[0]
+        page.goto(root + ADDRESS)
+        until_open(page, 88)
+        page.goto(root + ADDRESS.replace("sample=88", "sample=7"))  # its class is 3
+        page.wait_for_selector("#banner:has-text('sample 7 is not among the 90')")
+        page.wait_for_selector("#details", state="hidden")
+        page.goto(root + "#view=histograms&first=-1&count=x&what=1")
+        page.wait_for_selector("text=Exact: all 120 samples")
+        page.go_back()
+        page.wait_for_selector("#samples:visible")
+
+
+def test_a_selection_is_saved(browser: Browser, tmp_path: Path) -> None:
+    folder = datasets.pictures(tmp_path / "data", 60)
+    with running_viewer(folder) as viewer, opened(browser, viewer) as page:
+        assert page.is_hidden("#save")
+        page.fill("#class", "dot")
+        page.click("#filters button[type=submit]")
+        with page.expect_download() as found:
+            page.click("#save:has-text('15 numbers')")
+        found.value.save_as(tmp_path / "subset.npy")
+    keys = [one["__key__"] for one in ss.ShardMapDataset(folder, subset=tmp_path / "subset.npy")]
+    assert keys == [one["__key__"] for one in ss.ShardMapDataset(folder, where="cls = 3")]
 
 
 def test_a_bar_of_a_histogram_shows_its_samples(browser: Browser, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,7 @@ def test_the_token_becomes_a_cookie_that_scripts_cannot_read(viewer: RunningView
         "/api/dataset",
         "/api/thumbnails?numbers=0",
         "/static/viewer.css",
+        "/subset.npy",
         "/nothing",
         "/raw/0/0",
         "/media/4/0",
@@ -129,7 +131,66 @@ def test_fields_are_sent_as_downloads_only(viewer: RunningViewer) -> None:
     }  # fmt: skip
 
 
-def thumbnails(viewer: RunningViewer, path: str) -> dict[int, dict[str, str]]:
+def test_masks_and_boxes_of_cards_are_those_of_the_details(tmp_path: Path) -> None:
+    folder = datasets.pictures(tmp_path, 3)
+    session = Session(ViewOptions(urls=(folder,), storage_options={}))
+    with running_viewer(folder) as running:
+        found = thumbnails(running, "/api/thumbnails?numbers=2")[2]
+        assert found["boxes"] == session.details(2)["boxes"]
+        assert (found["width"], found["height"], found["problems"]) == (160, 160, [])
+        mask = session.picture(
+            2, session.details(2)["masks"].index("seg.png") + 1, 256, overlay=True
+        )
+        data = base64.b64encode(mask.data).decode()
+        assert found["masks"] == [{"name": "seg.png", "type": "image/png", "data": data}]
+        plain = thumbnails(running, "/api/thumbnails?numbers=2&plain=1")[2]
+        assert plain == {"type": found["type"], "data": found["data"]}
+
+
+def test_a_mask_that_cannot_be_decoded_is_named_on_its_card(tmp_path: Path) -> None:
+    picture, mask, _ = datasets.drawing(0)
+    sample = {
+        "jpg": datasets.encoded(picture, "JPEG"),
+        "seg.png": datasets.encoded(mask, "PNG")[:99],
+        "json": b"{",
+    }
+    with ss.ShardWriter(str(tmp_path / "{shard:06d}.tar")) as writer:
+        writer.write({"__key__": "cut", **sample})
+    with running_viewer(str(tmp_path)) as running:
+        found = thumbnails(running, "/api/thumbnails?numbers=0")[0]
+    assert found["data"]
+    assert [text.partition(":")[0] for text in found["problems"]] == ["seg.png", "json"]
+
+
+def test_a_saved_selection_is_the_subset_that_a_dataset_reads(tmp_path: Path) -> None:
+    folder = datasets.pictures(tmp_path / "data", 60)
+    asked = "where=cls+IN+(1,+3)&sort=light&descending=1"
+    with running_viewer(folder) as running:
+        saved = running.ask(f"/subset.npy?{asked}")
+        assert saved.headers["content-disposition"] == 'attachment; filename="subset.npy"'
+        (tmp_path / "subset.npy").write_bytes(saved.body)
+        shown = running.get(f"/api/page?{asked}&count=200")["samples"]
+        keys = [
+            one["__key__"] for one in ss.ShardMapDataset(folder, subset=tmp_path / "subset.npy")
+        ]
+        assert keys == [one["key"] for one in shown]
+        assert len(keys) == 30
+        refused = running.ask("/subset.npy?where=cls+=+9")
+        assert (refused.status, refused.json["error"]) == (400, "no sample fulfils the condition")
+
+
+def test_a_search_that_found_too_many_keys_is_not_saved(tmp_path: Path) -> None:
+    with ss.ShardWriter(str(tmp_path / "{shard:06d}.tar"), columns="__key__") as writer:
+        for number in range(1001):
+            writer.write({"__key__": f"k{number}", "txt": b"x"})
+    with running_viewer(str(tmp_path)) as running:
+        assert running.get("/api/page?key=k")["note"] == "the first 1,000 of 1,001"
+        refused = running.ask("/subset.npy?key=k")
+    assert refused.status == 400
+    assert "not all samples with this key" in refused.json["error"]
+
+
+def thumbnails(viewer: RunningViewer, path: str) -> dict[int, Any]:
     return dict(json.loads(line) for line in viewer.ask(path).body.splitlines())
 
 
@@ -137,7 +198,7 @@ def test_pictures_of_cards_come_in_one_response(tmp_path: Path) -> None:
     folder = datasets.kinds(tmp_path)
     session = Session(ViewOptions(urls=(folder,), storage_options={}))
     with running_viewer(folder) as running:
-        found = thumbnails(running, "/api/thumbnails?numbers=7,2,5")
+        found = thumbnails(running, "/api/thumbnails?numbers=7,2,5&plain=1")
         assert sorted(found) == [2, 5, 7]
         assert found[5] == {"text": ""}
         for number in (2, 7):
@@ -155,6 +216,8 @@ def test_pictures_of_cards_come_in_one_response(tmp_path: Path) -> None:
         ("/api/page?first=-5&count=-1", 200),
         ("/api/page?count=999999999", 200),
         ("/api/page?at=99", 400),
+        ("/api/page?sort=cls", 400),
+        ("/subset.npy?where=1", 400),
         ("/api/sample/99", 400),
         ("/thumb/0/99", 400),
         ("/api/thumbnails", 400),

@@ -11,7 +11,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.packing import index
-from shardstream.viewer import Session, ViewOptions
+from shardstream.viewer import Choice, Session, ViewOptions
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 from tests.viewer import datasets
 
@@ -56,7 +56,7 @@ def test_a_page_has_the_samples_from_its_start(shapes: str, first: int) -> None:
     "where", ["cls = 2", "light > 100 AND cls IN (1, 3)", "cls = 9", "__key__ = 'shape-000007'"]
 )
 def test_a_condition_chooses_the_samples_of_the_dataset(shapes: str, where: str) -> None:
-    page = session(shapes).page(0, 200, where=where)
+    page = session(shapes).page(0, 200, Choice(where=where))
     try:
         expected = [sample["__key__"] for sample in ss.ShardMapDataset(shapes, where=where)]
     except ss.errors.OptionError:  # it chooses no sample
@@ -66,7 +66,7 @@ def test_a_condition_chooses_the_samples_of_the_dataset(shapes: str, where: str)
 
 def test_an_invalid_condition_names_the_columns(shapes: str) -> None:
     with pytest.raises(ss.errors.OptionError, match="Columns: cls, width, light"):
-        session(shapes).page(0, 50, where="klass = 1")
+        session(shapes).page(0, 50, Choice(where="klass = 1"))
 
 
 @pytest.mark.parametrize("columns", [None, "__key__"])
@@ -74,17 +74,41 @@ def test_a_key_is_found_exactly_first(tmp_path: Path, columns: str | None) -> No
     with ss.ShardWriter(str(tmp_path / "{shard:06d}.tar"), columns=columns, max_samples=4) as out:
         for key in ("ab1", "b1", "c", "xb", "b", "ab"):
             out.write({"__key__": key, "txt": b"x"})
-    found = session(str(tmp_path)).page(0, 50, key="b")["samples"]
+    found = session(str(tmp_path)).page(0, 50, Choice(key="b"))["samples"]
     assert [one["key"] for one in found] == ["b", "ab1", "b1", "xb", "ab"]
 
 
 def test_a_jump_shows_the_page_of_a_number(shapes: str) -> None:
     viewed = session(shapes)
     assert viewed.page(0, 50, at=77)["first"] == 50
-    page = viewed.page(0, 10, at=77, where="cls = 1")
+    page = viewed.page(0, 10, Choice(where="cls = 1"), at=77)
     assert 77 in [one["number"] for one in page["samples"]]
     with pytest.raises(ss.errors.OptionError, match="numbered from 0 to 119"):
         viewed.page(0, 50, at=120)
+    with pytest.raises(ss.errors.OptionError, match="sample 78 is not among the 30 of this filter"):
+        viewed.page(0, 50, Choice(where="cls = 1"), at=78)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_samples_without_a_value_come_last_and_equal_ones_keep_their_order(
+    tmp_path: Path, descending: bool
+) -> None:
+    values = [3, None, 1, 3, float("nan"), 2, None, 1]
+    with ss.ShardWriter(
+        str(tmp_path / "{shard:06d}.tar"), columns="n=json.n", max_samples=3
+    ) as out:
+        for number, value in enumerate(values):
+            text = "NaN" if value != value else json.dumps(value)  # noqa: PLR0124
+            out.write({"__key__": f"{number}", "json": f'{{"n": {text}}}'.encode()})
+    viewed = session(str(tmp_path))
+    found = viewed.page(0, 50, Choice(sort="n", descending=descending), at=6)["samples"]
+    ascending = [2, 7, 5, 0, 3, 4, 1, 6]
+    expected = [0, 3, 5, 2, 7, 4, 1, 6] if descending else ascending
+    assert [one["number"] for one in found] == expected
+    chosen = viewed.page(0, 50, Choice(where="n > 1", sort="n", descending=descending))["samples"]
+    assert [one["number"] for one in chosen] == ([0, 3, 5] if descending else [5, 0, 3])
+    with pytest.raises(ss.errors.OptionError, match="no column 'm'; Columns: __key__, n"):
+        viewed.page(0, 50, Choice(sort="m"))
 
 
 def test_cards_name_class_caption_and_picture(shapes: str) -> None:
@@ -111,7 +135,33 @@ def test_exact_histograms_count_all_samples(shapes: str) -> None:
     assert sum(bar["count"] for bar in by_name["light"]["bars"]) == len(light)
     viewed = session(shapes)
     for bar in by_name["light"]["bars"]:  # a click shows as many samples as the bar counts
-        assert viewed.page(0, 200, where=bar["where"])["total"] == bar["count"]
+        assert viewed.page(0, 200, Choice(where=bar["where"]))["total"] == bar["count"]
+
+
+def test_a_bar_counts_the_samples_of_its_condition(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    columns = {
+        "tenths": (np.arange(300) / 10).tolist(),
+        "rounded": np.round(rng.normal(size=300), 1).tolist(),
+        "tiny": (rng.normal(size=300) * 1e-7).tolist(),
+        "large": (rng.normal(size=300) * 1e300).tolist(),
+        "years": rng.integers(1990, 2100, 300).tolist(),
+        "ids": rng.integers(-(2**62), 2**62, 300).tolist(),
+    }
+    names = ",".join(f"{name}=json.{name}" for name in columns)
+    with ss.ShardWriter(str(tmp_path / "{shard:06d}.tar"), columns=names) as writer:
+        for number in range(300):
+            row = {name: values[number] for name, values in columns.items()}
+            writer.write({"__key__": f"{number}", "json": json.dumps(row).encode()})
+    viewed = session(str(tmp_path))
+    found = {one["name"]: one["bars"] for one in viewed.histograms()["histograms"]}
+    for bars in found.values():
+        assert len(bars) <= 26
+        assert sum(bar["count"] for bar in bars) == 300
+        for bar in bars:
+            assert viewed.page(0, 1, Choice(where=bar["where"]))["total"] == bar["count"], bar
+    assert found["tenths"][1]["label"] == "2 to 4"
+    assert found["years"][0]["label"] == "1,990 to 1,994"
 
 
 def test_histograms_without_columns_say_of_how_many(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 // The reports of bad samples.
+import { jump } from "./address.js";
 import { ask, byId, count, element, emit } from "./common.js";
 
 export async function showBad() {
@@ -52,7 +53,7 @@ function row(one) {
       : element(
           "span",
           { class: "numbers" },
-          element("button", { onclick: () => emit("jump", one.number) }, count(one.number)),
+          element("button", { onclick: () => jump(one.number) }, count(one.number)),
         );
   const finder = [
     one.epoch === null ? null : `epoch ${one.epoch}`,

@@ -84,7 +84,7 @@ export async function* askLines(path, values, signal) {
 export const byId = (id) => document.getElementById(id);
 export const count = (number) => number.toLocaleString("en-US");
 export const plural = (number, noun) =>
-  `${count(number)} ${noun}${number === 1 ? "" : noun.endsWith("s") || noun.endsWith("ch") ? "es" : "s"}`;
+  `${count(number)} ${noun}${number === 1 ? "" : /(s|x|ch)$/.test(noun) ? "es" : "s"}`;
 
 export function bytes(size) {
   if (size === null || size === undefined) return "unknown size";

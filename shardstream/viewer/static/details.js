@@ -1,11 +1,12 @@
 // The details panel: one sample with all its fields, boxes and masks over the picture.
-import { ask, byId, bytes, count, element, emit } from "./common.js";
+import { ask, byId, bytes, count, element, emit, plural } from "./common.js";
+import { boxLayer, formChoice, shape } from "./overlay.js";
 
-const SVG = "http://www.w3.org/2000/svg";
-const shown = { boxes: true, form: null, opacity: 0.5, masks: new Map() };
+const shown = { boxes: true, opacity: 0.5, masks: new Map() };
 let request = 0;
 
 export function closeDetails() {
+  request += 1; // an answer on its way is of a sample that was closed
   byId("details").hidden = true;
   byId("details").replaceChildren();
 }
@@ -131,7 +132,16 @@ function stage(found, picture, names) {
     });
     controls.append(slider);
   }
-  if (found.boxes.length) boxes(found, picture, frame, controls);
+  if (found.boxes.length) {
+    const layer = boxLayer(found.boxes, picture);
+    const set = (on) => {
+      shown.boxes = on;
+      layer.hidden = !on;
+    };
+    set(shown.boxes);
+    frame.append(layer);
+    controls.append(toggle(plural(found.boxes.length, "box"), shown.boxes, set), formChoice());
+  }
   return element("div", {}, element("div", { class: "stage" }, frame), controls);
 }
 
@@ -139,78 +149,6 @@ function toggle(text, on, change) {
   const box = element("input", { type: "checkbox", checked: on });
   box.addEventListener("change", () => change(box.checked));
   return element("label", {}, box, " ", text);
-}
-
-function boxes(found, picture, frame, controls) {
-  const layer = element("div", { class: "overlay boxes" });
-  const draw = () => {
-    layer.replaceChildren();
-    if (!shown.boxes) return;
-    const svg = document.createElementNS(SVG, "svg");
-    svg.setAttribute("viewBox", `0 0 ${picture.width} ${picture.height}`);
-    svg.setAttribute("preserveAspectRatio", "none");
-    layer.append(svg);
-    for (const one of found.boxes) {
-      const [x, y, width, height] = corners(one, picture);
-      const rect = document.createElementNS(SVG, "rect");
-      for (const [name, value] of Object.entries({
-        x,
-        y,
-        width: Math.max(0, width),
-        height: Math.max(0, height),
-      }))
-        rect.setAttribute(name, value);
-      svg.append(rect);
-      if (!one.label) continue;
-      const label = element("span", { class: "box-label" }, one.label);
-      label.style.left = `${(100 * x) / picture.width}%`;
-      label.style.top = `${(100 * y) / picture.height}%`;
-      layer.append(label);
-    }
-  };
-  const form = element(
-    "select",
-    { "aria-label": "numbers of a box" },
-    ...[
-      ["", "as named"],
-      ["xywh", "x y width height"],
-      ["xyxy", "x1 y1 x2 y2"],
-      ["cxcywh", "centre, width, height"],
-    ].map(([value, text]) =>
-      element("option", { value, selected: (shown.form ?? "") === value }, text),
-    ),
-  );
-  form.addEventListener("change", () => {
-    shown.form = form.value || null;
-    draw();
-  });
-  controls.append(
-    toggle(
-      found.boxes.length === 1 ? "1 box" : `${count(found.boxes.length)} boxes`,
-      shown.boxes,
-      (on) => {
-        shown.boxes = on;
-        draw();
-      },
-    ),
-    form,
-  );
-  frame.append(layer);
-  draw();
-}
-
-function corners(one, picture) {
-  let [a, b, c, d] = one.box;
-  if ([a, b, c, d].every((value) => value >= 0 && value <= 1)) {
-    a *= picture.width;
-    c *= picture.width;
-    b *= picture.height;
-    d *= picture.height;
-  }
-  const form = shown.form ?? one.form;
-  if (form === "xyxy") return [a, b, c - a, d - b];
-  if (form === "cxcywh") return [a - c / 2, b - d / 2, c, d];
-  return [a, b, c, d];
 }
 
 function field(found, one, number, main) {
@@ -294,17 +232,13 @@ function statistics(array) {
 
 function sparks(counts) {
   const most = Math.max(...counts, 1);
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${counts.length * 6} 24`);
-  svg.setAttribute("width", counts.length * 6);
-  svg.setAttribute("height", 24);
+  const width = counts.length * 6;
+  const svg = shape("svg", { viewBox: `0 0 ${width} 24`, width, height: 24 });
   counts.forEach((value, at) => {
-    const rect = document.createElementNS(SVG, "rect");
     const height = value ? Math.max(1, (24 * value) / most) : 0;
-    for (const [name, number] of Object.entries({ x: at * 6, y: 24 - height, width: 5, height }))
-      rect.setAttribute(name, number);
-    rect.style.fill = "var(--bar)";
-    svg.append(rect);
+    const bar = shape("rect", { x: at * 6, y: 24 - height, width: 5, height });
+    bar.style.fill = "var(--bar)";
+    svg.append(bar);
   });
   return svg;
 }

@@ -1,4 +1,5 @@
 // The epoch view: what each rank reads at a step, for one training or two side by side.
+import { jump } from "./address.js";
 import { ask, byId, count, element, emit, plural } from "./common.js";
 
 const FIELDS = [
@@ -315,7 +316,7 @@ function ranksPanel(found) {
         { class: "numbers" },
         one.numbers
           .slice(0, NUMBERS_SHOWN)
-          .map((number) => element("button", { onclick: () => emit("jump", number) }, `${number}`)),
+          .map((number) => element("button", { onclick: () => jump(number) }, `${number}`)),
         one.numbers.length > NUMBERS_SHOWN ? "…" : one.numbers.length ? "" : "none",
       ),
     ),

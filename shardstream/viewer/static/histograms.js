@@ -1,4 +1,5 @@
 // Histograms of the columns of all samples, or of a sample of them.
+import { choose } from "./address.js";
 import { ask, byId, count, element, emit } from "./common.js";
 
 export async function showHistograms() {
@@ -62,7 +63,7 @@ function barOf(bar, most) {
   if (!bar.where) return element("div", { class: "hbar" }, inside);
   return element(
     "button",
-    { class: "hbar", title: bar.where, onclick: () => emit("filter", bar.where) },
+    { class: "hbar", title: bar.where, onclick: () => choose(bar.where) },
     inside,
   );
 }

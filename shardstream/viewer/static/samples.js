@@ -1,64 +1,81 @@
 // The grid: pages of cards, filters, and jumps.
-import { ask, askLines, byId, bytes, count, element, emit, events, hush } from "./common.js";
+import { correct, go, state } from "./address.js";
+import { ask, askLines, byId, bytes, count, element, emit, plural } from "./common.js";
 import { closeDetails, showDetails } from "./details.js";
+import { boxLayer } from "./overlay.js";
 
-const state = { first: 0, count: 50, where: "", key: "", total: 0, shown: [], selected: null };
+const page = { options: "", first: null, total: 0, numbers: [] }; // that the grid shows
 let request = 0;
 let loading = new AbortController(); // of the pictures
 
-function chosenWhere() {
-  const where = byId("where").value.trim();
-  const klass = byId("class").value.trim();
-  if (!klass) return where;
-  const number = /^-?\d+/.exec(klass)?.[0] ?? numberOfClass(klass);
-  const condition = `cls = ${number}`;
-  return where ? `(${where}) AND ${condition}` : condition;
+const choice = () => ({
+  where: state.where,
+  key: state.key,
+  sort: state.sort,
+  descending: state.descending,
+});
+const options = () => JSON.stringify([choice(), state.count, state.plain]);
+const openNumber = () => (/^\d+$/.test(state.sample) ? Number(state.sample) : null);
+const following = () => state.sample && "first"; // open details show a sample of the new page
+
+// Shows the page and the sample of the address; a page that is there is not asked for again.
+export async function showSamples(isReplaced = false) {
+  const number = openNumber();
+  const isThere = number === null ? state.first === page.first : page.numbers.includes(number);
+  if (isReplaced || options() !== page.options) writeForms();
+  else if (isThere) return showSample();
+  if (await showPage(number)) await showSample();
 }
 
-function numberOfClass(name) {
-  const found = [...byId("class-names").children].find(
-    (option) => option.value.replace(/^\d+ /, "") === name,
-  );
-  return found ? /^\d+/.exec(found.value)[0] : `'${name.replaceAll("'", "''")}'`;
+function writeForms() {
+  for (const name of ["where", "key", "sort", "count"]) byId(name).value = state[name];
+  byId("class").value = ""; // the condition has it
+  byId("descending").textContent = state.descending ? "↓" : "↑";
+  byId("layers").checked = !state.plain;
 }
 
-export async function showPage(at = null) {
+async function showPage(at) {
   const mine = ++request;
   loading.abort();
   byId("grid").setAttribute("aria-busy", "true");
-  const values = { first: state.first, count: state.count, where: state.where, key: state.key, at };
-  let page;
+  let found;
   try {
-    page = await ask("/api/page", values);
+    found = await ask("/api/page", { first: state.first, count: state.count, ...choice(), at });
   } catch (error) {
-    if (mine === request) byId("grid").setAttribute("aria-busy", "false");
+    if (mine !== request) return false;
     emit("error", error);
+    correct({ sample: "" });
+    if (at !== null && error.kind === "OptionError") return showPage(null);
+    byId("grid").setAttribute("aria-busy", "false");
     return false;
   }
   if (mine !== request) return false; // a later page was asked for
-  hush();
-  Object.assign(state, {
-    first: page.first,
-    total: page.total,
-    shown: page.samples.map((one) => one.number),
-  });
+  const numbers = found.samples.map((one) => one.number);
+  Object.assign(page, { options: options(), first: found.first, total: found.total, numbers });
+  correct({ first: found.first });
   const show = new Map(); // number -> function that shows its picture
-  byId("grid").replaceChildren(...page.samples.map((one) => card(one, page.has_decode, show)));
+  byId("grid").replaceChildren(...found.samples.map((one) => card(one, found.has_decode, show)));
   loadPictures(show);
-  if (!page.samples.length) byId("grid").append(element("div", { class: "empty" }, empty()));
+  if (!numbers.length) byId("grid").append(element("div", { class: "empty" }, empty()));
   byId("grid").setAttribute("aria-busy", "false");
-  byId("range").textContent = page.total
-    ? `${count(page.first)} to ${count(page.first + page.samples.length - 1)} of ${count(page.total)}`
-    : "no samples";
-  byId("note").textContent = [page.note, state.where || state.key ? "filtered" : ""]
-    .filter(Boolean)
-    .join(" · ");
-  byId("clear").hidden = !(state.where || state.key);
-  const atEnd = page.first + page.samples.length >= page.total;
-  for (const id of ["first", "previous"]) byId(id).disabled = page.first === 0;
-  for (const id of ["next", "last"]) byId(id).disabled = atEnd;
-  mark();
+  writePager(found);
   return true;
+}
+
+function writePager(found) {
+  const end = found.first + page.numbers.length;
+  byId("range").textContent = found.total
+    ? `${count(found.first)} to ${count(end - 1)} of ${count(found.total)}`
+    : "no samples";
+  const isFiltered = Boolean(state.where || state.key);
+  byId("note").textContent = [found.note, isFiltered ? "filtered" : ""].filter(Boolean).join(" · ");
+  byId("clear").hidden = !isFiltered;
+  const isWhole = found.total && !found.note;
+  byId("save").hidden = !(isWhole && (isFiltered || state.sort));
+  byId("save").textContent = `Save ${plural(found.total, "number")} as subset.npy`;
+  byId("save").href = `/subset.npy?${new URLSearchParams(choice())}`;
+  for (const id of ["first", "previous"]) byId(id).disabled = found.first === 0;
+  for (const id of ["next", "last"]) byId(id).disabled = end >= found.total;
 }
 
 function empty() {
@@ -71,12 +88,9 @@ async function loadPictures(show) {
   loading = new AbortController();
   const { signal } = loading;
   if (!show.size) return;
+  const values = { numbers: [...show.keys()].join(), plain: state.plain };
   try {
-    for await (const [number, found] of askLines(
-      "/api/thumbnails",
-      { numbers: [...show.keys()].join() },
-      signal,
-    ))
+    for await (const [number, found] of askLines("/api/thumbnails", values, signal))
       show.get(number)(found);
   } catch (error) {
     if (!signal.aborted) emit("error", error);
@@ -91,7 +105,7 @@ function card(one, hasDecode, show) {
     {
       class: one.error ? "card broken" : "card",
       "data-number": one.number,
-      onclick: () => select(one.number),
+      onclick: () => go({ sample: String(one.number) }),
     },
     view,
     label,
@@ -127,17 +141,21 @@ function card(one, hasDecode, show) {
 }
 
 function fill(view, field, found, problem) {
-  // The picture is in the line: addresses of their own would take the browser twice the time.
-  if (found.data)
-    view.append(
-      element("img", {
-        alt: field ?? "",
-        decoding: "async",
-        src: `data:${found.type};base64,${found.data}`,
-      }),
-    );
-  else write(view, found.text ?? "no picture");
-  if (found.error) problem(found.error);
+  // Pictures are in the line: addresses of their own would take the browser twice the time.
+  const picture = (one, attributes) =>
+    element("img", {
+      decoding: "async",
+      src: `data:${one.type};base64,${one.data}`,
+      ...attributes,
+    });
+  if (found.data) {
+    const frame = element("div", { class: "frame" }, picture(found, { alt: field ?? "" }));
+    for (const mask of found.masks ?? [])
+      frame.append(picture(mask, { class: "overlay", alt: mask.name }));
+    if (found.boxes?.length) frame.append(boxLayer(found.boxes, found));
+    view.append(frame);
+  } else write(view, found.text ?? "no picture");
+  for (const text of [found.error, ...(found.problems ?? [])]) if (text) problem(text);
 }
 
 function write(view, text) {
@@ -145,111 +163,81 @@ function write(view, text) {
   view.textContent = text;
 }
 
-async function select(number) {
-  state.selected = number;
-  mark();
-  await showDetails(number, {
-    previous: () => step(-1),
-    next: () => step(1),
-    close: () => {
-      state.selected = null;
-      closeDetails();
-      mark();
-    },
-  });
-}
-
-async function step(by) {
-  const place = state.shown.indexOf(state.selected) + by;
-  if (place >= 0 && place < state.shown.length) return select(state.shown[place]);
-  const first = state.first + by * state.count;
-  if (first < 0 || first >= state.total) return;
-  state.first = first;
-  if (await showPage()) await select(by > 0 ? state.shown[0] : state.shown.at(-1));
-}
-
-function mark() {
+async function showSample() {
+  if (/^(first|last)$/.test(state.sample))
+    correct({ sample: String(page.numbers.at(state.sample === "first" ? 0 : -1) ?? "") });
+  const number = openNumber();
   for (const one of byId("grid").children)
-    one.classList.toggle(
-      "selected",
-      Number(one.dataset.number) === state.selected && state.selected !== null,
-    );
+    one.classList.toggle("selected", number !== null && Number(one.dataset.number) === number);
+  if (number === null) return closeDetails();
+  await showDetails(number, { previous: () => step(-1), next: () => step(1), close });
 }
 
-export async function jump(number) {
-  if (!state.shown.includes(number) && !(await showPage(number))) return;
-  if (state.shown.includes(number)) await select(number);
-}
+const close = () => go({ sample: "" });
 
-function filter(where, key) {
-  Object.assign(state, { first: 0, where, key });
-  return showPage();
+// Goes to a neighbour; not a step of the history, which would fill with them.
+async function step(by) {
+  const number = page.numbers[page.numbers.indexOf(openNumber()) + by];
+  const first = page.first + by * state.count;
+  if (number !== undefined) correct({ sample: String(number) });
+  else if (first < 0 || first >= page.total) return;
+  else correct({ first, sample: by > 0 ? "first" : "last" });
+  await showSamples();
 }
 
 export function openSamples() {
   byId("filters").addEventListener("submit", (event) => {
     event.preventDefault();
-    filter(chosenWhere(), byId("key").value.trim());
+    const key = byId("key").value.trim();
+    go({ where: chosenWhere(), key, first: 0, sample: following() });
   });
-  byId("clear").addEventListener("click", () => {
-    for (const id of ["where", "key", "class"]) byId(id).value = "";
-    filter("", "");
-  });
+  byId("clear").addEventListener("click", () =>
+    go({ where: "", key: "", first: 0, sample: following() }),
+  );
   byId("jump").addEventListener("submit", (event) => {
     event.preventDefault();
     const text = byId("number").value.replaceAll(/[\s,_]/g, "");
     if (!/^\d+$/.test(text))
       return emit("error", new Error("Give the number of a sample, from 0."));
     byId("number").blur(); // the arrow keys then go from sample to sample
-    jump(Number(text));
+    go({ sample: String(Number(text)) });
   });
-  const go = (first) => () => {
-    state.first = Math.max(0, first());
-    showPage();
-  };
-  byId("first").addEventListener(
-    "click",
-    go(() => 0),
+  const turn = (id, first) =>
+    byId(id).addEventListener("click", () =>
+      go({ first: Math.max(0, first()), sample: following() }),
+    );
+  turn("first", () => 0);
+  turn("previous", () => state.first - state.count);
+  turn("next", () => state.first + state.count);
+  turn("last", () => page.total - 1);
+  byId("count").addEventListener("change", () => go({ count: Number(byId("count").value) }));
+  byId("layers").addEventListener("change", () => go({ plain: state.plain ? "" : "1" }));
+  const sort = (changes) => go({ ...changes, first: 0, sample: following() });
+  byId("sort").addEventListener("change", () => sort({ sort: byId("sort").value }));
+  byId("descending").addEventListener("click", () =>
+    sort({ descending: state.descending ? "" : "1" }),
   );
-  byId("previous").addEventListener(
-    "click",
-    go(() => state.first - state.count),
-  );
-  byId("next").addEventListener(
-    "click",
-    go(() => state.first + state.count),
-  );
-  byId("last").addEventListener(
-    "click",
-    go(() => state.total - 1),
-  );
-  byId("count").addEventListener("change", () => {
-    state.count = Number(byId("count").value);
-    showPage();
-  });
   document.addEventListener("keydown", (event) => {
-    if (
-      state.selected === null ||
-      /^(INPUT|TEXTAREA|SELECT|AUDIO|VIDEO)$/.test(event.target.tagName)
-    )
-      return;
+    const isTyping = /^(INPUT|TEXTAREA|SELECT|AUDIO|VIDEO)$/.test(event.target.tagName);
+    if (openNumber() === null || isTyping || state.view !== "samples") return;
     if (event.key === "ArrowRight") step(1);
     else if (event.key === "ArrowLeft") step(-1);
-    else if (event.key === "Escape") {
-      state.selected = null;
-      closeDetails();
-      mark();
-    }
+    else if (event.key === "Escape") close();
   });
-  events.addEventListener("jump", (event) => {
-    emit("view", "samples");
-    state.where = state.key = "";
-    jump(event.detail);
-  });
-  events.addEventListener("filter", (event) => {
-    emit("view", "samples");
-    byId("where").value = event.detail;
-    byId("class").value = "";
-    filter(event.detail, "");
-  });
+}
+
+function chosenWhere() {
+  const where = byId("where").value.trim();
+  const klass = byId("class").value.trim();
+  if (!klass) return where;
+  const number = /^-?\d+/.exec(klass)?.[0] ?? numberOfClass(klass);
+  const condition = `cls = ${number}`;
+  return where ? `(${where}) AND ${condition}` : condition;
+}
+
+function numberOfClass(name) {
+  const found = [...byId("class-names").children].find(
+    (option) => option.value.replace(/^\d+ /, "") === name,
+  );
+  return found ? /^\d+/.exec(found.value)[0] : `'${name.replaceAll("'", "''")}'`;
 }

@@ -1,20 +1,22 @@
 // The page as a whole: the dataset, the tabs, and the messages that concern all of it.
 
+import { go, state } from "./address.js";
 import { showBad } from "./bad.js";
-import { ask, byId, bytes, count, element, emit, events, hush, plural, tell } from "./common.js";
+import { ask, byId, bytes, count, element, events, hush, plural, tell } from "./common.js";
 import { openEpoch } from "./epoch.js";
 import { showHistograms } from "./histograms.js";
-import { openSamples, showPage } from "./samples.js";
+import { openSamples, showSamples } from "./samples.js";
 
 const views = { samples: null, histograms: showHistograms, epoch: openEpoch, bad: showBad };
-const opened = new Set(["samples"]);
+const opened = new Set();
 
-export function show(view) {
-  if (byId(view).hidden) hush(); // what the banner says concerns the view that is left
+async function show(isReplaced = false) {
+  const view = Object.hasOwn(views, state.view) ? state.view : "samples";
   for (const name of Object.keys(views)) byId(name).hidden = name !== view;
   for (const tab of document.querySelectorAll("[data-view]"))
     tab.setAttribute("aria-selected", tab.dataset.view === view);
-  if (!opened.has(view)) {
+  if (view === "samples") await showSamples(isReplaced);
+  else if (!opened.has(view)) {
     opened.add(view);
     views[view]();
   }
@@ -36,6 +38,12 @@ function showDataset(dataset) {
   byId("class-names").replaceChildren(
     ...dataset.classes.map((name, number) => element("option", { value: `${number} ${name}` })),
   );
+  byId("sort-label").hidden = !dataset.columns.length;
+  byId("sort").replaceChildren(
+    element("option", { value: "" }, "number"),
+    ...dataset.columns.map((name) => element("option", { value: name }, name)),
+  );
+  byId("sort").value = state.sort;
   const tab = document.querySelector('[data-view="bad"]');
   tab.textContent = dataset.bad ? `Bad samples (${count(dataset.bad)})` : "Bad samples";
 }
@@ -48,8 +56,7 @@ async function reload() {
       opened.delete(view);
       byId(view).replaceChildren();
     }
-    emit("reloaded");
-    await showPage();
+    await show(true);
   } catch (error) {
     complain(error);
   }
@@ -69,20 +76,20 @@ function complain(error) {
 }
 
 events.addEventListener("error", (event) => complain(event.detail));
-events.addEventListener("view", (event) => show(event.detail));
+events.addEventListener("address", () => show());
 byId("banner-close").addEventListener("click", hush);
 for (const tab of document.querySelectorAll("[data-view]"))
-  tab.addEventListener("click", () => show(tab.dataset.view));
+  tab.addEventListener("click", () => go({ view: tab.dataset.view }));
 
 async function start() {
   openSamples();
-  const page = showPage();
+  const shown = show();
   try {
     showDataset(await ask("/api/dataset"));
   } catch (error) {
     complain(error);
   }
-  await page;
+  await shown;
 }
 
 start();
