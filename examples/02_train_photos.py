@@ -132,7 +132,9 @@ def main() -> None:
         ss.pack(crops(160, left=0.65, right=1, seed=1), f"{scratch}/val", max_samples=100)
 
         # lanes: the order of the samples is the same with 1 and 2 workers
-        photos = ss.ShardDataset(f"{scratch}/train", shuffle=True, seed=0, lanes=2).decode("rgb8")
+        photos = ss.ShardDataset(
+            f"{scratch}/train", shuffle=True, seed=0, order=ss.OrderOptions(lanes=2)
+        ).decode("rgb8")
         augmented = photos.map(Augment(), rng=True)
 
         # Equal augmented batches on any number of workers.

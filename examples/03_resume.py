@@ -19,7 +19,11 @@ import shardstream as ss
 
 def open_loader(url: str, *, num_workers: int) -> ss.ShardLoader:
     """Return a loader over the same dataset with any number of workers."""
-    dataset = ss.ShardDataset(url, shuffle=True, seed=7, lanes=12).decode().to_tuple("cls")
+    dataset = (
+        ss.ShardDataset(url, shuffle=True, seed=7, order=ss.OrderOptions(lanes=12))
+        .decode()
+        .to_tuple("cls")
+    )
     return ss.ShardLoader(dataset, batch_size=16, num_workers=num_workers)
 
 

@@ -40,7 +40,9 @@ def run_rank(rank: int, scratch: str) -> None:
         "gloo", init_method=f"file://{scratch}/meeting", rank=rank, world_size=WORLD_SIZE
     )
     for remainder in ("pad", "drop", "keep"):
-        dataset = ss.ShardDataset(f"{scratch}/data", shuffle=True, remainder=remainder)
+        dataset = ss.ShardDataset(
+            f"{scratch}/data", shuffle=True, order=ss.OrderOptions(remainder=remainder)
+        )
         loader = ss.ShardLoader(dataset.decode().to_tuple("cls"), batch_size=16, num_workers=1)
         samples, steps = read_epoch(loader)
         seen = Counter(samples)

@@ -1,7 +1,7 @@
 """Use torch's own DataLoader, samplers and splits, without a ShardLoader.
 
 You learn: two ways to keep existing code. ``ShardDataset`` is an ``IterableDataset``: a plain ``DataLoader`` reads each sample
-once over its workers; set ``microbatch=`` to the batch size, so that batches are full. ``ShardMapDataset`` reads the same data
+once over its workers; set ``microbatch=`` of the order to the batch size, so that batches are full. ``ShardMapDataset`` reads the same data
 by number, for ``DistributedSampler``, ``random_split``, ``Subset`` and ``WeightedRandomSampler``. Only a ShardLoader has a
 state, and batches that are the same on any number of workers.
 """
@@ -26,7 +26,11 @@ def main() -> None:
                 writer.write({"__key__": f"{number:04d}", "cls": number, "txt": f"text {number}"})
 
         # A stream, two workers.
-        stream = ss.ShardDataset(url, shuffle=True, microbatch=32).decode().to_tuple("txt", "cls")
+        stream = (
+            ss.ShardDataset(url, shuffle=True, order=ss.OrderOptions(microbatch=32))
+            .decode()
+            .to_tuple("txt", "cls")
+        )
         plain = DataLoader(stream, batch_size=32, num_workers=2)
         # On several ranks, call stream.set_epoch(epoch) before each.
         epochs = [[labels.tolist() for _, labels in plain] for _ in range(2)]

@@ -32,7 +32,9 @@ def main() -> None:
             for name in ("photos", "drawings")
         }
 
-        mixed = ss.mix(parts, weights={"photos": 3, "drawings": 1}, lanes=4).map(source_of)
+        mixed = ss.mix(
+            parts, weights={"photos": 3, "drawings": 1}, order=ss.OrderOptions(lanes=4)
+        ).map(source_of)
         loader = ss.ShardLoader(mixed, batch_size=32, num_workers=2)
         batches = list(loader)
         counts = Counter(name for batch in batches for name in batch)
@@ -46,7 +48,10 @@ def main() -> None:
         )  # close to 3 to 1 in each batch of 32
 
         again = ss.mix(
-            parts, weights={"photos": 3, "drawings": 1}, stop="all_exhausted", lanes=4
+            parts,
+            weights={"photos": 3, "drawings": 1},
+            stop="all_exhausted",
+            order=ss.OrderOptions(lanes=4),
         ).map(source_of)
         counts = Counter(name for batch in ss.ShardLoader(again, batch_size=32) for name in batch)
         print(f"until all have come: {dict(counts)}")

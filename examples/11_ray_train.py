@@ -40,7 +40,10 @@ def train(config: dict[str, Any]) -> None:
     """Run one worker of Ray Train."""
     context = ray.train.get_context()
     dataset = ss.ShardDataset(
-        config["url"], shuffle=True, seed=0, lanes=4, microbatch=GLOBAL_BATCH // MAX_WORKERS
+        config["url"],
+        shuffle=True,
+        seed=0,
+        order=ss.OrderOptions(lanes=4, microbatch=GLOBAL_BATCH // MAX_WORKERS),
     )
     loader = ss.ShardLoader(
         dataset.decode().to_tuple("__key__", "npy", "cls"),

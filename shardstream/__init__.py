@@ -32,18 +32,21 @@ if TYPE_CHECKING:
         show,
     )
     from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
-    from shardstream.pipeline import SkipBudget
+    from shardstream.pipeline import OrderOptions, ReadOptions, SkipBudget, Weights
 
 __all__ = [
     "ObjectDataset",
     "ObjectMapDataset",
+    "OrderOptions",
     "Placement",
+    "ReadOptions",
     "ShardDataset",
     "ShardLoader",
     "ShardMapDataset",
     "ShardStreamError",
     "ShardWriter",
     "SkipBudget",
+    "Weights",
     "catalog",
     "codecs",
     "decode_sample",
@@ -66,11 +69,14 @@ __all__ = [
 _LAZY = {
     "ObjectDataset": "loader",
     "ObjectMapDataset": "loader",
+    "OrderOptions": "pipeline",
+    "ReadOptions": "pipeline",
     "ShardDataset": "loader",
     "ShardLoader": "loader",
     "ShardMapDataset": "loader",
     "ShardWriter": "packing",
     "SkipBudget": "pipeline",
+    "Weights": "pipeline",
     "decode_sample": "loader",
     "index": "packing",
     "join": "loader",

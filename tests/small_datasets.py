@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ def numbered(folder: Path | str, nsamples: int = 100, per_shard: int = 15, **opt
     return make_shards(folder, samples=samples, per_shard=per_shard, **options)
 
 
+def grouped(**options: Any) -> dict[str, Any]:
+    """Return the options of a dataset, of which those of `OrderOptions`, `ReadOptions` and `Weights` are given by their own names."""
+    for name, kind in {"order": ss.OrderOptions, "read": ss.ReadOptions}.items():
+        own = {one.name: options.pop(one.name) for one in fields(kind) if one.name in options}
+        if own:
+            options[name] = replace(options.get(name) or kind(), **own)
+    draw = {name: options.pop(name) for name in ("replacement", "num_samples") if name in options}
+    if draw:
+        options["weights"] = ss.Weights(options["weights"], **draw)
+    return options
+
+
 def loader(
     folder: str | Path,
     batch_size: int | None = 8,
@@ -37,7 +50,7 @@ def loader(
     **options: Any,
 ) -> ss.ShardLoader:
     """Return a loader over a dataset without steps, as most tests need."""
-    dataset = ss.ShardDataset(str(folder), **options).decode()
+    dataset = ss.ShardDataset(str(folder), **grouped(**options)).decode()
     return ss.ShardLoader(dataset, batch_size, num_workers=num_workers, drop_last=drop_last)
 
 

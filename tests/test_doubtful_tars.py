@@ -89,7 +89,7 @@ def place(tmp_path: Path) -> Callable[[str, bytes], str]:
 
 
 def stream(url: str) -> int:
-    return len(list(ss.ShardDataset(url, index="ignore")))
+    return len(list(ss.ShardDataset(url, read=ss.ReadOptions(index="ignore"))))
 
 
 def pack(url: str) -> int:
@@ -195,7 +195,10 @@ def test_sample_that_may_lack_fields_is_not_returned(
     url = place(".tar.gz", WHOLE[: END - 1024])  # the third sample lacks its class
     found: list[str] = []
     with pytest.raises(ss.errors.ShardError, match=NO_END):
-        found.extend(sample["__key__"] for sample in ss.ShardDataset(url, index="ignore"))
+        found.extend(
+            sample["__key__"]
+            for sample in ss.ShardDataset(url, read=ss.ReadOptions(index="ignore"))
+        )
     assert found == ["0000", "0001"]
 
 
@@ -206,7 +209,7 @@ def test_empty_shard_next_to_valid_ones_is_refused(
     good, empty = place(suffix, WHOLE), tmp_path / f"b{suffix}"
     empty.write_bytes(b"")
     with pytest.raises(ss.errors.ShardError, match="the file is empty"):
-        list(ss.ShardDataset([good, str(empty)], index="ignore"))
+        list(ss.ShardDataset([good, str(empty)], read=ss.ReadOptions(index="ignore")))
 
 
 def test_empty_shard_with_an_index_is_refused(
@@ -248,7 +251,9 @@ def test_shard_that_lost_samples_since_the_state_was_taken_is_an_error(
         """Write this number of samples to a file of constant size, and open it."""
         tar = tar_bytes(samples(0, count)).ljust(RECORD, b"\0")
         Path(url).write_bytes(gzip.compress(tar, 0))
-        return ss.ShardLoader(ss.ShardDataset(url, index="ignore"), batch_size=1)
+        return ss.ShardLoader(
+            ss.ShardDataset(url, read=ss.ReadOptions(index="ignore")), batch_size=1
+        )
 
     loader = put(3)
     batches = iter(loader)

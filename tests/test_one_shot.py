@@ -19,7 +19,7 @@ SAMPLES = [
 def test_shard_is_written_with_an_index_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     assert ss.packing.write_shard(path, SAMPLES) == 5
-    assert len(ss.ShardDataset(path, index="require")) == 5
+    assert len(ss.ShardDataset(path, read=ss.ReadOptions(index="require"))) == 5
     decoded = [ss.decode_sample(sample) for sample in ss.pipeline.read_shard(path)]
     assert [(one["__key__"], one["cls"], one["json"]["n"]) for one in decoded] == [
         (f"{n:03}", n, n) for n in range(5)

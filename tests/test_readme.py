@@ -295,7 +295,9 @@ def test_stateful_dataloader_over_a_dataset_resumes(here: Path) -> None:
 
     ss.index(str(here / "old"))
     dataset = (
-        ss.ShardDataset(str(here / "old"), shuffle=True, microbatch=2).decode().to_tuple("__key__")
+        ss.ShardDataset(str(here / "old"), shuffle=True, order=ss.OrderOptions(microbatch=2))
+        .decode()
+        .to_tuple("__key__")
     )
     loader = StatefulDataLoader(dataset, batch_size=2, num_workers=2)
     whole = list(loader)

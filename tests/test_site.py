@@ -33,7 +33,6 @@ IN_ROOMS = (
     "loader.collate",
     "packing.write_shard",
     "pipeline.BadSample",
-    "pipeline.ReadOptions",
     "pipeline.read_shard",
     "storage.FieldFile",
     "tasks.Executor",

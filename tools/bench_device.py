@@ -39,7 +39,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def loaders(folder: str, workers: int) -> Iterator[tuple[str, Iterable[Any]]]:
     """Yield the names of the ways to the GPU, with their loaders."""
-    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=_BATCH).decode().to_tuple("npy")
+    dataset = (
+        ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=_BATCH))
+        .decode()
+        .to_tuple("npy")
+    )
     options: dict[str, Any] = {"num_workers": workers, "persistent_workers": True}
     yield "DataLoader, pin_memory=True", DataLoader(dataset, _BATCH, pin_memory=True, **options)
     yield "ShardLoader", ss.ShardLoader(dataset, _BATCH, **options)

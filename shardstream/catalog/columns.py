@@ -73,7 +73,7 @@ def _read_file(shard: ShardInfo, storage: Storage) -> bytes:
         return storage.read_bounded(shard.columns_url)
     except NotFoundError as error:
         raise OptionError(
-            "this shard has no columns, which where= and keys= need; run 'shardstream index --columns FIELDS' on its folder, "
+            "this shard has no columns, which where= and keys in subset= need; run 'shardstream index --columns FIELDS' on its folder, "
             "with fields of numbers or text, or values in JSON (json.NAME); --columns __key__ for the keys alone",
             shard=shard.url,
         ) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -56,42 +57,52 @@ def read_columns(
 
 
 def choose_samples(
-    samples: Samples,
-    subset: Choice | None = None,
-    keys: Keys | None = None,
-    where: Where | None = None,
+    samples: Samples, subset: Choice | Keys | None = None, where: Where | None = None
 ) -> Samples:
-    """Return the samples that a user chose by number, by key, by a condition on columns, or by both.
+    """Return the samples that a user chose by number or key, by a condition on columns, or by both.
 
     Raises:
         OptionError: If an argument is invalid or chooses no sample, or the shards have no columns; see `select_subset`, `find_keys` and
             `find_where`.
         StorageError: If a file cannot be read.
     """
-    if isinstance(subset, str | os.PathLike) and os.fspath(subset).lower().endswith(".txt"):
-        if keys is not None:
-            raise OptionError("give subset= or keys=, not both")
-        subset, keys = None, subset
-    if subset is not None and keys is not None:
-        raise OptionError("give subset= or keys=, not both")
-    if subset is None and keys is None and where is None:
+    if subset is None and where is None:
         return samples
     matching = None if where is None else find_where(samples, where)
     if matching is not None and not len(matching):
         raise OptionError(f"where={str(where)!r} chooses no sample")
-    if keys is not None:
-        subset = find_keys(samples, keys)
     if subset is None and matching is not None:
         return Subset(samples, matching)
-    chosen = select_subset(samples, slice(None) if subset is None else subset)
+    if _are_keys(subset):
+        subset = find_keys(samples, cast("Keys", subset))
+    chosen = select_subset(samples, slice(None) if subset is None else cast("Choice", subset))
     if matching is None:
         return chosen
     numbers = chosen.numbers[np.isin(chosen.numbers, matching)]
     if not len(numbers):
         raise OptionError(
-            f"where={str(where)!r} chooses none of the {plural(len(chosen), 'sample')} of subset= or keys="
+            f"where={str(where)!r} chooses none of the {plural(len(chosen), 'sample')} of subset="
         )
     return Subset(samples, numbers)
+
+
+def _are_keys(subset: object) -> bool:
+    """Return whether a choice names samples by key: the first one of a list tells; `find_keys` checks the others.
+
+    Raises:
+        OptionError: If it is a set, whose order differs between processes, or an iterator, which can be read once only.
+    """
+    if isinstance(subset, str | os.PathLike):
+        return os.fspath(subset).lower().endswith(".txt")
+    if isinstance(subset, AbstractSet | Iterator):
+        raise OptionError(
+            f"subset= takes a list in the order of the samples, not a {type(subset).__name__}"
+        )
+    try:
+        first = next(iter(subset), None)  # type: ignore[call-overload]
+    except TypeError:  # a slice, or a number
+        return False
+    return isinstance(first, str)
 
 
 def find_keys(samples: Samples, keys: Keys) -> Numbers:
@@ -106,10 +117,12 @@ def find_keys(samples: Samples, keys: Keys) -> Numbers:
         else [*keys]
     )
     if not wanted:
-        raise OptionError("keys= chooses no sample")
-    kinds = {type(key).__name__ for key in wanted} - {"str"}
+        raise OptionError("subset= chooses no sample")
+    kinds = {type(key).__name__ for key in cast("list[object]", wanted) if not isinstance(key, str)}
     if kinds:
-        raise OptionError(f"keys= takes keys as text, not {', '.join(sorted(kinds))}")
+        raise OptionError(
+            f"subset= takes keys or numbers of samples, not text and {', '.join(sorted(kinds))}"
+        )
     pa, _ = import_parquet()
     import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
 
@@ -132,7 +145,7 @@ def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any]) -> None:
     first: dict[str, int] = {}
     for number, key in enumerate(wanted):
         if first.setdefault(key, number) != number:
-            raise OptionError(f"keys= has the key {key!r} more than once; name each once")
+            raise OptionError(f"subset= has the key {key!r} more than once; name each once")
     missing = [wanted[place] for place in np.flatnonzero(counts == 0).tolist()]
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -142,7 +155,7 @@ def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any]) -> None:
     repeated = np.flatnonzero(counts > 1).tolist()
     if repeated:
         raise OptionError(
-            f"{counts[repeated[0]]} samples have the key {wanted[repeated[0]]!r}; choose them by number, with subset="
+            f"{counts[repeated[0]]} samples have the key {wanted[repeated[0]]!r}; choose them by number"
         )
 
 

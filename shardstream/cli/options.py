@@ -57,7 +57,7 @@ Columns = Annotated[
     typer.Option(
         "--columns",
         metavar="FIELDS",
-        help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples with where= and keys=: "
+        help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples by a condition or by key (where=, subset=): "
         "cls,json.width,high=json.size.height.",
     ),
 ]

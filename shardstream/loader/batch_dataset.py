@@ -16,7 +16,7 @@ from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
     IndexedRun,
     LoaderPosition,
-    ReadOptions,
+    OrderOptions,
     SkipTracker,
     State,
     check_state,
@@ -67,7 +67,7 @@ class BatchDataset(SplitDataset):
         self.num_readers = max(1, num_workers)
         """Processes of this rank that read."""
         self.partition_config = PartitionConfig(drop_last=drop_last)
-        self._given = ReadOptions()
+        self._given = OrderOptions()
         if self.indexed_source is not None and batch_size is not None:
             self._given = self.indexed_source.options
             self.partition_config = PartitionConfig(
@@ -215,8 +215,9 @@ class BatchDataset(SplitDataset):
             return position_in(state)
         given, names = self._given, ["microbatch", "lanes"]
         # Without shuffle these two do not affect the sequence.
-        names += ["window", "block"] if given.shuffle else []
-        own = {name: getattr(given, name) for name in ("seed", "shuffle", *names)}
+        names += ["window", "block"] if source.shuffle else []
+        own = {"seed": source.seed, "shuffle": source.shuffle}
+        own |= {name: getattr(given, name) for name in names}
         check_state(state, expected={"kind": "plan"} | own | data_identity(source))
         batch_size, microbatch = self.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -15,7 +14,6 @@ from shardstream.catalog import (
     ClassNames,
     Keys,
     ShardCatalog,
-    Verify,
     Where,
     choose_samples,
     lacks_index,
@@ -34,36 +32,42 @@ from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.steps import StreamSteps
-from shardstream.order import Remainder
 from shardstream.pipeline import (
-    DEFAULT_PREFETCH_BYTES,
     OnError,
+    OrderOptions,
     Pipeline,
     ReadOptions,
     Records,
+    SamplesSource,
     SampleWeights,
     Shuffle,
     SkipTracker,
     Source,
     Stage,
+    Weights,
     check_at_least,
     check_epoch,
     check_stage,
     default_partition,
+    draw_samples,
     field_names,
     first_stages,
     keep_fields,
     open_sequential_source,
-    open_source,
+    options_or_default,
     records_of,
+    refuse_options,
+    whole_number,
 )
 from shardstream.samples import Choice, Samples
-from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, open_cache
+from shardstream.storage import LocatedShards, Storage, Urls, locate_shards
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
-    "drops the last ones; pass microbatch=N to ShardDataset(...), where N is the batch size over all ranks, or use a ShardLoader"
+    "drops the last ones; pass order=ss.OrderOptions(microbatch=N) to ShardDataset(...), where N is the batch size over all ranks, or use a ShardLoader"
 )
+OPTIONS_OF_OPENING = ("index", "lazy", "filesystem", "cache_dir", "cache_bytes", "verify")
+"""Fields of `ReadOptions` that are used where shards are opened."""
 _WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
 
 
@@ -102,6 +106,21 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
                 "and would split that part again; remove placement=, or pass a ShardLoader to accelerator.prepare()"
             )
         return given or Placement.detect()
+
+    @property
+    def samples(self) -> Samples:
+        """The samples by number, without the steps, for views over them and `CatalogDataset`.
+
+        Raises:
+            OptionError: If the shards are read without an index.
+        """
+        source = self.pipeline.source.indexed
+        if source is None:
+            raise OptionError(
+                "these shards are read without an index, so their samples have no numbers; run 'shardstream index' on their folder",
+                shard=self.pipeline.source.place()[1],
+            )
+        return source.samples
 
     @property
     def has_given_placement(self) -> bool:
@@ -280,14 +299,14 @@ class CatalogDataset(StreamDataset):
 
     Args:
         samples: The samples by number.
-        options: Order of the samples and prefetching; by default in the order of their numbers.
-        subset: As in `ShardDataset`, like all below; columns of a join are those of its first dataset.
-        keys: As in `ShardDataset`.
+        shuffle: As in `ShardDataset`, like all below; columns of a join are those of its first dataset.
+        seed: As in `ShardDataset`.
+        order: As in `ShardDataset`.
+        subset: As in `ShardDataset`.
         where: As in `ShardDataset`.
         weights: As in `ShardDataset`.
-        replacement: As in `ShardDataset`.
-        num_samples: As in `ShardDataset`.
         fields: As in `ShardDataset`.
+        read: As in `ShardDataset`: ``prefetch_bytes`` and ``hedge``.
         on_error: As in `ShardDataset`.
         placement: As in `ShardDataset`.
 
@@ -298,22 +317,31 @@ class CatalogDataset(StreamDataset):
     def __init__(  # noqa: PLR0913  (the public door)
         self,
         samples: Samples,
-        options: ReadOptions | None = None,
         *,
-        subset: Choice | None = None,
-        keys: Keys | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        order: OrderOptions | None = None,
+        subset: Choice | Keys | None = None,
         where: Where | None = None,
-        weights: SampleWeights | None = None,
-        replacement: bool = True,
-        num_samples: int | None = None,
+        weights: SampleWeights | Weights | None = None,
         fields: Sequence[str] | None = None,
+        read: ReadOptions | None = None,
         on_error: OnError = "raise",
         placement: Placement | None = None,
     ) -> None:
         SkipTracker(on_error)  # validates
-        chosen = choose_samples(samples, subset, keys, where)
+        reading = options_or_default(read, ReadOptions)
+        refuse_options(reading, OPTIONS_OF_OPENING, "on samples that are opened")
+        chosen = choose_samples(samples, subset, where)
         stages = () if fields is None else (keep_fields(fields, chosen.fields),)
-        source = open_source(chosen, options or ReadOptions(), weights, replacement, num_samples)
+        source = SamplesSource(
+            samples=chosen,
+            shuffle=shuffle,
+            seed=whole_number("seed", seed),
+            options=options_or_default(order, OrderOptions),
+            reading=reading,
+        )
+        source = draw_samples(source, weights)
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
 
 
@@ -330,52 +358,26 @@ class ShardDataset(StreamDataset):
             stopped, is refused; tars that are named one by one are read as they are.
         shuffle: A new order each epoch, the same for the same seed. False reads in the order of the shards.
         seed: Any integer.
-        lanes: Canonical streams that an epoch is cut into; the same number gives the same global batches on every topology.
-            By default the number of readers (ranks x workers x microbatches per step), so every rank needs the same
-            ``num_workers`` and ``batch_size``.
-        microbatch: Samples that always stay together; by default the loader's batch size.
-        window: Samples shuffled together, a multiple of the microbatch; by default 64 MiB of them.
-        block: Consecutive samples that are fetched together; by default 2 MiB of them.
-        remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `PartitionConfig`).
-        index: "auto" reads by number where there is an index, else by whole shards; "require" refuses shards without an
-            index; "ignore" always reads whole shards.
-        subset: Read some samples only: their numbers, a mask of bools, a slice, or a file (path or URL): ``.npy`` of numbers or bools, ``.txt`` of keys. Length,
-            order, state and splits are those of the subset; without ``shuffle`` the order is that of the numbers. From a remote store
-            at most three bytes are read for each byte used, so samples far apart cost a request each.
-        keys: Read the samples with these keys only, in this order: a list, or the path or URL of a text file with a key on each line. Needs the
-            columns that ``index`` and ``pack`` write with ``columns=``, as does ``where``.
+        order: How the epoch is cut and shuffled, for other batches on other topologies or larger windows.
+        subset: Read some samples only: their numbers, a mask of bools, a slice, or their keys; or the path or URL of a file: ``.npy`` of numbers or
+            bools, ``.txt`` with a key on each line. Length, order, state and splits are those of the subset; without ``shuffle`` the order is that
+            of the numbers or keys. Keys need the columns that ``index`` and ``pack`` write with ``columns=``, as does ``where``. From a remote
+            store at most three bytes are read for each byte used, so samples far apart cost a request each.
         where: Read the samples whose columns fulfil a condition in SQL only, such as ``"cls in (3, 9) and width >= 512"`` (evaluated by DuckDB,
-            which the extra ``columns`` installs), or a `pyarrow.compute.Expression`. It may be combined with ``subset`` or ``keys``.
+            which the extra ``columns`` installs), or a `pyarrow.compute.Expression`. It may be combined with ``subset``.
         weights: Draw the samples of each epoch by weight: one number of at least 0 for each sample (or for each of ``subset``), or a
             ``.npy`` file (path or URL) of them; only their ratios count. Or by class, with the column ``cls`` (``shardstream index
             URL --columns cls``): ``{0: 1.0, 1: 5.0}``, or "balanced" for equal shares of all classes. A sample is expected ``num_samples * weight / sum(weights)``
             times and comes as often, rounded down or up, its exact share in the mean over epochs. The draw is a function of weights,
             seed and epoch, so length, splits and states are as exact as without; copies get their own ``map(rng=True)``. With
-            ``shuffle`` copies are spread over the epoch; without, the samples come in the order of their numbers.
-        replacement: With weights: False draws each sample at most once an epoch, with a probability in proportion to its weight (up to 1).
-        num_samples: With weights: samples of an epoch, over all ranks; by default as many as there are. Needed for ``replacement=False``.
+            ``shuffle`` copies are spread over the epoch; without, the samples come in the order of their numbers. `Weights` adds
+            the number of samples of an epoch, and draws each sample at most once.
         fields: Fields of the samples, e.g. ``("jpg", "cls")`` or ``("jpg;png", "cls")``, besides key and URL; others are neither decoded
             nor, from local shards of large samples, read. A field that the manifest does not list is refused; a sample without one
             of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all.
-        lazy: Fields whose bytes are not read, e.g. ``("mp4",)``: their value is a `FieldFile`, which reads parts of them where they are
-            used. ``decode("video")`` makes a `Video` of it that fetches only what its frames need (of MP4 and QuickTime files);
-            other decoders read it whole. Needs ``shardstream index URL --members``, and not ``verify``. Fields of under 256 KiB are read at once.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
-        filesystem: An fsspec file system to use instead.
-        cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
-        cache_bytes: Limit of the cache, e.g. "200GB"; by default a tenth of the disk stays free.
+        read: Index, cache, prefetching, lazy fields, checksums and a file system of your own.
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
-        prefetch_bytes: Prefetch buffer of each worker for remote shards, in bytes; raise it for stores with a long latency. The
-            rest of the open windows (one per lane) plus a fifth of a window may be held even above this limit: with many
-            lanes per worker, choose a smaller window.
-        hedge: Send a second request when the first takes three times as long as usual (0.2 s or more), and use the first
-            response: for stores that stall at times. Both are read and billed. A mix hedges if one of its parts does.
-        verify: "sha256" compares all bytes with the manifest's checksums, which `pack` and `index` write, to detect bits flipped
-            in the store or in transit. A wrong response is retried; if it stays wrong, the epoch ends with an
-            `IndexMismatchError` whatever ``on_error`` is, because it is unknown which samples are sound.
-            At its first use a shard is read whole, so the first epoch reads everything once more, in windows of whole MiB. Forked
-            workers share the results, and later epochs reuse them; spawned workers verify again each time. ``cache_dir``
-            keeps those bytes on local disk. Local shards are read once when they are opened.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
 
     Raises:
@@ -391,57 +393,40 @@ class ShardDataset(StreamDataset):
         *,
         shuffle: bool = False,
         seed: int = 0,
-        lanes: int | None = None,
-        microbatch: int | None = None,
-        window: int | None = None,
-        block: int | None = None,
-        remainder: Remainder = "pad",
-        index: Literal["auto", "require", "ignore"] = "auto",
-        subset: Choice | None = None,
-        keys: Keys | None = None,
+        order: OrderOptions | None = None,
+        subset: Choice | Keys | None = None,
         where: Where | None = None,
-        weights: SampleWeights | None = None,
-        replacement: bool = True,
-        num_samples: int | None = None,
+        weights: SampleWeights | Weights | None = None,
         fields: Sequence[str] | None = None,
-        lazy: Sequence[str] = (),
-        storage_options: dict[str, Any] | None = None,
-        filesystem: Any = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        read: ReadOptions | None = None,
         on_error: OnError = "raise",
-        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
-        hedge: bool = False,
-        verify: Verify | None = None,
         placement: Placement | None = None,
     ) -> None:
-        _check_options(index, on_error)
-        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
+        SkipTracker(on_error)  # validates, before any I/O
+        seed = whole_number("seed", seed)
+        storage = read.open_storage(storage_options)
         located = locate_shards(urls, storage)
-        unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
-        stages, places = first_stages(fields, lazy, located.fields, storage, verify)
+        is_whole = read.index == "ignore"
+        unindexed = located.shards[0].url if is_whole else lacks_index(located, storage)
+        stages, places = first_stages(fields, read.lazy, located.fields, storage)
         if unindexed is None:
-            options = ReadOptions(
+            whole = ShardCatalog(located, storage, read.verify, field_names(fields), places)
+            samples = SamplesSource(
+                samples=choose_samples(whole, subset, where),
                 shuffle=shuffle,
                 seed=seed,
-                lanes=lanes,
-                microbatch=microbatch,
-                window=window,
-                block=block,
-                remainder=remainder,
-                prefetch_bytes=prefetch_bytes,
-                hedge=hedge,
+                options=order,
+                reading=read,
             )
-            whole = ShardCatalog(located, storage, verify, field_names(fields), places)
-            chosen = choose_samples(whole, subset, keys, where)
-            source: Source = open_source(chosen, options, weights, replacement, num_samples)
+            source: Source = draw_samples(samples, weights)
         else:
-            draws = weights is not None or num_samples is not None or not replacement
-            needs = {"verify=": verify, "subset=": subset, "keys=": keys, "where=": where}
-            needs |= {"weights=": draws or None, "lazy=": places}
-            _check_whole_shards(unindexed, index, needs)
+            needs = {"verify=": read.verify, "subset=": subset, "where=": where}
+            needs |= {"weights=": weights, "lazy=": places}
+            _check_whole_shards(unindexed, read.index, needs)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
-            stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []
+            stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
         super().__init__(pipeline, placement)
         self._class_names = open_class_names(located, storage)
@@ -512,13 +497,6 @@ def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:
     return class_names
 
 
-def _check_options(index: str, on_error: OnError) -> None:
-    """Check options before any I/O."""
-    if index not in ("auto", "require", "ignore"):
-        raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {index!r}")
-    SkipTracker(on_error)
-
-
 def _check_whole_shards(url: str, index: str, needs: Mapping[str, object]) -> None:
     """Check that shards may be read from start to end; warn if the user did not ask for it.
 
@@ -534,7 +512,8 @@ def _check_whole_shards(url: str, index: str, needs: Mapping[str, object]) -> No
     names = " and ".join(given)
     if given and index == "ignore":
         raise OptionError(
-            f"{names} need shards that are read by number; remove index='ignore'", shard=url
+            f"{names} need shards that are read by number; remove index='ignore' from read=",
+            shard=url,
         )
     if given or index == "require":
         reason = f", which {names} need" if given else ""
@@ -551,7 +530,7 @@ def _warn_no_index(url: str) -> None:
     warnings.warn(
         f"{url} has no index: it is read from start to end, split by whole shards, and steps may differ among ranks. "
         f"Run once: shardstream index {folder or url}  (compressed shards cannot be indexed: pack them again without). "
-        "index='ignore' silences this.",
+        "read=ss.ReadOptions(index='ignore') silences this.",
         NoIndexWarning,
         stacklevel=4,
     )

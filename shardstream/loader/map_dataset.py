@@ -17,7 +17,6 @@ from torch.utils.data import Dataset
 from shardstream.catalog import (
     Keys,
     ShardCatalog,
-    Verify,
     Where,
     choose_samples,
 )
@@ -45,10 +44,12 @@ from shardstream.pipeline import (
     check_stage,
     field_names,
     first_stages,
+    options_or_default,
     records_of,
+    whole_number,
 )
 from shardstream.samples import Choice, Fetcher, Numbers, Samples, Subset
-from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
+from shardstream.storage import Urls, locate_shards, new_lock
 
 # 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.
 MAX_COUNTERS = 1 << 22
@@ -80,7 +81,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         self._all_samples = samples
         self._numbers: Numbers | range = range(len(samples))
         self._pipeline = Pipeline(
-            source=SamplesSource(samples=samples, options=ReadOptions(seed=seed)),
+            source=SamplesSource(samples=samples, seed=whole_number("seed", seed)),
             stages=stages,
         )
         self._opened: _Opened | None = None
@@ -260,16 +261,11 @@ class ShardMapDataset(MapDataset):
     Args:
         urls: As in `ShardDataset`; every shard must be local or have an index.
         subset: Some samples only, as in `ShardDataset`: ``ds[i]`` is the sample ``subset[i]``.
-        keys: The samples with these keys only, as in `ShardDataset`, in this order.
         where: The samples whose columns fulfil a condition only, as in `ShardDataset`.
         seed: For ``map(rng=True)``.
         fields: Some fields only, as in `ShardDataset`.
-        lazy: Fields that are read where they are used, as in `ShardDataset`.
         storage_options: For fsspec.
-        filesystem: An fsspec file system to use instead.
-        cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
-        cache_bytes: Limit of the cache, e.g. "200GB"; by default a tenth of the disk stays free.
-        verify: As in `ShardDataset`.
+        read: As in `ShardDataset`.
 
     Raises:
         OptionError: If a shard has no index and is not local.
@@ -281,23 +277,19 @@ class ShardMapDataset(MapDataset):
         self,
         urls: Urls,
         *,
-        subset: Choice | None = None,
-        keys: Keys | None = None,
+        subset: Choice | Keys | None = None,
         where: Where | None = None,
         seed: int = 0,
         fields: Sequence[str] | None = None,
-        lazy: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | str | None = None,
-        verify: Verify | None = None,
+        read: ReadOptions | None = None,
     ) -> None:
-        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        read = options_or_default(read, ReadOptions)
+        storage = read.open_storage(storage_options)
         located = locate_shards(urls, storage)
-        stages, places = first_stages(fields, lazy, located.fields, storage, verify)
-        whole = ShardCatalog(located, storage, verify, field_names(fields), places)
-        chosen = choose_samples(whole, subset, keys, where)
+        stages, places = first_stages(fields, read.lazy, located.fields, storage)
+        whole = ShardCatalog(located, storage, read.verify, field_names(fields), places)
+        chosen = choose_samples(whole, subset, where)
         super().__init__(chosen, seed=seed, stages=tuple(stages))
         self._class_names = open_class_names(located, storage)
 

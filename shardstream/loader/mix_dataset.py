@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from shardstream.catalog import Classes, common_classes, warn_of_difference
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
-from shardstream.loader.dataset import StreamDataset
-from shardstream.order import Remainder
+from shardstream.loader.dataset import OPTIONS_OF_OPENING, StreamDataset
 from shardstream.pipeline import (
-    DEFAULT_PREFETCH_BYTES,
     IndexedSource,
     ItemStage,
     MixIndexedSource,
     MixRecipe,
+    MixWeights,
+    OrderOptions,
     Pipeline,
     ReadOptions,
     Stop,
-    Weights,
+    options_or_default,
+    refuse_options,
+    whole_number,
 )
 from shardstream.samples import Concat
 
@@ -28,16 +31,13 @@ _CONCURRENT_REQUESTS = 16
 
 def mix(  # noqa: PLR0913  (the public door)
     datasets: Mapping[str, StreamDataset] | Sequence[StreamDataset],
-    weights: Weights | Sequence[float] | None = None,
+    weights: MixWeights | Sequence[float] | None = None,
     *,
     stop: Stop = "first_exhausted",
     samples: int | None = None,
     seed: int = 0,
-    lanes: int | None = None,
-    microbatch: int | None = None,
-    window: int | None = None,
-    remainder: Remainder = "pad",
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
+    order: OrderOptions | None = None,
+    read: ReadOptions | None = None,
 ) -> MixDataset:
     """Mix datasets, each with its own steps, into one; mixes can be nested.
 
@@ -55,12 +55,10 @@ def mix(  # noqa: PLR0913  (the public door)
             ("all_exhausted"; smaller datasets repeat).
         samples: With weights: number of samples of an epoch, instead of ``stop``.
         seed: Of the mix; each dataset keeps its own.
-        lanes: As in `ShardDataset`, like the next four. Each lane is mixed separately, in patterns of 32 samples with the given
+        order: As in `ShardDataset`, but for ``block``. Each lane is mixed separately, in patterns of 32 samples with the given
             shares: with many lanes a small epoch ends some samples early: below 90 % it warns, an epoch without samples is an error.
-        microbatch: As in `ShardDataset`. An epoch of a mix with weights has whole batches only.
-        window: As in `ShardDataset`.
-        remainder: As in `ShardDataset`.
-        prefetch_bytes: As in `ShardDataset`.
+            An epoch of a mix with weights has whole batches only.
+        read: ``prefetch_bytes`` of the mix, and ``hedge``, which is also on if one of the datasets has it.
 
     Raises:
         OptionError: If names, weights and datasets do not match, a step of a dataset changes the number of items, or a dataset
@@ -79,19 +77,9 @@ def mix(  # noqa: PLR0913  (the public door)
         weights = dict(zip(named, weights, strict=True))
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = MixRecipe(parts=parts, weights=weights, stop=stop, samples=samples)
-    options = ReadOptions(
-        shuffle=True,
-        seed=seed,
-        lanes=lanes,
-        microbatch=microbatch,
-        window=window,
-        remainder=remainder,
-        prefetch_bytes=prefetch_bytes,
-        hedge=any(
-            part.indexed_source is not None and part.indexed_source.options.hedge
-            for part in parts.values()
-        ),
-    )
+    order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
+    refuse_options(order, ["block"], "in a mix, only in its datasets")
+    refuse_options(read, OPTIONS_OF_OPENING, "in a mix, only in its datasets")
     policies = [part.on_error for part in parts.values()]
     if any(policy != policies[0] for policy in policies):
         raise OptionError(
@@ -102,7 +90,9 @@ def mix(  # noqa: PLR0913  (the public door)
         raise OptionError(
             f"the datasets of a mix differ in placement: {placements}; give all the same"
         )
-    pipeline = Pipeline(source=_source(recipe, options), on_error=policies[0])
+    pipeline = Pipeline(
+        source=_source(recipe, whole_number("seed", seed), order, read), on_error=policies[0]
+    )
     mixed = MixDataset(pipeline, placements.pop())
     found = _classes(named)
     warn_of_difference(found)
@@ -123,10 +113,19 @@ def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
         }
 
 
-def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource:
+def _source(
+    recipe: MixRecipe, seed: int, order: OrderOptions, read: ReadOptions
+) -> MixIndexedSource:
     sources = tuple(_indexed_source(name, part) for name, part in recipe.parts.items())
-    samples = Concat([source.samples for source in sources])
-    return MixIndexedSource(recipe=recipe, sources=sources, samples=samples, options=options)
+    hedge = read.hedge or any(source.reading.hedge for source in sources)
+    return MixIndexedSource(
+        recipe=recipe,
+        sources=sources,
+        samples=Concat([source.samples for source in sources]),
+        seed=seed,
+        options=order,
+        reading=replace(read, hedge=hedge),
+    )
 
 
 def _indexed_source(name: str, part: Pipeline) -> IndexedSource:

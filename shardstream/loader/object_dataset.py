@@ -9,20 +9,28 @@ from typing import Any, Literal, Self, cast
 from shardstream.catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.distributed import Placement
 from shardstream.errors import NotFoundError, OptionError
-from shardstream.loader.dataset import CatalogDataset
+from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.map_dataset import MapDataset
-from shardstream.order import Remainder
 from shardstream.pipeline import (
-    DEFAULT_PREFETCH_BYTES,
     OnError,
+    OrderOptions,
+    Pipeline,
     ReadOptions,
+    SamplesSource,
     SampleWeights,
     SkipTracker,
+    Weights,
+    draw_samples,
     keep_fields,
+    options_or_default,
+    refuse_options,
+    whole_number,
 )
-from shardstream.storage import Storage, Urls, list_all, list_beginning, open_cache
+from shardstream.storage import Storage, Urls, list_all, list_beginning
 
 Label = Literal["folder"] | LabelFunction
+
+_OF_SHARDS = ("index", "lazy", "verify")  # options of reading
 
 
 class _ObjectDatasetMixin:
@@ -34,7 +42,8 @@ class _ObjectDatasetMixin:
     @classmethod
     def from_prefix(cls, prefix: str, **options: Any) -> Self:
         """Open all files under a folder or name prefix, as the S3 connector does."""
-        storage = Storage(options.get("storage_options"), options.get("filesystem"))
+        read = options_or_default(options.get("read"), ReadOptions)
+        storage = read.open_storage(options.get("storage_options"))
         return cls._from_urls(list_beginning(prefix, storage), options)
 
     @classmethod
@@ -48,7 +57,7 @@ class _ObjectDatasetMixin:
         return made
 
 
-class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
+class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
     """Samples of loose files, with the splits, order, state and steps of `ShardDataset`.
 
     Keys and fields are those of ``shardstream pack URL DEST --kind files``: the key is the path up to the first dot of its last
@@ -69,20 +78,12 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         suffixes: Accepted ends of file names, e.g. ``(".jpg", ".json")``, ignoring case. None accepts all.
         shuffle: As in `ShardDataset`, like all below.
         seed: As in `ShardDataset`.
-        lanes: As in `ShardDataset`.
-        microbatch: As in `ShardDataset`.
-        remainder: As in `ShardDataset`.
+        order: As in `ShardDataset`.
         weights: As in `ShardDataset`.
-        replacement: As in `ShardDataset`.
-        num_samples: As in `ShardDataset`.
         fields: As in `ShardDataset`; files of other fields are read, but not decoded.
         storage_options: As in `ShardDataset`.
-        filesystem: As in `ShardDataset`.
-        cache_dir: As in `ShardDataset`; the cache has one file for each.
-        cache_bytes: As in `ShardDataset`.
+        read: As in `ShardDataset`, but for ``index``, ``lazy`` and ``verify``; the cache has one file for each.
         on_error: As in `ShardDataset`; a missing or changed file is always an error.
-        prefetch_bytes: As in `ShardDataset`.
-        hedge: As in `ShardDataset`.
         placement: As in `ShardDataset`.
 
     Raises:
@@ -101,45 +102,25 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         suffixes: str | Sequence[str] | None = None,
         shuffle: bool = False,
         seed: int = 0,
-        lanes: int | None = None,
-        microbatch: int | None = None,
-        remainder: Remainder = "pad",
-        weights: SampleWeights | None = None,
-        replacement: bool = True,
-        num_samples: int | None = None,
+        order: OrderOptions | None = None,
+        weights: SampleWeights | Weights | None = None,
         fields: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | str | None = None,
+        read: ReadOptions | None = None,
         on_error: OnError = "raise",
-        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
-        hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:
+        order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
         SkipTracker(on_error)  # validates before any I/O
-        options = ReadOptions(
-            shuffle=shuffle,
-            seed=seed,
-            lanes=lanes,
-            microbatch=microbatch,
-            remainder=remainder,
-            prefetch_bytes=prefetch_bytes,
-            hedge=hedge,
-        )
-        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        catalog = _open(urls, storage, suffixes)
+        seed = whole_number("seed", seed)
+        catalog = _open(urls, _open_storage(read, storage_options), suffixes)
         _set_labels(catalog, label, classes)
-        super().__init__(
-            catalog,
-            options,
-            weights=weights,
-            replacement=replacement,
-            num_samples=num_samples,
-            fields=fields,
-            on_error=on_error,
-            placement=placement,
+        source = SamplesSource(
+            samples=catalog, shuffle=shuffle, seed=seed, options=order, reading=read
         )
+        source = draw_samples(source, weights)
+        stages = () if fields is None else (keep_fields(fields, catalog.fields),)
+        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
         self.classes = catalog.classes
 
 
@@ -156,9 +137,7 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
         seed: For ``map(rng=True)``.
         fields: As in `ObjectDataset`.
         storage_options: For fsspec.
-        filesystem: An fsspec file system to use instead.
-        cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
-        cache_bytes: Limit of the cache, e.g. "20GB"; by default a tenth of the disk stays free.
+        read: As in `ObjectDataset`.
 
     Raises:
         OptionError: As in `ObjectDataset`.
@@ -176,16 +155,19 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
         seed: int = 0,
         fields: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_bytes: int | str | None = None,
+        read: ReadOptions | None = None,
     ) -> None:
-        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        catalog = _open(urls, storage, suffixes)
+        read = options_or_default(read, ReadOptions)
+        catalog = _open(urls, _open_storage(read, storage_options), suffixes)
         _set_labels(catalog, label, classes)
         stages = () if fields is None else (keep_fields(fields, catalog.fields),)
         super().__init__(catalog, seed=seed, stages=stages)
         self.classes = catalog.classes
+
+
+def _open_storage(read: ReadOptions, storage_options: Mapping[str, Any] | None) -> Storage:
+    refuse_options(read, _OF_SHARDS, "on loose files")
+    return read.open_storage(storage_options)
 
 
 def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) -> ObjectCatalog:

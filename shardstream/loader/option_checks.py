@@ -11,10 +11,10 @@ from shardstream.errors import OptionError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.dataset import StreamDataset
 from shardstream.order import find_even_lane_counts, uneven_effect
-from shardstream.pipeline import ReadOptions, SkipTracker, check_at_least
+from shardstream.pipeline import OrderOptions, ReadOptions, SkipTracker, check_at_least
 
-_DATASET_OPTIONS = {"fields", "num_samples", "replacement", "subset", "weights"}.union(
-    field.name for field in fields(ReadOptions)
+_DATASET_OPTIONS = {"fields", "order", "read", "seed", "subset", "weights", "where"}.union(
+    field.name for kind in (OrderOptions, ReadOptions) for field in fields(kind)
 )
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 
@@ -102,7 +102,7 @@ def check_options(
 
 def warn_of_lanes(batches: BatchDataset) -> None:
     """Warn if several workers must read the same windows, or one must hold too many bytes of them."""
-    if batches.indexed_source is None or not batches.indexed_source.options.shuffle:
+    if batches.indexed_source is None or not batches.indexed_source.shuffle:
         return
     config, order, num_workers = batches.partition_config, batches.order(0), batches.num_readers
     lanes = order.lanes
@@ -123,7 +123,7 @@ def warn_of_lanes(batches: BatchDataset) -> None:
     if held_bytes > WARN_WINDOWS_BYTES and not samples.is_local:
         warnings.warn(
             f"with lanes={lanes} each of {num_workers} workers holds {held_bytes / 1e9:.1f} GB of windows; "
-            f"set window= below {window} samples, or use more workers",
+            f"set a window below {window} samples with order=ss.OrderOptions(window=), or use more workers",
             UserWarning,
             stacklevel=4,
         )

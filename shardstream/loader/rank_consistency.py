@@ -230,7 +230,7 @@ def _difference(
     ]
     return (
         f"ranks read in different orders, so samples would be repeated or missed: rank {rank} has {descriptions[0]}, rank {other} has "
-        f"{descriptions[1]}; give all ranks the same num_workers, batch_size and state, or set lanes= and microbatch= in the dataset; a "
+        f"{descriptions[1]}; give all ranks the same num_workers, batch_size and state, or set lanes= and microbatch= with order=ss.OrderOptions in the dataset; a "
         "dataset that only one rank reads needs placement=ss.Placement(0, 1)"
     )
 

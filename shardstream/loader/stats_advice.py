@@ -40,7 +40,10 @@ _WORK = {
     "collate": "making batches",
 }
 _REMEDIES: dict[str, tuple[str, ...]] = {
-    "store": ("keep the bytes on local disk (cache_dir=)", "raise prefetch_bytes="),
+    "store": (
+        "keep the bytes on local disk: read=ss.ReadOptions(cache_dir=)",
+        "raise prefetch_bytes= there",
+    ),
     "reading": ("leave out fields that are not used (fields=)", "copy the shards to a local disk"),
     "decoding": (
         "decode smaller pictures: decode(..., max_side=), or pack them smaller (--max-side)",
@@ -207,7 +210,7 @@ def _larger_requests(timings: WorkerTimings) -> tuple[str, ...]:
     if timings.read_bytes / timings.requests >= _SMALL_REQUEST_BYTES:
         return ()
     return (
-        "requests are small: raise block=, or shuffle once with 'shardstream reshard --seed' and read in order",
+        "requests are small: raise block= with order=ss.OrderOptions, or shuffle once with 'shardstream reshard --seed' and read in order",
     )
 
 

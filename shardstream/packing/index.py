@@ -165,7 +165,7 @@ def index(  # noqa: PLR0913  (the public door)
             tars; ``storage_options`` must fit both places.
         sha256: Hash the tars. Without, only headers are read (of remote tars, where bodies exceed 256 KiB), and damaged bytes are not noticed later.
         columns: Also write ``NAME.tar.cols.parquet`` (docs/formats.md) with the key of each sample and these values, to choose samples
-            with ``where=`` and ``keys=``: e.g. ``"cls,json.width"``, or name -> source, as in ``{"high": "json.size.height"}``. Sources
+            with ``where=`` and keys in ``subset=``: e.g. ``"cls,json.width"``, or name -> source, as in ``{"high": "json.size.height"}``. Sources
             are fields of one whole number or text, and bools, numbers and text in fields of JSON. ``"__key__"`` writes the keys only.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.

@@ -23,10 +23,8 @@ from shardstream.pipeline.fields import (
 )
 from shardstream.pipeline.group_batch import GroupBatched
 from shardstream.pipeline.indexed_source import (
-    DEFAULT_PREFETCH_BYTES,
     IndexedRun,
     IndexedSource,
-    ReadOptions,
     SamplesSource,
     default_partition,
     group_by_window,
@@ -52,7 +50,13 @@ from shardstream.pipeline.map import (
     find_field,
     like_tuple,
 )
-from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
+from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, MixWeights, Stop
+from shardstream.pipeline.options import (
+    OrderOptions,
+    ReadOptions,
+    options_or_default,
+    refuse_options,
+)
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.records import Records, records_of
@@ -81,12 +85,12 @@ from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
 from shardstream.pipeline.weighted_source import (
     SampleWeights,
     WeightedSource,
-    open_source,
+    Weights,
+    draw_samples,
 )
 
 __all__ = [
     "BASIC",
-    "DEFAULT_PREFETCH_BYTES",
     "VERSION",
     "BadSample",
     "BadSampleReport",
@@ -108,8 +112,10 @@ __all__ = [
     "MapTuple",
     "MixIndexedSource",
     "MixRecipe",
+    "MixWeights",
     "OnError",
     "OpenFields",
+    "OrderOptions",
     "PackSequences",
     "Packing",
     "Pipeline",
@@ -145,6 +151,7 @@ __all__ = [
     "data_identity",
     "default_partition",
     "describe",
+    "draw_samples",
     "field_names",
     "find_field",
     "first_stages",
@@ -154,14 +161,15 @@ __all__ = [
     "like_tuple",
     "open_runner",
     "open_sequential_source",
-    "open_source",
     "open_stages",
+    "options_or_default",
     "part_state",
     "plan_state",
     "plan_steps",
     "position_in",
     "read_shard",
     "records_of",
+    "refuse_options",
     "seal_state",
     "split_batch",
     "warn_or_raise",

@@ -155,7 +155,6 @@ def first_stages(
     lazy: Sequence[str],
     known: Sequence[str] | None,
     storage: Storage,
-    verify: object,
 ) -> tuple[list[Stage], FieldPlaces | None]:
     """Return the stages for ``fields=`` and ``lazy=`` of a dataset, and the places of lazy fields; None if there are none.
 
@@ -164,10 +163,9 @@ def first_stages(
         lazy: Names of fields that are not read.
         known: The fields that the dataset has; None if they are unknown.
         storage: Storage of the shards.
-        verify: Its ``verify=``.
 
     Raises:
-        OptionError: If one is no list of names, there is no such field, or the options exclude each other.
+        OptionError: If one is no list of names, or there is no such field.
     """
     stages: list[Stage] = [] if fields is None else [keep_fields(fields, known)]
     if not lazy:
@@ -176,10 +174,6 @@ def first_stages(
     kept = field_names(fields)
     if left_out := [name for name in lazy if kept and name not in kept]:
         raise OptionError(f"lazy= names {left_out[0]!r}, which fields= leaves out")
-    if verify is not None:
-        raise OptionError(
-            "verify= compares all bytes of the shards, which lazy= does not read; give one of them"
-        )
     places = FieldPlaces(lazy)
-    opens = OpenFields(names=tuple(dict.fromkeys(lazy)), places=places, storage=storage)
+    opens = OpenFields(names=tuple(lazy), places=places, storage=storage)
     return [*stages, opens], places

@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from shardstream.order import (
     Ints,
     PartitionConfig,
     RankPartition,
-    Remainder,
     WorkerSteps,
     default_block,
     default_window,
@@ -28,20 +27,13 @@ from shardstream.order import (
 from shardstream.pipeline.bad_sample_report import BadSample
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.fields import KeepFields
+from shardstream.pipeline.options import OrderOptions, ReadOptions
 from shardstream.pipeline.runner import ItemRun, Step
 from shardstream.pipeline.source import Source
-from shardstream.pipeline.stage import (
-    Context,
-    Run,
-    State,
-    check_at_least,
-    whole_number,
-)
+from shardstream.pipeline.stage import Context, Run, State
 from shardstream.samples import Fetcher, FetchOptions, Samples, chunk_steps
 from shardstream.storage import Storage
 
-DEFAULT_PREFETCH_BYTES = 64 << 20
-"""Prefetch buffer of each worker for remote data: one window of the default size."""
 _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
 # Samples planned at a time, which keeps the cost per sample under a microsecond; bytes parsed at a time.
@@ -51,48 +43,6 @@ _MIN_COPIED_BYTES, _MAX_COPIED_BYTES, _SAMPLES_PER_SHARD = 5 << 19, 10 << 20, 20
 _CHUNK_STEPS = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOptions:
-    """Options of the order of samples and of prefetching, as `ShardDataset` documents them; None is a default computed from the data.
-
-    Args:
-        shuffle: Use a different order in each epoch.
-        seed: Seed of the order.
-        lanes: Canonical streams that an epoch is partitioned into.
-        microbatch: Samples that always stay in one batch.
-        window: Samples shuffled together, a multiple of the microbatch.
-        block: Consecutive samples that are fetched together.
-        remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks.
-        prefetch_bytes: Prefetch buffer of each worker, in bytes: data in flight or not used yet.
-        hedge: Send a second request when the first is slow.
-
-    Raises:
-        OptionError: If an option is out of range.
-    """
-
-    shuffle: bool = False
-    seed: int = 0
-    lanes: int | None = None
-    microbatch: int | None = None
-    window: int | None = None
-    block: int | None = None
-    remainder: Remainder = "pad"
-    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
-    hedge: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("seed", "lanes", "microbatch", "window", "block"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(
-                    self, name, whole_number(name, value)
-                )  # states hold them as JSON
-        PartitionConfig(remainder=self.remainder)  # validates remainder
-        check_at_least(
-            1, lanes=self.lanes, microbatch=self.microbatch, window=self.window, block=self.block
-        )
-
-
 class IndexedSource(Source):
     """A source that reads samples in the order of an epoch plan, so that a position is one number."""
 
@@ -100,25 +50,17 @@ class IndexedSource(Source):
 
     is_sparse = False
     """Whether an epoch may have few samples of many."""
-    options: ReadOptions
-    """Options of the order and of prefetching."""
     samples: Samples
     """All samples by number."""
+    options: OrderOptions
+    """Options of their order."""
+    reading: ReadOptions
+    """Options of prefetching."""
 
     @property
     def nsamples(self) -> int:
         """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
         return len(self.samples)
-
-    @property
-    def seed(self) -> int:
-        """Seed of the order."""
-        return self.options.seed
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether each epoch has a different order."""
-        return self.options.shuffle
 
     @property
     def fingerprint(self) -> str:
@@ -140,7 +82,7 @@ class IndexedSource(Source):
 
     @abstractmethod
     def with_options(self, **changes: Any) -> IndexedSource:
-        """Return the same source with other options."""
+        """Return the same source with other options of the order."""
 
     @property
     def summary(self) -> str:
@@ -150,8 +92,8 @@ class IndexedSource(Source):
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened."""
         return FetchOptions(
-            prefetch_bytes=self.options.prefetch_bytes,
-            hedge=self.options.hedge,
+            prefetch_bytes=self.reading.prefetch_bytes,
+            hedge=self.reading.hedge,
             num_workers=num_workers,
             is_sparse=self.is_sparse,
         )
@@ -206,11 +148,17 @@ class SamplesSource(IndexedSource):
 
     Args:
         samples: Samples of the dataset.
-        options: Options of their order and of prefetching.
+        shuffle: Use a different order in each epoch.
+        seed: Seed of the order.
+        options: Options of the order.
+        reading: Options of prefetching.
     """
 
     samples: Samples
-    options: ReadOptions
+    shuffle: bool = False
+    seed: int = 0
+    options: OrderOptions = field(default_factory=OrderOptions)
+    reading: ReadOptions = field(default_factory=ReadOptions)
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
@@ -225,11 +173,11 @@ class SamplesSource(IndexedSource):
         return EpochOrder(
             nsamples=nsamples,
             batch=batch,
-            shuffle=options.shuffle,
-            seed=options.seed,
+            shuffle=self.shuffle,
+            seed=self.seed,
             lanes=options.lanes or lanes,
             # Without shuffle all readers share a window: it only sets how much is fetched together.
-            window=window if options.shuffle else window * lanes,
+            window=window if self.shuffle else window * lanes,
             block=block,
         )
 
@@ -242,7 +190,7 @@ class SamplesSource(IndexedSource):
         return replace(self, samples=self.samples.restrict_to(numbers))
 
     def with_options(self, **changes: Any) -> SamplesSource:
-        """Return the same source with other options."""
+        """Return the same source with other options of the order."""
         return replace(self, options=replace(self.options, **changes))
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions
+from shardstream.pipeline.indexed_source import IndexedSource
+from shardstream.pipeline.options import OrderOptions, ReadOptions
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import Moved, Runner, Step
 from shardstream.pipeline.stage import State
@@ -20,7 +21,7 @@ from shardstream.pipeline.step_signatures import function_name
 from shardstream.samples import Concat, FetchOptions
 
 Stop = Literal["first_exhausted", "all_exhausted"]
-Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
+MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
 
 EPOCHS_PER_PASS = 1 << 32
 """Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
@@ -44,7 +45,7 @@ class MixRecipe:
     """
 
     parts: Mapping[str, Pipeline]
-    weights: Weights | None
+    weights: MixWeights | None
     stop: Stop
     samples: int | None
     _schedule: State = field(init=False, default_factory=dict)
@@ -106,13 +107,18 @@ class MixIndexedSource(IndexedSource):
         recipe: Parts, weights and stop rule.
         sources: Sources of the parts, in order.
         samples: Samples of all parts.
+        seed: Seed of the order.
         options: Options of the order of the mix.
+        reading: Options of prefetching.
     """
 
     recipe: MixRecipe
     sources: tuple[IndexedSource, ...]
     samples: Concat
-    options: ReadOptions
+    seed: int
+    options: OrderOptions
+    reading: ReadOptions
+    shuffle: bool = field(init=False, default=True)
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``.
@@ -125,7 +131,7 @@ class MixIndexedSource(IndexedSource):
             nsamples=total,
             batch=batch,
             shuffle=True,
-            seed=options.seed,
+            seed=self.seed,
             lanes=options.lanes or lanes,
             window=options.window or default_window(total, total_bytes, batch),
             block=1,
@@ -146,7 +152,7 @@ class MixIndexedSource(IndexedSource):
         )
 
     def with_options(self, **changes: Any) -> MixIndexedSource:
-        """Return the same mix with other options."""
+        """Return the same mix with other options of the order."""
         return replace(self, options=replace(self.options, **changes))
 
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, WeightedDraw, WeightedEpochPlan, draw_by_weight
-from shardstream.pipeline.indexed_source import ReadOptions, SamplesSource
+from shardstream.pipeline.indexed_source import SamplesSource
 from shardstream.pipeline.stage import State, whole_number
 from shardstream.samples import Samples, class_weights, read_array
 
@@ -21,13 +21,34 @@ SampleWeights = Sequence[float] | npt.NDArray[Any] | str | os.PathLike[str] | Ma
 BALANCED = "balanced"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Weights of samples with their options, for ``weights=`` of a dataset.
+
+        ss.ShardDataset(url, weights=ss.Weights("balanced", num_samples=100_000))
+
+    Args:
+        values: One for each sample, or by class, as ``weights=`` takes them.
+        replacement: False draws each sample at most once an epoch, with a probability in proportion to its weight (up to 1).
+        num_samples: Samples of an epoch, over all ranks; by default as many as there are. Needed for ``replacement=False``.
+    """
+
+    values: SampleWeights
+    _: KW_ONLY
+    replacement: bool = True
+    num_samples: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedSource(SamplesSource):
     """One dataset, whose samples are drawn by weight in each epoch.
 
     Args:
         samples: Samples of the dataset; copy c of sample i has the number ``i + c * len(samples)``.
-        options: Options of their order and of prefetching.
+        shuffle: As in `SamplesSource`, like the next three.
+        seed: As in `SamplesSource`.
+        options: As in `SamplesSource`.
+        reading: As in `SamplesSource`.
         draw: Expected copies of each sample.
     """
 
@@ -61,38 +82,29 @@ class WeightedSource(SamplesSource):
         }
 
 
-def open_source(
-    samples: Samples,
-    options: ReadOptions,
-    weights: SampleWeights | None = None,
-    replacement: bool = True,
-    num_samples: int | None = None,
-) -> SamplesSource:
-    """Return the source of samples, drawn by weight if there are weights.
+def draw_samples(source: SamplesSource, weights: SampleWeights | Weights | None) -> SamplesSource:
+    """Return the source, with samples drawn by weight if there are weights.
 
     Args:
-        samples: The samples.
-        options: Options of their order and of prefetching.
+        source: All samples.
         weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class (see `class_weights`).
-        replacement: Draw a sample several times.
-        num_samples: Samples of an epoch; by default as many as there are.
 
     Raises:
-        OptionError: If an option is not possible.
+        OptionError: If the options of the order or the weights are not possible.
         StorageError: If the file of the weights cannot be read.
     """
-    if weights is None:
-        if num_samples is not None or not replacement:
-            raise OptionError("num_samples= and replacement= are options of weights=; give weights")
-        source = SamplesSource(samples=samples, options=options)
-    else:
+    if weights is not None:
+        if not isinstance(weights, Weights):
+            weights = Weights(weights)
+        count = weights.num_samples
         draw = draw_by_weight(
-            _checked_weights(weights, samples),
-            num_samples=None if num_samples is None else whole_number("num_samples", num_samples),
-            replacement=replacement,
+            _checked_weights(weights.values, source.samples),
+            num_samples=None if count is None else whole_number("num_samples", count),
+            replacement=weights.replacement,
         )
-        source = WeightedSource(samples=samples, options=options, draw=draw)
-    source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
+        own = {one.name: getattr(source, one.name) for one in fields(source)}
+        source = WeightedSource(**own, draw=draw)
+    source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # validates
     return source
 
 

@@ -78,7 +78,7 @@ def read(
         task_bytes: Bytes of the tars that a read task reads, e.g. "64MB"; by default a quarter of the share of a CPU, from 4 to
             128 MiB, or 64 MiB if they are shuffled. A task yields blocks of at most 8 MiB.
         storage_options: For fsspec, if URLs are given.
-        read_options: Options of `ShardDataset`, if URLs are given (``shuffle``, ``seed``, ``on_error``, ``verify``, ...). And those of
+        read_options: Options of `ShardDataset`, if URLs are given (``shuffle``, ``seed``, ``on_error``, ``read``, ...). And those of
             ``ray.data.read_datasource``: ``concurrency``, ``num_cpus``, ``memory``, ``ray_remote_args``, ``override_num_blocks``, ...
 
     Raises:
@@ -161,8 +161,7 @@ def _open(
             raise OptionError(
                 f"{type(urls_or_dataset).__name__} reads single samples by number; pass its URLs, or a ShardDataset"
             )
-        options = None if storage_options is None else dict(storage_options)
-        return ShardDataset(urls_or_dataset, storage_options=options, **read_options)
+        return ShardDataset(urls_or_dataset, storage_options=storage_options, **read_options)
     given = [*read_options, *(["storage_options"] if storage_options is not None else [])]
     if given:
         raise OptionError(

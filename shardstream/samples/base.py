@@ -277,7 +277,7 @@ class Samples(ABC):
             StorageError: If they cannot be read.
         """
         raise OptionError(
-            "these samples have no columns, which where=, keys= and a join by key need",
+            "these samples have no columns, which where=, keys in subset= and a join by key need",
             shard=self.url_of(0),
         )
 

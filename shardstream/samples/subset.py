@@ -137,7 +137,7 @@ def select_subset(samples: Samples, subset: Choice) -> Subset:
         raise OptionError("subset= chooses no sample")
     if found.ndim != 1 or not (found.dtype == bool or np.issubdtype(found.dtype, np.integer)):
         raise OptionError(
-            "subset= takes the numbers of samples or a mask of bools, in one dimension, "
+            "subset= takes the numbers or the keys of samples, or a mask of bools, in one dimension, "
             f"not {found.dtype} of shape {found.shape}: {reprlib.repr(subset)}"
         )
     if found.dtype != bool:

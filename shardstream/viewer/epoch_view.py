@@ -18,7 +18,7 @@ from shardstream.order import (
     find_even_lane_counts,
     uneven_effect,
 )
-from shardstream.pipeline import ReadOptions, SamplesSource, check_state
+from shardstream.pipeline import OrderOptions, SamplesSource, check_state
 from shardstream.samples import Numbers, Samples
 
 _ORDER = ("microbatch", "lanes", "window", "block")
@@ -124,9 +124,9 @@ class Training:
         options = {name: getattr(self, name) for name in _ORDER}
         source = SamplesSource(
             samples=samples,
-            options=ReadOptions(
-                shuffle=self.shuffle, seed=self.seed, remainder=self.remainder, **options
-            ),
+            shuffle=self.shuffle,
+            seed=self.seed,
+            options=OrderOptions(remainder=self.remainder, **options),
         )
         order = source.order(
             batch=self.microbatch or self.batch_size,

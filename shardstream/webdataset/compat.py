@@ -11,6 +11,7 @@ from typing import Any, Self
 from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError
+from shardstream.pipeline import ReadOptions
 from shardstream.webdataset import cache, filters, shardlists, utils
 from shardstream.webdataset.environment import variable
 from shardstream.webdataset.exact import ExactSource, check_exact
@@ -272,8 +273,11 @@ def _exact_source(
         "seed": _number(arguments["seed"] or variable("WDS_SEED") or 0),
         "on_error": policy,
         "storage_options": arguments["storage_options"],
-        "cache_dir": folder,
-        "cache_bytes": limit if folder is not None and limit > 0 else None,
+        "read": ReadOptions(
+            index="require",
+            cache_dir=folder,
+            cache_bytes=limit if folder is not None and limit > 0 else None,
+        ),
     }
     by_node = arguments["nodesplitter"] is shardlists.split_by_node
     return ExactSource(arguments["urls"], options, is_split_by_node=by_node)

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from shardstream.errors import OptionError
 from shardstream.loader import ShardDataset, WorkerIterator, current_worker_info
-from shardstream.pipeline import OnError
+from shardstream.pipeline import OnError, OrderOptions
 from shardstream.webdataset import handlers, shardlists
 from shardstream.webdataset.cache import islocal
 from shardstream.webdataset.environment import variable
@@ -41,7 +41,9 @@ class ExactSource(IterableDataset[Any]):
         super().__init__()
         expanded = shardlists.expand_source(urls)
         self.dataset = ShardDataset(
-            [rewrite_url(url) for url in expanded], index="require", remainder="keep", **options
+            [rewrite_url(url) for url in expanded],
+            order=OrderOptions(remainder="keep"),
+            **options,
         )
         self.is_split_by_node = is_split_by_node
         self._epoch: int | None = None

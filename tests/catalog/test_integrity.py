@@ -385,9 +385,9 @@ def test_bit_flip_ends_the_epoch_only_with_verify(
     damage_file(sorted(folder.glob("*.tar"))[1], BODY)
     assert len(list(ss.ShardDataset(str(folder)))) == 24
     for dataset in (
-        ss.ShardDataset(str(folder), verify="sha256", on_error="skip"),
-        ss.ShardMapDataset(str(folder), verify="sha256"),
-        ss.mix([ss.ShardDataset(str(folder), verify="sha256")]),
+        ss.ShardDataset(str(folder), read=ss.ReadOptions(verify="sha256"), on_error="skip"),
+        ss.ShardMapDataset(str(folder), read=ss.ReadOptions(verify="sha256")),
+        ss.mix([ss.ShardDataset(str(folder), read=ss.ReadOptions(verify="sha256"))]),
     ):
         with pytest.raises(IndexMismatchError, match="the manifest says"):
             list(dataset)
@@ -399,7 +399,7 @@ def test_damaged_remote_shard_ends_the_epoch_at_its_position(num_workers: int) -
     storage = Storage()
     tar = sorted(file.url for file in storage.find(url) if file.url.endswith(".tar"))[1]
     publish_bytes(storage, tar, flipped(storage.read(tar), BODY))
-    dataset = ss.ShardDataset(url, verify="sha256", on_error="skip")
+    dataset = ss.ShardDataset(url, read=ss.ReadOptions(verify="sha256"), on_error="skip")
     loader = ss.ShardLoader(dataset.decode().to_tuple("cls"), 4, num_workers=num_workers)
     seen: list[int] = []
     with pytest.raises(IndexMismatchError, match="the manifest says"):
@@ -444,7 +444,7 @@ def test_unchanged_local_shards_are_hashed_once_for_all_epochs(
         hashed.append(len(data))
         return really_hash(data)
 
-    dataset = ss.ShardDataset(folder, verify="sha256").decode()
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(verify="sha256")).decode()
     monkeypatch.setattr("hashlib.sha256", sha256)
     for _ in range(2):
         assert [sample["cls"] for sample in dataset] == list(range(24))
@@ -457,7 +457,12 @@ def test_unchanged_local_shards_are_hashed_once_for_all_epochs(
 def test_epoch_with_bit_flips_in_transfer_returns_correct_samples(wire: Wire) -> None:
     url = arrays(f"memory://verified-{uuid.uuid4().hex}", 60, 20)
     noise = random.Random(2)
-    dataset = ss.ShardDataset(url, shuffle=True, verify="sha256", window=8, block=2)
+    dataset = ss.ShardDataset(
+        url,
+        shuffle=True,
+        read=ss.ReadOptions(verify="sha256"),
+        order=ss.OrderOptions(window=8, block=2),
+    )
     wanted = {sample["__key__"]: sample["bin"] for sample in ss.ShardDataset(url)}
     wire.spoil = lambda start, end: noise.randrange(end - start) if noise.random() < 0.2 else None
     assert {sample["__key__"]: sample["bin"] for sample in dataset} == wanted
@@ -466,10 +471,18 @@ def test_epoch_with_bit_flips_in_transfer_returns_correct_samples(wire: Wire) ->
 def test_mix_maps_shard_numbers_to_the_verified_parts(tmp_path: Path) -> None:
     remote = arrays(f"memory://verified-{uuid.uuid4().hex}")
     local = arrays(tmp_path)
-    mixed = ss.mix([ss.ShardDataset(url, verify="sha256").decode() for url in (remote, local)])
+    mixed = ss.mix(
+        [
+            ss.ShardDataset(url, read=ss.ReadOptions(verify="sha256")).decode()
+            for url in (remote, local)
+        ]
+    )
     assert sorted(flat(labels(ss.ShardLoader(mixed, 4)))) == sorted([*range(24)] * 2)
     damage_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
-    parts = [ss.ShardDataset(url, verify="sha256").decode() for url in (remote, local)]
+    parts = [
+        ss.ShardDataset(url, read=ss.ReadOptions(verify="sha256")).decode()
+        for url in (remote, local)
+    ]
     with pytest.raises(IndexMismatchError, match=str(tmp_path)):
         list(ss.ShardLoader(ss.mix(parts), 4))
 
@@ -478,17 +491,17 @@ def test_shards_without_checksums_are_refused_until_they_are_indexed(tmp_path: P
     folder = arrays(tmp_path)
     (tmp_path / "index.json").unlink()
     with pytest.raises(OptionError, match="run 'shardstream index' on the folder"):
-        ss.ShardDataset(folder, verify="sha256")
+        ss.ShardDataset(folder, read=ss.ReadOptions(verify="sha256"))
     ss.index(folder)
-    assert len(list(ss.ShardDataset(folder, verify="sha256"))) == 24
+    assert len(list(ss.ShardDataset(folder, read=ss.ReadOptions(verify="sha256")))) == 24
 
 
 def test_verify_without_checksums_or_with_unknown_value_is_refused(tmp_path: Path) -> None:
     folder = arrays(tmp_path)
     with pytest.raises(OptionError, match="remove index='ignore'"):
-        ss.ShardDataset(folder, verify="sha256", index="ignore")
+        ss.ShardDataset(folder, read=ss.ReadOptions(verify="sha256", index="ignore"))
     with pytest.raises(OptionError, match="verify is 'sha256' or None, not 'md5'"):
-        ss.ShardDataset(folder, verify="md5")  # type: ignore[arg-type]
+        ss.ShardDataset(folder, read=ss.ReadOptions(verify="md5"))  # type: ignore[arg-type]
 
 
 # --- indexes

@@ -19,7 +19,7 @@ from shardstream.errors import DecodeError, OptionError, SkipBudgetError
 from shardstream.format import IMAGE_FORMATS
 from shardstream.loader import to_tensor
 from shardstream.testing import make_shards
-from tests.small_datasets import FEW_CORES, flat, labels, picture, take
+from tests.small_datasets import FEW_CORES, flat, grouped, labels, picture, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def open_loader(folder: str, *, threads: int = 0, num_workers: int = 0, **more: Any) -> Any:
-    dataset = ss.ShardDataset(folder, **more).decode("rgb8", threads=threads)
+    dataset = ss.ShardDataset(folder, **grouped(**more)).decode("rgb8", threads=threads)
     return ss.ShardLoader(dataset, batch_size=5, num_workers=num_workers)
 
 
@@ -221,9 +221,7 @@ def bad_every_fifth(folder: Path, nsamples: int) -> str:
 
 
 def refilling(folder: str, rank: int, num_workers: int = 0, **options: Any) -> ss.ShardLoader:
-    dataset = ss.ShardDataset(
-        folder, shuffle=True, lanes=4, on_error=ss.SkipBudget(refill=True), placement=ss.Placement(rank, 2), **options
-    )  # fmt: skip
+    dataset = ss.ShardDataset(folder, **grouped(shuffle=True, lanes=4, on_error=ss.SkipBudget(refill=True), placement=ss.Placement(rank, 2), **options))  # fmt: skip
     return ss.ShardLoader(dataset.decode("rgb8"), 4, num_workers=num_workers)
 
 

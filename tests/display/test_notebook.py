@@ -83,7 +83,7 @@ def test_dataset_shows_counts_and_samples_from_everywhere(tmp_path: Path, steps:
 
 def test_datasets_without_numbers_samples_or_store(tmp_path: Path) -> None:
     folder = Path(numbered(tmp_path / "data", 20, 10))
-    streamed = ss.ShardDataset(str(folder), index="ignore")
+    streamed = ss.ShardDataset(str(folder), read=ss.ReadOptions(index="ignore"))
     assert "shardstream index" in page_of(streamed).text
     assert "samples0" in page_of(ss.ShardMapDataset(str(folder))[:0]).text
     dataset = ss.ShardDataset(str(folder))

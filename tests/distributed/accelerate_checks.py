@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import shardstream as ss
 from tests.distributed.trainers_job import document_block
+from tests.small_datasets import grouped
 
 
 def dataset(folder: str, **options: Any) -> ss.ShardDataset:
-    return ss.ShardDataset(folder, shuffle=True, **options).decode().to_tuple("cls")
+    return ss.ShardDataset(folder, **grouped(shuffle=True, **options)).decode().to_tuple("cls")
 
 
 def numbers(batches: Iterable[Any]) -> list[list[int]]:

@@ -24,7 +24,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make_loader(folder: str, lanes: int | None = None, microbatch: int | None = None, **options: Any) -> ss.ShardLoader:  # fmt: skip
-    dataset = ss.ShardDataset(folder, shuffle=True, lanes=lanes, microbatch=microbatch)
+    dataset = ss.ShardDataset(
+        folder, shuffle=True, order=ss.OrderOptions(lanes=lanes, microbatch=microbatch)
+    )
     return ss.ShardLoader(dataset.decode().to_tuple("cls"), **options)
 
 

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import shardstream as ss
 from shardstream.integrations.hf import LoaderStateCallback, TrainerLoader
 from tests.distributed.trainers_job import document_block
+from tests.small_datasets import grouped
 
 
 class Net(torch.nn.Module):
@@ -54,7 +55,7 @@ class LoaderTrainer(Trainer):  # type: ignore[misc]  # of no known type
 
 
 def dataset(folder: str, **options: Any) -> ss.ShardDataset:
-    return ss.ShardDataset(folder, microbatch=4, **options).decode().map(_as_inputs)
+    return ss.ShardDataset(folder, **grouped(microbatch=4, **options)).decode().map(_as_inputs)
 
 
 def _as_inputs(sample: dict[str, Any]) -> dict[str, Any]:

@@ -50,9 +50,9 @@ def make_loader(args: argparse.Namespace) -> ss.ShardLoader:
         args.url,
         shuffle=True,
         seed=1,
-        lanes=args.lanes,
-        microbatch=args.microbatch,
-        remainder=args.remainder,
+        order=ss.OrderOptions(
+            lanes=args.lanes, microbatch=args.microbatch, remainder=args.remainder
+        ),
         on_error=args.on_error,
     )
     columns = dataset.decode().to_tuple("cls")

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import shardstream as ss
+from tests.small_datasets import grouped
 
 
 def dataset(folder: str, **options: Any) -> ss.ShardDataset:
-    shuffled = ss.ShardDataset(folder, shuffle=True, microbatch=8, **options)
+    shuffled = ss.ShardDataset(folder, **grouped(shuffle=True, microbatch=8, **options))
     return shuffled.decode("rgb8").to_tuple("cls")
 
 

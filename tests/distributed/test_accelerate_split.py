@@ -35,7 +35,11 @@ def folder(tmp_path: Path) -> str:
 
 
 def dataset(folder: str, placement: ss.Placement | None = None) -> ss.ShardDataset:
-    return ss.ShardDataset(folder, microbatch=4, placement=placement).decode().to_tuple("cls")
+    return (
+        ss.ShardDataset(folder, order=ss.OrderOptions(microbatch=4), placement=placement)
+        .decode()
+        .to_tuple("cls")
+    )
 
 
 class Wrapped(IterableDataset[Any]):

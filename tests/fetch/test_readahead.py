@@ -13,6 +13,7 @@ from shardstream.catalog import ShardCatalog
 from shardstream.fetch import Readahead, coalesce
 from shardstream.testing import make_shards
 from tests.limits import module_of, set_limits
+from tests.small_datasets import grouped
 
 
 class Spy(mmap.mmap):
@@ -53,7 +54,7 @@ def faults_from(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 
 def epoch(folder: Path, **options: int) -> int:
-    dataset = ss.ShardDataset(folder, shuffle=True, **options)  # type: ignore[arg-type]
+    dataset = ss.ShardDataset(folder, **grouped(shuffle=True, **options))
     keys = [key for batch in ss.ShardLoader(dataset, batch_size=5) for key in batch["__key__"]]
     assert sorted(map(int, keys)) == list(range(200))
     return sum(file.stat().st_size for file in folder.glob("*.tar"))
@@ -92,7 +93,12 @@ def test_readahead_is_limited_to_budget_plus_one_window(
     requested: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults_from(monkeypatch, 0)
-    dataset = ss.ShardDataset(tmp_path, shuffle=True, window=20, prefetch_bytes=2_000_000)
+    dataset = ss.ShardDataset(
+        tmp_path,
+        shuffle=True,
+        order=ss.OrderOptions(window=20),
+        read=ss.ReadOptions(prefetch_bytes=2_000_000),
+    )
     batches = iter(ss.ShardLoader(dataset, batch_size=5))
     next(batches)
     first = sum(length for _, length in requested)

@@ -15,7 +15,7 @@ import shardstream as ss
 from shardstream.errors import CacheWarning, OptionError
 from shardstream.testing import make_shards
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
-from tests.small_datasets import FEW_CORES, flat, labels, numbered
+from tests.small_datasets import FEW_CORES, flat, grouped, labels, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -45,9 +45,7 @@ class Server:
             options = ROOM | options
         dataset = ss.ShardDataset(
             options.pop("url", self.url),
-            storage_options=self.options,
-            cache_dir=cache_dir,
-            **options,
+            **grouped(storage_options=self.options, cache_dir=cache_dir, **options),
         )
         return ss.ShardLoader(
             dataset.decode(), 8, num_workers=num_workers, multiprocessing_context=context
@@ -129,7 +127,9 @@ def test_spawned_workers_find_the_cache(server: Server, tmp_path: Path) -> None:
 def test_map_dataset_uses_the_cache(server: Server, tmp_path: Path) -> None:
     def open_one() -> Any:
         return ss.ShardMapDataset(
-            server.url, storage_options=server.options, cache_dir=tmp_path, cache_bytes="1GB"
+            server.url,
+            storage_options=server.options,
+            read=ss.ReadOptions(cache_dir=tmp_path, cache_bytes="1GB"),
         ).decode()
 
     assert [sample["cls"] for sample in open_one().__getitems__(EVERYTHING)] == EVERYTHING
@@ -141,7 +141,7 @@ def test_map_dataset_uses_the_cache(server: Server, tmp_path: Path) -> None:
 def test_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: Path) -> None:
     def mixed() -> ss.ShardLoader:
         part = ss.ShardDataset(
-            server.url, storage_options=server.options, cache_dir=tmp_path, **ROOM
+            server.url, **grouped(storage_options=server.options, cache_dir=tmp_path, **ROOM)
         )
         return ss.ShardLoader(ss.mix({"a": part.decode(), "b": part.decode()}), 8)
 
@@ -211,7 +211,9 @@ def test_without_options_nothing_is_cached(server: Server, tmp_path: Path) -> No
 
 def test_local_shards_are_not_cached(tmp_path: Path) -> None:
     url = numbered(tmp_path / "data", 20, 10)
-    loader = ss.ShardLoader(ss.ShardDataset(url, cache_dir=tmp_path / "cache", **ROOM).decode(), 4)
+    loader = ss.ShardLoader(
+        ss.ShardDataset(url, **grouped(cache_dir=tmp_path / "cache", **ROOM)).decode(), 4
+    )
     assert epoch(loader) == list(range(20))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 

@@ -42,7 +42,7 @@ from tests.servers import (
     start_s3,
     start_tls,
 )
-from tests.small_datasets import FEW_CORES
+from tests.small_datasets import FEW_CORES, grouped
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -135,7 +135,9 @@ class Shop:
             for name in ("num_workers", "multiprocessing_context", "collate_fn")
             if name in options
         }
-        dataset = ss.ShardDataset(url, storage_options=self.options(client, **limits), **options)
+        dataset = ss.ShardDataset(
+            url, **grouped(storage_options=self.options(client, **limits), **options)
+        )
         return ss.ShardLoader(dataset.map(digest), 8, **loading)
 
 
@@ -435,7 +437,9 @@ def test_epoch_survives_a_frozen_and_a_killed_gateway(
     client.close()
     expected = write("s3://kept/data", FEW, server)
     options = server.storage_options | {"s3_client": "s3fs", "read_timeout_s": 0.5}
-    dataset = ss.ShardDataset("s3://kept/data", storage_options=options, **SMALL_READS).map(digest)
+    dataset = ss.ShardDataset(
+        "s3://kept/data", **grouped(storage_options=options, **SMALL_READS)
+    ).map(digest)
     loader = ss.ShardLoader(dataset, 8, num_workers=2, collate_fn=list)
     for down, up in (
         (signal.SIGSTOP, lambda: signal_server(folder, "rgw", signal.SIGCONT)),
@@ -454,7 +458,8 @@ GOING = """
     if __name__ == "__main__":
         arguments = json.loads(sys.argv[1])
         dataset = ss.ShardDataset(
-            arguments["url"], shuffle=True, window=16, block=4, prefetch_bytes=1, storage_options=arguments["options"]
+            arguments["url"], shuffle=True, order=ss.OrderOptions(window=16, block=4), read=ss.ReadOptions(prefetch_bytes=1),
+            storage_options=arguments["options"],
         )
         loader = ss.ShardLoader(dataset, 8, num_workers=arguments["num_workers"], collate_fn=len)
         seen = 0

@@ -18,7 +18,7 @@ from shardstream.errors import (
     SampleError,
     UnfinishedError,
 )
-from tests.small_datasets import flat, labels, take
+from tests.small_datasets import flat, grouped, labels, take
 
 COUNT = 100
 COLUMNS = "cls,json.width,high=json.size.height,name=json.name"
@@ -49,7 +49,7 @@ def write(folder: Path | str, columns: Any = COLUMNS, count: int = COUNT) -> str
 
 
 def keys_of(folder: str, **options: Any) -> list[str]:
-    return [sample["__key__"] for sample in ss.ShardDataset(folder, **options)]
+    return [sample["__key__"] for sample in ss.ShardDataset(folder, **grouped(**options))]
 
 
 @pytest.fixture(scope="module")
@@ -114,25 +114,32 @@ def test_wrong_condition_is_the_error_even_if_the_classes_cannot_be_read(tmp_pat
         assert caught.value.__cause__ is not caught.value
 
 
+@pytest.mark.parametrize("kind", [set, frozenset, iter])
+def test_keys_without_an_order_that_all_processes_know_are_errors(folder: str, kind: Any) -> None:
+    with pytest.raises(OptionError, match="takes a list in the order of the samples, not a "):
+        ss.ShardDataset(folder, subset=kind(["k001", "k002"]))
+
+
 def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None:
     keys = ["k050", "k003", "k099"]
-    assert keys_of(folder, keys=keys) == keys
+    assert keys_of(folder, subset=keys) == keys
     (tmp_path / "keys.txt").write_text("k050\r\nk003\n\nk099")
-    assert keys_of(folder, keys=tmp_path / "keys.txt") == keys
+    assert keys_of(folder, subset=tmp_path / "keys.txt") == keys
     assert keys_of(folder, subset=str(tmp_path / "keys.txt")) == keys
-    assert keys_of(folder, keys=keys, where="cls in (0, 9)") == ["k050", "k099"]
+    assert keys_of(folder, subset=np.array(keys)) == keys
+    assert keys_of(folder, subset=keys, where="cls in (0, 9)") == ["k050", "k099"]
     assert keys_of(folder, subset=[50, 3, 99], where="cls = 3") == ["k003"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keys": ["k001", "k1", "k2", "k3", "k4"]}, "'k1', 'k2', 'k3' and 1 more"),
-        ({"keys": ["k001", "k002", "k001"]}, "'k001' more than once"),
-        ({"keys": [1, 2]}, "text, not int"),
-        ({"keys": []}, "chooses no sample"),
-        ({"keys": ["k001"], "subset": [1]}, "not both"),
-        ({"keys": ["k001"], "where": "cls = 2"}, "none of the 1 sample"),
+        ({"subset": ["k001", "k1", "k2", "k3", "k4"]}, "'k1', 'k2', 'k3' and 1 more"),
+        ({"subset": ["k001", "k002", "k001"]}, "'k001' more than once"),
+        ({"subset": ["k001", 2]}, "not text and int"),
+        ({"subset": [2, "k001"]}, "the numbers or the keys of samples"),
+        ({"subset": []}, "chooses no sample"),
+        ({"subset": ["k001"], "where": "cls = 2"}, "none of the 1 sample"),
         ({"where": "cls = 77"}, "chooses no sample"),
         ({"where": "klass = 7"}, "Columns: cls, width, high, name"),
         ({"where": "cls = "}, "invalid"),
@@ -143,7 +150,7 @@ def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None
         ({"where": " "}, "empty condition"),
         ({"where": "true) union all (select 7"}, "more than once"),
         ({"where": "true) union all (select 700"}, "others than there are"),
-        ({"keys": ["k\udcff"]}, "not UTF-8"),
+        ({"subset": ["k\udcff"]}, "not UTF-8"),
         ({"where": "cls in (select 1 from read_text('/etc/hostname'))"}, "disabled"),
         ({"where": "cls = 7", "index": "ignore"}, "where= need shards"),
     ],
@@ -151,13 +158,17 @@ def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None
 )
 def test_wrong_choices_are_errors(folder: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        ss.ShardDataset(folder, **options)
+        ss.ShardDataset(folder, **grouped(**options))
 
 
 def test_states_of_a_condition_are_those_of_its_samples(folder: str) -> None:
     def loader(where: str, world_size: int = 1, rank: int = 0) -> ss.ShardLoader:
         dataset = ss.ShardDataset(
-            folder, where=where, shuffle=True, lanes=4, placement=ss.Placement(rank, world_size)
+            folder,
+            where=where,
+            shuffle=True,
+            order=ss.OrderOptions(lanes=4),
+            placement=ss.Placement(rank, world_size),
         )
         return ss.ShardLoader(dataset.decode(), 2)
 
@@ -185,7 +196,7 @@ def test_columns_of_a_store_are_read_beside_the_index(
     assert not ss.verify(tmp_path / "mine").problems
     ss.index(f"{bucket}/data", columns={"label": "cls"})
     assert ss.catalog.read_columns(f"{bucket}/data").column_names == ["__key__", "label"]
-    assert keys_of(f"{bucket}/data", keys=["k077"]) == ["k077"]
+    assert keys_of(f"{bucket}/data", subset=["k077"]) == ["k077"]
 
 
 @pytest.mark.parametrize("sha256", [True, False])
@@ -395,7 +406,7 @@ def test_text_and_keys_alone_are_columns(tmp_path: Path) -> None:
     assert ss.catalog.read_columns(folder).column_names == ["__key__", "txt"]
     assert keys_of(folder, where="txt like '%tion 7'") == ["k007"]
     ss.index(folder, columns="__key__")
-    assert keys_of(folder, keys=["k007"]) == ["k007"]
+    assert keys_of(folder, subset=["k007"]) == ["k007"]
     with pytest.raises(OptionError, match="column of keys only"):
         ss.ShardDataset(folder, where="cls = 7")
 
@@ -422,9 +433,9 @@ def test_repeated_keys_of_a_dataset_cannot_be_chosen(tmp_path: Path) -> None:
         ss.packing.write_shard(tmp_path / f"{number}.tar", [{"__key__": key, "cls": number}])
     (warning,) = ss.index(tmp_path, columns="cls").warnings
     assert "the key 'same' comes twice, in 1.tar and in 2.tar; keys must differ" in warning
-    assert keys_of(str(tmp_path), keys=["other"]) == ["other"]
+    assert keys_of(str(tmp_path), subset=["other"]) == ["other"]
     with pytest.raises(OptionError, match="2 samples have the key 'same'"):
-        ss.ShardDataset(tmp_path, keys=["same"])
+        ss.ShardDataset(tmp_path, subset=["same"])
 
 
 def damage(folder: str, tmp_path: Path, change: Any) -> str:
@@ -499,7 +510,7 @@ def test_columns_are_part_of_the_commands(folder: str, tmp_path: Path, capsys: A
 
 
 def counts_of(folder: str, epochs: int = 1, **options: Any) -> np.ndarray[Any, Any]:
-    dataset = ss.ShardDataset(folder, **options).decode()
+    dataset = ss.ShardDataset(folder, **grouped(**options)).decode()
     found = np.zeros(10, dtype=np.int64)
     for epoch in range(epochs):
         dataset.set_epoch(epoch)

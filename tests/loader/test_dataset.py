@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import shardstream as ss
 from shardstream.errors import OptionError, StorageError
-from tests.small_datasets import FEW_CORES, flat, numbered
+from tests.small_datasets import FEW_CORES, flat, grouped, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -95,7 +95,7 @@ def test_invalid_options_are_refused_at_construction(
     options: dict[str, Any], message: str, folder: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
-        ss.ShardDataset(folder, **options)
+        ss.ShardDataset(folder, **grouped(**options))
 
 
 def test_missing_dataset_is_an_error(tmp_path: Path) -> None:
@@ -120,7 +120,12 @@ def test_set_epoch_selects_the_order(folder: str) -> None:
 def test_plain_iteration_partitions_over_ranks(folder: str) -> None:
     for shuffle in (True, False):
         ranks = [
-            ss.ShardDataset(folder, shuffle=shuffle, microbatch=4, placement=ss.Placement(rank, 3))
+            ss.ShardDataset(
+                folder,
+                shuffle=shuffle,
+                order=ss.OrderOptions(microbatch=4),
+                placement=ss.Placement(rank, 3),
+            )
             for rank in range(3)
         ]
         seen = [found(dataset) for dataset in ranks]
@@ -131,12 +136,14 @@ def test_plain_iteration_partitions_over_ranks(folder: str) -> None:
 def test_rank_and_world_size_come_from_the_environment(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = ss.ShardDataset(folder, microbatch=4)
+    dataset = ss.ShardDataset(folder, order=ss.OrderOptions(microbatch=4))
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert dataset.placement == ss.Placement(2, 3)
     assert len(found(dataset)) == 17
-    explicit = ss.ShardDataset(folder, microbatch=4, placement=ss.Placement())
+    explicit = ss.ShardDataset(
+        folder, order=ss.OrderOptions(microbatch=4), placement=ss.Placement()
+    )
     assert len(found(explicit)) == 50
 
 
@@ -150,26 +157,28 @@ def test_plain_data_loader_reads_each_sample_once(
     shuffle: bool,
     folder: str,
 ) -> None:
-    dataset = ss.ShardDataset(folder, shuffle=shuffle, microbatch=8)
+    dataset = ss.ShardDataset(folder, shuffle=shuffle, order=ss.OrderOptions(microbatch=8))
     batches = plain(dataset, 8, num_workers=num_workers)
     assert sorted(flat(batches)) == list(range(50))
     assert sorted(map(len, batches)) == [2, 8, 8, 8, 8, 8, 8]
 
 
 def test_plain_data_loader_gives_the_same_batches_as_shard_loader(folder: str) -> None:
-    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8, lanes=2)
+    dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=8, lanes=2))
     ours = [batch["cls"].tolist() for batch in ss.ShardLoader(dataset.decode(), 8)]
     for num_workers in (0, 2):
         assert plain(dataset, 8, num_workers=num_workers) == ours
 
 
 def test_plain_data_loader_knows_its_length(folder: str) -> None:
-    loader: DataLoader[Any] = DataLoader(ss.ShardDataset(folder, microbatch=8), batch_size=8)
+    loader: DataLoader[Any] = DataLoader(
+        ss.ShardDataset(folder, order=ss.OrderOptions(microbatch=8)), batch_size=8
+    )
     assert len(loader) == len(list(loader)) == 7
 
 
 def test_persistent_workers_of_a_plain_loader_follow_the_epoch(folder: str) -> None:
-    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8, lanes=2)
+    dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=8, lanes=2))
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=8, num_workers=2, persistent_workers=True, collate_fn=len_and_keys
     )
@@ -183,7 +192,9 @@ def test_persistent_workers_of_a_plain_loader_follow_the_epoch(folder: str) -> N
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
 def test_persistent_workers_follow_the_epoch_of_a_copied_dataset(folder: str, travel: Any) -> None:
-    dataset = travel(ss.ShardDataset(folder, shuffle=True, microbatch=8).decode())
+    dataset = travel(
+        ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=8)).decode()
+    )
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=8, num_workers=1, persistent_workers=True, collate_fn=len_and_keys
     )
@@ -207,7 +218,7 @@ def test_datasets_chained_from_a_dataset_follow_its_epoch(folder: str) -> None:
 @pytest.mark.slow
 def test_spawned_persistent_workers_follow_the_epoch(folder: str) -> None:
     others = [ss.ShardDataset(folder) for _ in range(3)]
-    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8)
+    dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=8))
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=8,
@@ -262,7 +273,7 @@ def test_plain_loader_spawns_workers_that_know_their_rank(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=5)
+    dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=5))
     expected = plain(dataset, 5)
     found = plain(dataset, 5, num_workers=1, multiprocessing_context="spawn")
     assert found == expected
@@ -422,4 +433,7 @@ def test_dataset_that_is_read_in_workers_of_another_is_not_split(folder: str, th
 
 
 def test_dataset_inside_an_iterable_dataset_is_split(folder: str) -> None:
-    assert len(flat(read(Wraps(ss.ShardDataset(folder, remainder="keep"))))) == 50
+    assert (
+        len(flat(read(Wraps(ss.ShardDataset(folder, order=ss.OrderOptions(remainder="keep"))))))
+        == 50
+    )

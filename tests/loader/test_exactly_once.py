@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.testing import make_shards
-from tests.small_datasets import flat, labels, take
+from tests.small_datasets import flat, grouped, labels, take
 
 pytestmark = pytest.mark.filterwarnings("ignore:lanes=")  # costlier reading is accepted here
 
@@ -45,7 +45,9 @@ def test_each_sample_is_returned_once_also_after_resume_on_another_topology(
     def ranks(world_size: int, microbatches: int) -> list[ss.ShardLoader]:
         return [
             ss.ShardLoader(
-                ss.ShardDataset(folder, placement=ss.Placement(rank, world_size), **order).decode(),  # type: ignore[arg-type]
+                ss.ShardDataset(
+                    folder, **grouped(placement=ss.Placement(rank, world_size), **order)
+                ).decode(),
                 batch_size=microbatch * microbatches,
             )
             for rank in range(world_size)

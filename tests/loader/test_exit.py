@@ -56,8 +56,8 @@ import shardstream as ss
 held = []
 for url, client in zip(sys.argv[1:], ("http", "s3fs", None)):
     options = {"s3_client": client} if client else None
-    dataset = ss.ShardDataset(url, storage_options=options, prefetch_bytes=30_000)
-    streamed = ss.ShardDataset(url, storage_options=options, index="ignore")
+    dataset = ss.ShardDataset(url, storage_options=options, read=ss.ReadOptions(prefetch_bytes=30_000))
+    streamed = ss.ShardDataset(url, storage_options=options, read=ss.ReadOptions(index="ignore"))
     held += iter(dataset), iter(streamed), iter(ss.ShardLoader(dataset, batch_size=2))
     for iterator in held:
         next(iterator)

@@ -13,7 +13,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import OptionError, SampleError, StateError
 from shardstream.testing import make_shards
-from tests.small_datasets import FEW_CORES, picture, take
+from tests.small_datasets import FEW_CORES, grouped, picture, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -60,15 +60,15 @@ def only(samples: list[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
 def test_samples_have_the_fields_that_are_named(
     folder: str, options: dict[str, Any], num_workers: int
 ) -> None:
-    whole = rows(ss.ShardDataset(folder, **options), num_workers=num_workers)
-    kept = ss.ShardDataset(folder, fields=("txt", "cls"), **options)
+    whole = rows(ss.ShardDataset(folder, **grouped(**options)), num_workers=num_workers)
+    kept = ss.ShardDataset(folder, **grouped(fields=("txt", "cls"), **options))
     found = rows(kept, num_workers=num_workers)
     assert found == only(whole, "txt", "cls")
     assert all(list(sample) == ["__key__", "__url__", "txt", "cls"] for sample in found)
-    decoded = rows(ss.ShardDataset(folder, **options).decode(), num_workers=num_workers)
+    decoded = rows(ss.ShardDataset(folder, **grouped(**options)).decode(), num_workers=num_workers)
     assert rows(kept.decode(), num_workers=num_workers) == only(decoded, "txt", "cls")
     if not num_workers:
-        assert list(kept) == only(list(ss.ShardDataset(folder, **options)), "txt", "cls")
+        assert list(kept) == only(list(ss.ShardDataset(folder, **grouped(**options))), "txt", "cls")
 
 
 def test_batches_have_the_fields_that_are_named(folder: str) -> None:
@@ -109,9 +109,9 @@ def test_a_sample_without_a_field_is_a_bad_sample(uneven: str, options: dict[str
         r"fields=: no field 'txt'; the sample has: cls, png \[in .*000000\.tar, sample '0000'\]"
     )
     with pytest.raises(SampleError, match=message):
-        rows(ss.ShardDataset(uneven, fields=("cls", "txt"), **options))
+        rows(ss.ShardDataset(uneven, **grouped(fields=("cls", "txt"), **options)))
     dataset = ss.ShardDataset(
-        uneven, fields=("cls", "txt"), on_error=ss.SkipBudget(samples=20), **options
+        uneven, **grouped(fields=("cls", "txt"), on_error=ss.SkipBudget(samples=20), **options)
     )
     assert [int(sample["cls"]) for sample in rows(dataset)] == [n for n in range(COUNT) if n % 5]
 
@@ -120,7 +120,7 @@ def test_other_fields_of_large_samples_are_not_copied(tmp_path: Path) -> None:
     large = write(tmp_path / "large", body_bytes=100_000, count=256)
 
     def peak_bytes(**options: Any) -> int:
-        reader = ss.ShardLoader(ss.ShardDataset(large, **options), 64)
+        reader = ss.ShardLoader(ss.ShardDataset(large, **grouped(**options)), 64)
         tracemalloc.start()
         try:
             assert sum(len(batch["cls"]) for batch in reader) == 256
@@ -141,7 +141,7 @@ def test_orders_and_random_numbers_do_not_depend_on_the_fields(
     folder: str, options: dict[str, Any]
 ) -> None:
     def items(**fields: Any) -> list[Any]:
-        dataset = ss.ShardDataset(folder, shuffle=True, **options, **fields)
+        dataset = ss.ShardDataset(folder, **grouped(shuffle=True, **options, **fields))
         return list(dataset.shuffle(20).map(noise, rng=True))
 
     assert items(fields=("cls",)) == items()
@@ -154,7 +154,7 @@ def test_orders_and_random_numbers_do_not_depend_on_the_fields(
 
 def test_states_of_a_plan_continue_with_other_fields(folder: str) -> None:
     def reader(**fields: Any) -> ss.ShardLoader:
-        return ss.ShardLoader(ss.ShardDataset(folder, shuffle=True, **fields), 8)
+        return ss.ShardLoader(ss.ShardDataset(folder, **grouped(shuffle=True, **fields)), 8)
 
     whole = [batch["__key__"] for batch in reader()]
     first = reader(fields=("cls",))
@@ -223,4 +223,4 @@ def test_unknown_fields_are_refused(folder: str, fields: Any, message: str) -> N
         with pytest.raises(OptionError, match=message):
             kind(folder, fields=fields)
     with pytest.raises(OptionError, match=message):
-        ss.ShardDataset(folder, fields=fields, index="ignore")
+        ss.ShardDataset(folder, fields=fields, read=ss.ReadOptions(index="ignore"))

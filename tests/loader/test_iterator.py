@@ -10,7 +10,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import shardstream as ss
 from shardstream.errors import StateError
-from tests.small_datasets import FEW_CORES, labels, numbered, take
+from tests.small_datasets import FEW_CORES, grouped, labels, numbered, take
 
 pytestmark = [
     pytest.mark.filterwarnings(FEW_CORES),
@@ -72,4 +72,4 @@ def test_state_of_another_reader_is_refused(
     folder = numbered(tmp_path / "set", 30)
     state = iter(ss.ShardDataset(folder, shuffle=True)).state_dict()
     with pytest.raises(StateError, match=match):
-        iter(ss.ShardDataset(folder, shuffle=True, **changed)).load_state_dict(state)
+        iter(ss.ShardDataset(folder, **grouped(shuffle=True, **changed))).load_state_dict(state)

@@ -180,7 +180,7 @@ def test_different_keys_of_one_hash_are_not_confused(tmp_path: Path) -> None:
     assert kept == [(keys[0], "0", "0"), *((key, str(n)) for n, key in enumerate(keys) if n)]
     path = str(tmp_path / "twice.parquet")
     pq.write_table(pa.table({"key": [keys[1], keys[2], keys[2]], "text": ["a", "b", "c"]}), path)
-    one = ss.ShardDataset(str(tmp_path / "a"), keys=[keys[1]])
+    one = ss.ShardDataset(str(tmp_path / "a"), subset=[keys[1]])
     assert [sample["txt"] for sample in ss.join(one, {path: {"txt": "text"}}, by="key")] == [b"a"]
     with pytest.raises(OptionError, match=f"the key '{keys[2]}', in .*row 2 and .*row 3"):
         ss.join(tmp_path / "a", {path: {"txt": "text"}}, missing="keep")
@@ -244,7 +244,7 @@ def test_missing_keys_are_an_error_or_a_default(
         dropped = ss.join(*names, missing="drop")
     assert "12 samples" in caplog.text
     assert rows(dropped) == expected([k for k in range(COUNT) if k % 5], 3)
-    foreign = ss.ShardDataset(parts["more"], keys=["k070"])
+    foreign = ss.ShardDataset(parts["more"], subset=["k070"])
     with pytest.raises(OptionError, match="no sample of .* has a key of this dataset"):
         ss.join(parts["images"], foreign, missing="keep")
     kept = rows(ss.join(*names, missing="keep"))
@@ -255,7 +255,10 @@ def test_missing_keys_are_an_error_or_a_default(
 
 def joined_three(parts: dict[str, str], ranks: int = 1, rank: int = 0) -> ss.ShardLoader:
     first = ss.ShardDataset(
-        parts["images"], shuffle=True, lanes=8, placement=ss.Placement(rank, ranks), block=2
+        parts["images"],
+        shuffle=True,
+        order=ss.OrderOptions(lanes=8, block=2),
+        placement=ss.Placement(rank, ranks),
     )
     joined = ss.join(first, parts["vectors"], parts["some"], missing={"txt": b"none"})
     return ss.ShardLoader(joined.decode().to_tuple("__key__", "cls", "bin", "txt"), 2)
@@ -278,7 +281,7 @@ def test_state_is_resumed_on_other_ranks(parts: dict[str, str]) -> None:
         found += triples(other)
     wanted = [(f"k{k:03d}", k, k, str(k) if k % 5 else "none") for k in range(COUNT)]
     assert sorted(set(found)) == wanted
-    first = ss.ShardDataset(parts["images"], shuffle=True, lanes=8, block=2)
+    first = ss.ShardDataset(parts["images"], shuffle=True, order=ss.OrderOptions(lanes=8, block=2))
     other = ss.ShardLoader(ss.join(first, parts["vectors"]).decode(), 2)
     with pytest.raises(ss.errors.StateError):
         other.load_state_dict(begun.state_dict())
@@ -457,7 +460,7 @@ def test_columns_that_are_large_in_memory_only_are_an_error(
 def test_subsets_are_joined(parts: dict[str, str]) -> None:
     first = ss.ShardDataset(parts["images"], subset=range(0, 60, 4))
     assert rows(ss.join(first, parts["captions"])) == expected(range(0, 60, 4), 2)
-    second = ss.ShardDataset(parts["captions"], keys=[f"k{k:03d}" for k in range(0, 60, 8)])
+    second = ss.ShardDataset(parts["captions"], subset=[f"k{k:03d}" for k in range(0, 60, 8)])
     dropped = ss.join(first, second, missing="drop")
     assert rows(dropped) == expected(range(0, 60, 8), 2)
     with pytest.raises(OptionError, match="no key is in all"):
@@ -525,7 +528,9 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
     with pytest.raises(OptionError, match="join first, then add the steps"):
         ss.join(images.decode(), parts["captions"])
     with pytest.raises(OptionError, match="with an index"):
-        ss.join(ss.ShardDataset(parts["images"], index="ignore"), parts["captions"])
+        ss.join(
+            ss.ShardDataset(parts["images"], read=ss.ReadOptions(index="ignore")), parts["captions"]
+        )
     with pytest.raises(OptionError, match="give fields to join"):
         ss.join(images, ss.ShardDataset(parts["captions"], fields=["txt"]))
     weighted = ss.ShardDataset(parts["images"], weights=[1] * COUNT)

@@ -19,7 +19,7 @@ from shardstream.samples import FetchOptions
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import make_shards
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
-from tests.small_datasets import FEW_CORES
+from tests.small_datasets import FEW_CORES, grouped
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -76,7 +76,7 @@ def epochs(
     chosen: dict[str, Any] = {"multiprocessing_context": "fork", "persistent_workers": True} | (
         loading or {}
     )
-    dataset = ss.ShardDataset(url, **options)
+    dataset = ss.ShardDataset(url, **grouped(**options))
     loader = ss.ShardLoader(dataset, 8, num_workers=num_workers, **(chosen if num_workers else {}))
     found = [list(loader) for _ in range(count)]
     for batch in (batch for batches in found for batch in batches):
@@ -217,7 +217,7 @@ def test_an_iteration_whose_workers_serve_another_is_an_error(
     options: dict[str, Any] = {}
     if not is_local:
         options = {"storage_options": proxy.plain.storage_options}
-    dataset = ss.ShardDataset(local if is_local else remote, **options)
+    dataset = ss.ShardDataset(local if is_local else remote, **grouped(**options))
     loader = ss.ShardLoader(dataset, 4, num_workers=2, persistent_workers=True)
     first = iter(loader)
     for _ in range(taken):
@@ -256,7 +256,7 @@ def test_an_epoch_that_was_left_early_leaves_no_bytes_to_the_next(
 ) -> None:
     options: dict[str, Any] = {"storage_options": proxy.plain.storage_options, "shuffle": True}
     loader = ss.ShardLoader(
-        ss.ShardDataset(remote, **options), 8, num_workers=2, persistent_workers=True
+        ss.ShardDataset(remote, **grouped(**options)), 8, num_workers=2, persistent_workers=True
     )
     expected = sorted((s["__key__"], s["jpg"], s["bin"], s["cls"]) for s in samples())
     for taken in (1, 3, 7):

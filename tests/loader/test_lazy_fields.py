@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardstream as ss
 from tests.codecs.test_video import FILES, LIBRARIES, WITH_FFMPEG
 from tests.codecs.videos import video_file
-from tests.small_datasets import FEW_CORES
+from tests.small_datasets import FEW_CORES, grouped
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 COUNT, LARGE = 6, 3 << 20
@@ -85,7 +85,9 @@ def test_only_the_parts_in_use_are_fetched(
     remote: CountingFileSystem, order: tuple[str, ...]
 ) -> None:
     folder = write("/data", order, remote)
-    dataset = ss.ShardDataset(folder, filesystem=remote, lazy=["bin"], shuffle=True).decode()
+    dataset = ss.ShardDataset(
+        folder, read=ss.ReadOptions(filesystem=remote, lazy=["bin"]), shuffle=True
+    ).decode()
     samples = sorted(dataset, key=lambda sample: sample["json"]["number"])
     assert remote.read_bytes < 50_000
     for number, sample in enumerate(samples):
@@ -115,7 +117,7 @@ def test_workers_hand_files_out_and_orders_and_states_are_the_same(
     folder = write(str(tmp_path / "data"))
 
     def loader(method: str | None, **options: Any) -> ss.ShardLoader:
-        dataset = ss.ShardDataset(folder, shuffle=True, seed=3, **options)
+        dataset = ss.ShardDataset(folder, **grouped(shuffle=True, seed=3, **options))
         return ss.ShardLoader(
             dataset,
             1,
@@ -140,16 +142,16 @@ def test_workers_hand_files_out_and_orders_and_states_are_the_same(
 
 def test_other_readers_and_decoders(tmp_path: Path) -> None:
     folder = write(str(tmp_path / "data"))
-    by_number = ss.ShardMapDataset(folder, lazy=["bin"])
+    by_number = ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]))
     assert by_number[4]["bin"].read() == FILE[4]
     assert "bytes in" in repr(by_number[4]["bin"])
     decoded = by_number.decode(fields={"bin": len})  # a decoder of one's own gets the bytes
     assert [sample["bin"] for sample in decoded] == [len(expected(n)) for n in range(COUNT)]
-    some = ss.ShardMapDataset(folder, lazy=["bin"], fields=["bin", "txt"])
+    some = ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]), fields=["bin", "txt"])
     assert [*some[0]] == ["__key__", "__url__", "bin", "txt"]
-    part = ss.ShardDataset(folder, lazy=["bin"], subset=[4, 2])
+    part = ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"]), subset=[4, 2])
     assert [sample["bin"][:5] for sample in part] == [FILE[4][:5], FILE[2][:5]]
-    mixed = ss.mix({"a": part, "b": ss.ShardDataset(folder, lazy=["bin"])})
+    mixed = ss.mix({"a": part, "b": ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"]))})
     assert all(isinstance(s["bin"], ss.storage.FieldFile) for s in mixed.slice(8))
 
 
@@ -157,7 +159,7 @@ def test_augmentations_stay_the_same(tmp_path: Path) -> None:
     folder = write(str(tmp_path / "data"))
 
     def drawn(**options: Any) -> list[Any]:
-        dataset = ss.ShardDataset(folder, shuffle=True, seed=1, **options)
+        dataset = ss.ShardDataset(folder, **grouped(shuffle=True, seed=1, **options))
         draws = dataset.map(lambda _, rng: int(rng.integers(1 << 60)), rng=True)
         return list(draws.map(lambda number, rng: (number, rng.random()), rng=True))
 
@@ -166,7 +168,9 @@ def test_augmentations_stay_the_same(tmp_path: Path) -> None:
 
 def test_a_store_that_fails_is_not_a_bad_sample(remote: CountingFileSystem) -> None:
     folder = write("/data", filesystem=remote)
-    dataset = ss.ShardDataset(folder, filesystem=remote, lazy=["bin"], on_error="skip")
+    dataset = ss.ShardDataset(
+        folder, read=ss.ReadOptions(filesystem=remote, lazy=["bin"]), on_error="skip"
+    )
 
     def read_bytes(sample: dict[str, Any]) -> bytes:
         remote.fails = True
@@ -185,7 +189,7 @@ def overwrite(tar: Path, change: Callable[[bytes], bytes]) -> None:
 def test_a_replaced_shard_is_noticed(tmp_path: Path) -> None:
     folder = write(str(tmp_path / "data"))
     tar = Path(folder) / "000000.tar"
-    dataset = ss.ShardMapDataset(folder, lazy=["bin"])
+    dataset = ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]))
     first, third = dataset[0]["bin"], dataset[2]["bin"]
     assert third[:4] == FILE[2][:4]
     whole = tar.read_bytes()
@@ -211,7 +215,7 @@ def test_names_with_capitals(tmp_path: Path) -> None:
                 member.size, member.pax_headers = len(data), {"comment": "x" * 600 * number}
                 tar.addfile(member, io.BytesIO(data))
     ss.index(str(tmp_path), members=True)
-    dataset = ss.ShardMapDataset(str(tmp_path), lazy=["left.bin"])
+    dataset = ss.ShardMapDataset(str(tmp_path), read=ss.ReadOptions(lazy=["left.bin"]))
     assert [sample["left.bin"].read() for sample in dataset] == [FILE[n] for n in range(3)]
     assert [sample["txt"] for sample in dataset] == [b"text"] * 3
 
@@ -237,7 +241,7 @@ def test_an_index_of_members_of_another_tar_is_an_error(
     write_again((*change, *{"bin", "pdf", "txt"}.difference(change)), 1 << 20 - ("small" in change))
     ss.index("/data", filesystem=remote)
     remote.pipe_file("/data/000000.idx", index)
-    dataset = ss.ShardDataset("/data", filesystem=remote, on_error="skip", **options)
+    dataset = ss.ShardDataset("/data", **grouped(filesystem=remote, on_error="skip", **options))
     with pytest.raises((ss.errors.IndexMismatchError, ss.errors.ChangedError)):
         [bytes(sample["bin"]) for sample in dataset]
 
@@ -252,14 +256,14 @@ def test_options_that_exclude_it(tmp_path: Path) -> None:
         ({"lazy": ["bin"], "index": "ignore"}, "lazy= need shards that are read by number"),
     ):
         with pytest.raises(ss.errors.OptionError, match=message):
-            ss.ShardDataset(folder, **options)
+            ss.ShardDataset(folder, **grouped(**options))
     with pytest.raises(ss.errors.OptionError, match="cannot be joined"):
-        ss.join(ss.ShardDataset(folder, lazy=["bin"]), folder)
+        ss.join(ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"])), folder)
     for index in Path(folder).glob("*.idx"):
         if not index.name.endswith(".tar.idx"):
             index.unlink()
     with pytest.raises(ss.errors.OptionError, match="shardstream index --members"):
-        ss.ShardDataset(folder, lazy=["bin"])
+        ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"]))
 
 
 def test_a_field_cannot_pretend_to_be_a_place(tmp_path: Path) -> None:
@@ -267,7 +271,7 @@ def test_a_field_cannot_pretend_to_be_a_place(tmp_path: Path) -> None:
     with ss.ShardWriter(folder) as writer:
         writer.write({"__key__": "a", "bin": bytes(16) + struct.pack("<5Q", 0, 0, 1 << 40, 0, 0)})
     ss.index(folder, members=True)
-    assert len(ss.ShardMapDataset(folder, lazy=["bin"])[0]["bin"]) == 56
+    assert len(ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]))[0]["bin"]) == 56
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +291,7 @@ def test_a_clip_fetches_its_part_of_a_video(
             writer.write({"__key__": str(number), "mp4": long_video, "cls": number})
     ss.index("/videos", members=True, filesystem=remote)
     remote.read_bytes = 0
-    dataset = ss.ShardDataset("/videos", filesystem=remote, lazy=["mp4"])
+    dataset = ss.ShardDataset("/videos", read=ss.ReadOptions(filesystem=remote, lazy=["mp4"]))
     for sample in dataset.decode(ss.codecs.VideoDecoder(library=library)):
         video = sample["mp4"]
         assert video.metadata == ss.codecs.Video(long_video, library).metadata
@@ -309,7 +313,7 @@ def test_an_outage_during_decoding_is_an_error_of_the_store(
         writer.write({"__key__": "a", "mp4": long_video})
     ss.index("/videos", members=True, filesystem=remote)
     for library in ("torchcodec", "pyav"):
-        dataset = ss.ShardDataset("/videos", filesystem=remote, lazy=["mp4"])
+        dataset = ss.ShardDataset("/videos", read=ss.ReadOptions(filesystem=remote, lazy=["mp4"]))
         [sample] = dataset.decode(ss.codecs.VideoDecoder(library=library))
         assert sample["mp4"].metadata.num_frames == 60
         remote.fails = True

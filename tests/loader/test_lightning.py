@@ -112,7 +112,7 @@ def plain_loader(num_workers, **options):
     return DataLoader(dataset(), 8, num_workers=num_workers, collate_fn=collate, **options)
 
 def dataset():
-    return ss.ShardDataset(folder, shuffle=True, microbatch=8).decode().to_tuple("cls")
+    return ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(microbatch=8)).decode().to_tuple("cls")
 
 def collate(samples):
     return torch.tensor([number for (number,) in samples])

@@ -18,7 +18,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.testing import make_shards
 from tests.limits import module_of
-from tests.small_datasets import FEW_CORES, all_ranks, flat, labels, loader, numbered, take
+from tests.small_datasets import FEW_CORES, all_ranks, flat, grouped, labels, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -140,7 +140,7 @@ def test_samples_are_plain_dicts_and_batches_are_stacked(folder: str) -> None:
 )
 def test_epochs_differ_and_set_epoch_selects_one(options: dict[str, Any], folder: str) -> None:
     def make() -> ss.ShardLoader:
-        dataset = ss.ShardDataset(folder, shuffle=True, lanes=2).decode()
+        dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(lanes=2)).decode()
         return ss.ShardLoader(dataset, 8, **options)
 
     one = make()
@@ -332,7 +332,7 @@ def test_loaded_states_reach_persistent_workers_and_end_open_iterators(
     steps: str, num_workers: int, folder: str
 ) -> None:
     def open_loader(**options: Any) -> ss.ShardLoader:
-        dataset = ss.ShardDataset(folder, shuffle=True, seed=2, **options).decode()
+        dataset = ss.ShardDataset(folder, **grouped(shuffle=True, seed=2, **options)).decode()
         if steps == "parts":
             dataset = dataset.select(selects)
         return ss.ShardLoader(
@@ -371,7 +371,9 @@ def test_open_iterator_stops_counting_after_set_epoch(folder: str) -> None:
 
 
 def open_in_order(folder: str) -> ss.ShardLoader:
-    return ss.ShardLoader(ss.ShardDataset(folder, shuffle=True, lanes=2).decode(), 8)
+    return ss.ShardLoader(
+        ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(lanes=2)).decode(), 8
+    )
 
 
 def epoch_of(folder: str, epoch: int) -> list[list[int]]:
@@ -382,7 +384,7 @@ def epoch_of(folder: str, epoch: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_follows_its_dataset_to_an_epoch(num_workers: int, folder: str) -> None:
-    dataset = ss.ShardDataset(folder, shuffle=True, lanes=2).decode()
+    dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(lanes=2)).decode()
     loader = ss.ShardLoader(dataset, 8, num_workers=num_workers, persistent_workers=num_workers > 0)
     assert labels(loader) == epoch_of(folder, 0)
     dataset.set_epoch(5)
@@ -538,7 +540,9 @@ def noise_of(batches: Any) -> dict[int, bytes]:
 
 def test_random_maps_are_bitwise_equal_on_any_topology(folder: str) -> None:
     def make(num_workers: int, threads: int = 0, **options: Any) -> ss.ShardLoader:
-        dataset = ss.ShardDataset(folder, shuffle=True, lanes=6, seed=9, **options).decode()
+        dataset = ss.ShardDataset(
+            folder, **grouped(shuffle=True, lanes=6, seed=9, **options)
+        ).decode()
         random_map = dataset.map(noisy, rng=True, threads=threads)
         return ss.ShardLoader(random_map, 8, num_workers=num_workers)
 

@@ -9,7 +9,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import IndexMismatchError
 from shardstream.storage import Storage, publish_bytes, remove
-from tests.small_datasets import FEW_CORES, take
+from tests.small_datasets import FEW_CORES, grouped, take
 
 COUNT, LARGE = 12, 700_000
 
@@ -26,7 +26,7 @@ def write(folder: str, order: tuple[str, ...] = ("mp4", "txt", "json"), count: i
 
 def read(folder: str, *fields: str, **options: Any) -> tuple[list[dict[str, Any]], float]:
     """Return the samples, and the bytes that were read."""
-    dataset = ss.ShardDataset(folder, fields=fields, **options).decode()
+    dataset = ss.ShardDataset(folder, **grouped(fields=fields, **options)).decode()
     loader = ss.ShardLoader(dataset, 4, num_workers=1, collate_fn=list)
     samples = [sample for batch in loader for sample in batch]
     return samples, float(loader.stats().as_dict()["read_bytes"])

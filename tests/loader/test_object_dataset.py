@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import shardstream as ss
 from shardstream.storage import Storage, publish_bytes
 from tests.servers import ShapedS3
-from tests.small_datasets import FEW_CORES, flat, take
+from tests.small_datasets import FEW_CORES, flat, grouped, take
 
 pytestmark = [
     pytest.mark.filterwarnings(FEW_CORES),
@@ -153,7 +153,7 @@ def test_each_sample_is_returned_once_over_ranks_and_after_resume(
         return [
             ss.ShardLoader(
                 ss.ObjectDataset(
-                    folder, placement=ss.Placement(rank, world_size), **order
+                    folder, **grouped(placement=ss.Placement(rank, world_size), **order)
                 ).decode(),
                 batch_size=order["microbatch"],
             )
@@ -271,7 +271,7 @@ def test_changed_object_raises_with_its_url(bucket: str, s3_env: None, data: byt
 
 def test_state_depends_on_object_md5_and_labels(bucket: str, s3_env: None, tmp_path: Path) -> None:
     def loader(url: str, **options: Any) -> ss.ShardLoader:
-        return ss.ShardLoader(ss.ObjectDataset(url, **options), 4)
+        return ss.ShardLoader(ss.ObjectDataset(url, **grouped(**options)), 4)
 
     url = unpacked(f"{bucket}/train", 6)
     state = loader(url, label="folder").state_dict()
@@ -288,7 +288,7 @@ def test_state_depends_on_object_md5_and_labels(bucket: str, s3_env: None, tmp_p
 @pytest.mark.parametrize("kind", [ss.ObjectDataset, ss.ObjectMapDataset])
 def test_objects_are_cached(kind: Any, bucket: str, s3_env: None, tmp_path: Path) -> None:
     url = unpacked(f"{bucket}/train", 6)
-    dataset = kind(url, cache_dir=tmp_path / "cache", cache_bytes="100MB")
+    dataset = kind(url, read=ss.ReadOptions(cache_dir=tmp_path / "cache", cache_bytes="100MB"))
     first = by_key(dataset)
     fsspec.filesystem("s3").rm(url, recursive=True)
     assert by_key(dataset) == first
@@ -355,7 +355,7 @@ def test_invalid_options_are_refused_at_construction(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     with pytest.raises(kind, match=message):
-        ss.ObjectDataset(str(tmp_path), **options)
+        ss.ObjectDataset(str(tmp_path), **grouped(**options))
 
 
 def test_failing_label_function_raises_with_the_file(folder: str) -> None:

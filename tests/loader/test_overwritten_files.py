@@ -86,7 +86,11 @@ def test_epoch_reads_one_version_of_the_files(
     way: Callable[[Path, Path], None], index: Any, shuffle: bool, folder: Path, pair: list[Path]
 ) -> None:
     dataset = ss.ShardDataset(
-        folder, index=index, shuffle=shuffle, window=10, on_error="skip"
+        folder,
+        read=ss.ReadOptions(index=index),
+        shuffle=shuffle,
+        order=ss.OrderOptions(window=10),
+        on_error="skip",
     ).decode()
     batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
     read(batches, found, 6)
@@ -138,7 +142,7 @@ def test_local_part_of_a_mix_reads_one_version(folder: Path, pair: list[Path]) -
 def test_shard_briefly_listed_too_short_does_not_end_the_epoch(
     folder: Path, pair: list[Path]
 ) -> None:
-    dataset = ss.ShardDataset(folder, index="ignore", on_error="skip").decode()
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(index="ignore"), on_error="skip").decode()
     batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
     read(batches, found, 6)
     overwrite(cut_short, pair, folder)
@@ -173,7 +177,7 @@ def test_mapped_shard_that_is_cut_is_an_error_in_a_map_dataset(
 
 
 def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:
-    dataset = ss.ShardMapDataset(folder, verify="sha256").decode()
+    dataset = ss.ShardMapDataset(folder, read=ss.ReadOptions(verify="sha256")).decode()
     assert dataset[3]["cls"] == 1003
     for tar in folder.glob("*.tar"):
         os.utime(tar)
@@ -185,7 +189,7 @@ def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Pat
 
 @pytest.mark.parametrize("index", ["require", "ignore"])
 def test_metadata_changes_are_accepted(index: Any, folder: Path) -> None:
-    dataset = ss.ShardDataset(folder, index=index).decode()
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(index=index)).decode()
     batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
     read(batches, found, 1)
     for tar in sorted(folder.glob("*.tar")):
@@ -212,7 +216,12 @@ def test_sequential_reads_check_the_version_per_chunk(
     looks: list[list[int]] = []
     monkeypatch.setattr(FileVersions, "check", lambda _, shards: looks.append(list(shards)))
     found: list[int] = []
-    read(iter(ss.ShardLoader(ss.ShardDataset(folder, index="ignore").decode(), 5)), found)
+    read(
+        iter(
+            ss.ShardLoader(ss.ShardDataset(folder, read=ss.ReadOptions(index="ignore")).decode(), 5)
+        ),
+        found,
+    )
     assert len(found) == NSAMPLES
     shards = len(list(folder.glob("*.tar")))
     assert {shard for look in looks for shard in look} == set(range(shards))

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import shardstream as ss
-from tests.small_datasets import FEW_CORES, numbered
+from tests.small_datasets import FEW_CORES, grouped, numbered
 
 pytestmark = [
     pytest.mark.filterwarnings(FEW_CORES),
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make(folder: str, **options: Any) -> ss.ShardDataset:
-    return ss.ShardDataset(folder, shuffle=True, microbatch=4, **options).decode("rgb8")
+    return ss.ShardDataset(folder, **grouped(shuffle=True, microbatch=4, **options)).decode("rgb8")
 
 
 def numbers(samples: list[dict[str, Any]]) -> list[int]:

@@ -19,7 +19,7 @@ from shardstream.format import ShardInfo, fingerprint
 from shardstream.pipeline import SequentialRun, seal_state
 from shardstream.storage import RangeResponse, Storage
 from tests.limits import set_limits
-from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
+from tests.small_datasets import FEW_CORES, flat, grouped, labels, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -47,7 +47,9 @@ def test_stream_state_is_refused_for_another_order(
 ) -> None:
     def open_loader(**options: Any) -> ss.ShardLoader:
         order = {"window": 64, "block": 3, "microbatch": 4, **options}
-        dataset = ss.ShardDataset(folder, shuffle=True, **order).decode().select(is_number)
+        dataset = (
+            ss.ShardDataset(folder, **grouped(shuffle=True, **order)).decode().select(is_number)
+        )
         return ss.ShardLoader(dataset, batch_size=4)
 
     left = open_loader()
@@ -112,7 +114,10 @@ def test_invalid_sizes_are_refused_at_once(folder: str, build: Any) -> None:
 def test_repr_shows_source_and_steps(folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode().select(is_number)
     assert repr(dataset) == "ShardDataset(7 shards, 100 samples) > Decode > Select"
-    assert repr(ss.ShardDataset(folder, index="ignore")) == "ShardDataset(streams)"
+    assert (
+        repr(ss.ShardDataset(folder, read=ss.ReadOptions(index="ignore")))
+        == "ShardDataset(streams)"
+    )
 
 
 def test_shuffle_of_an_empty_stream_is_empty(folder: str) -> None:
@@ -146,7 +151,7 @@ def test_unreachable_store_is_not_a_bad_sample(
             raise ConnectionResetError("connection reset")
         return real(self, url, start, end)
 
-    dataset = ss.ShardDataset(f"{bucket}/set", index="ignore", on_error="skip")
+    dataset = ss.ShardDataset(f"{bucket}/set", read=ss.ReadOptions(index="ignore"), on_error="skip")
     monkeypatch.setattr("time.sleep", lambda _: None)
     set_limits(monkeypatch, SequentialRun, STREAM_READ_BYTES=2048)
     monkeypatch.setattr(Storage, "read_once", broken)

@@ -52,7 +52,10 @@ def test_replaced_dataset_on_s3_ends_the_epoch(
     workers: int, index: Any, shuffle: bool, remote: str, pair: list[Path]
 ) -> None:
     dataset = ss.ShardDataset(
-        remote, index=index, shuffle=shuffle, prefetch_bytes=1, window=10
+        remote,
+        read=ss.ReadOptions(index=index, prefetch_bytes=1),
+        shuffle=shuffle,
+        order=ss.OrderOptions(window=10),
     ).decode()
     loader = ss.ShardLoader(dataset.map(enlarged), 5, num_workers=workers)
     batches, found = iter(loader), list[int]()

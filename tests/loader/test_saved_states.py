@@ -53,7 +53,10 @@ DATASETS: dict[str, Callable[[Path], ss.loader.StreamDataset]] = {
         shuffled(folder).decode().group_batched("cls", 2, buffer=4, drop_last=True).unbatched()
     ),
     "whole": lambda folder: ss.ShardDataset(
-        str(folder / "one"), index="ignore", shuffle=True, window=10
+        str(folder / "one"),
+        read=ss.ReadOptions(index="ignore"),
+        shuffle=True,
+        order=ss.OrderOptions(window=10),
     ).decode(),
     "reader": lambda folder: shuffled(folder).decode(),
 }

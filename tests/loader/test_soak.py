@@ -59,7 +59,9 @@ def test_memory_after_fifty_cached_epochs_equals_that_after_ten(
     )
     url = make_shards(f"{bucket}/soak", samples=samples, per_shard=60)
     # The cache holds 4 of 6 MB, so each epoch has hits and misses.
-    dataset = ss.ShardDataset(url, shuffle=True, cache_dir=tmp_path, cache_bytes="4MiB").decode()
+    dataset = ss.ShardDataset(
+        url, shuffle=True, read=ss.ReadOptions(cache_dir=tmp_path, cache_bytes="4MiB")
+    ).decode()
     loader = ss.ShardLoader(dataset, 20, num_workers=2, persistent_workers=True)
     uses: dict[int, list[Use]] = {}
     others = {child.pid for child in multiprocessing.active_children()}  # of tests before

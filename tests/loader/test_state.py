@@ -20,7 +20,7 @@ from shardstream.pipeline import (
     seal_state,
 )
 from shardstream.testing import make_shards
-from tests.small_datasets import labels, loader, numbered, take
+from tests.small_datasets import grouped, labels, loader, numbered, take
 
 ORDER = EpochOrder(nsamples=100, batch=4, shuffle=True, seed=-3, lanes=2, window=8, block=5)
 OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 1, "lanes": 4, "microbatch": 4, "window": 8}
@@ -114,7 +114,7 @@ def steps_for(kind: str, folder: str) -> ss.ShardLoader:
     if kind == "mix":
         return ss.ShardLoader(ss.mix([dataset, dataset], [1, 1]), 4)
     if kind == "whole shards":
-        return ss.ShardLoader(ss.ShardDataset(folder, index="ignore"), 4)
+        return ss.ShardLoader(ss.ShardDataset(folder, read=ss.ReadOptions(index="ignore")), 4)
     return ss.ShardLoader(dataset.shuffle(3) if kind == "stream" else dataset, 4)
 
 
@@ -186,7 +186,7 @@ def test_epoch_is_a_whole_number(epoch: Any, folder: str) -> None:
 
 def open_as(folder: str, options: dict[str, Any]) -> ss.ShardLoader:
     batch_size: Any = np.int64(8)
-    return ss.ShardLoader(ss.ShardDataset(folder, shuffle=True, **options), batch_size)
+    return ss.ShardLoader(ss.ShardDataset(folder, **grouped(shuffle=True, **options)), batch_size)
 
 
 @pytest.mark.parametrize("name", ["seed", "lanes", "microbatch", "window", "block"])

@@ -122,7 +122,11 @@ def test_verdict_names_the_bottleneck(
         filesystem = SlowStore()
         filesystem.put(f"{folder}/", "/slow-store/", recursive=True)
         folder = "/slow-store"
-    dataset = ss.ShardDataset(folder, filesystem=filesystem, prefetch_bytes=1, window=5, block=1)
+    dataset = ss.ShardDataset(
+        folder,
+        read=ss.ReadOptions(filesystem=filesystem, prefetch_bytes=1),
+        order=ss.OrderOptions(window=5, block=1),
+    )
     if bottleneck == "decoding":
         dataset = dataset.decode(fields={"npy": very_slow})
     elif bottleneck == "transforms":
@@ -279,7 +283,7 @@ def test_large_window_memory_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -
     url = numbered(f"memory://lanes-{random.getrandbits(64):x}", 100, 25)
     set_limits(monkeypatch, warn_of_lanes, WARN_WINDOWS_BYTES=60_000)
     with pytest.warns(
-        UserWarning, match=r"with lanes=20 each of 1 workers holds .* set window= below"
+        UserWarning, match=r"with lanes=20 each of 1 workers holds .* set a window below"
     ):
         loader(url, shuffle=True, lanes=20, window=8, batch_size=2, microbatch=2)
     with warnings.catch_warnings():

@@ -152,7 +152,7 @@ def test_a_file_that_is_missing_is_a_storage_error(folder: str) -> None:
 
 def test_a_subset_needs_indexes(folder: str) -> None:
     with pytest.raises(OptionError, match=r"need shards that are read by number"):
-        ss.ShardDataset(folder, subset=[1], index="ignore")
+        ss.ShardDataset(folder, subset=[1], read=ss.ReadOptions(index="ignore"))
 
 
 # --- the catalog

@@ -34,16 +34,18 @@ def shards(bucket: str, _: Path) -> Any:
 
 def cached(bucket: str, folder: Path) -> Any:
     url = numbered(f"{bucket}/set", NSAMPLES, 7)
-    return ss.ShardMapDataset(url, cache_dir=folder / "cache").decode()
+    return ss.ShardMapDataset(url, read=ss.ReadOptions(cache_dir=folder / "cache")).decode()
 
 
 def verified(bucket: str, _: Path) -> Any:
-    return ss.ShardMapDataset(numbered(f"{bucket}/set", NSAMPLES, 7), verify="sha256").decode()
+    return ss.ShardMapDataset(
+        numbered(f"{bucket}/set", NSAMPLES, 7), read=ss.ReadOptions(verify="sha256")
+    ).decode()
 
 
 def verified_on_disk(_: str, folder: Path) -> Any:
     url = numbered(folder / "set", NSAMPLES, 7)
-    return ss.ShardMapDataset(url, verify="sha256").decode()
+    return ss.ShardMapDataset(url, read=ss.ReadOptions(verify="sha256")).decode()
 
 
 def on_disk(_: str, folder: Path) -> Any:

@@ -18,7 +18,7 @@ import shardstream as ss
 from shardstream.catalog import ShardCatalog
 from shardstream.errors import NotFoundError, OptionError, StateError
 from shardstream.storage import Storage, locate_shards
-from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
+from tests.small_datasets import FEW_CORES, flat, grouped, labels, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -52,7 +52,9 @@ def test_samples_come_in_proportion_to_their_weights(
     )
     count = num_samples or COUNT
     assert len(reader) == -(-count // 8)
-    dataset = ss.ShardDataset(folder, weights=WEIGHTS, num_samples=num_samples, shuffle=shuffle)
+    dataset = ss.ShardDataset(
+        folder, weights=ss.Weights(WEIGHTS, num_samples=num_samples), shuffle=shuffle
+    )
     assert len(dataset) == count
     batches = labels(reader)
     assert len(batches) == len(reader)
@@ -229,7 +231,9 @@ def test_weights_of_a_subset_are_those_of_its_samples(folder: str) -> None:
 
 def test_parts_of_a_mix_are_drawn_by_weight(folder: str, tmp_path: Path) -> None:
     other = numbered(tmp_path / "other", 30)
-    weighted = ss.ShardDataset(folder, weights=WEIGHTS, num_samples=200, shuffle=True).decode()
+    weighted = ss.ShardDataset(
+        folder, weights=ss.Weights(WEIGHTS, num_samples=200), shuffle=True
+    ).decode()
     plain = ss.ShardDataset(other, shuffle=True).decode()
     named = {"weighted": weighted, "plain": plain.map_dict(cls=lambda label: 1000 + label)}
     mixed = ss.mix(named, [1, 1], samples=400)
@@ -242,7 +246,9 @@ def test_parts_of_a_mix_are_drawn_by_weight(folder: str, tmp_path: Path) -> None
     with pytest.raises(OptionError, match="'weighted' is drawn by weights=, but a mix without"):
         ss.mix(named)
     state = reader.state_dict()
-    heavier = ss.ShardDataset(folder, weights=WEIGHTS + 1, num_samples=200, shuffle=True).decode()
+    heavier = ss.ShardDataset(
+        folder, weights=ss.Weights(WEIGHTS + 1, num_samples=200), shuffle=True
+    ).decode()
     with pytest.raises(StateError, match="mix"):
         ss.ShardLoader(
             ss.mix(named | {"weighted": heavier}, [1, 1], samples=400), 8
@@ -256,7 +262,7 @@ def test_loose_files_and_other_catalogs_have_weights(folder: str, tmp_path: Path
     assert Counter(flat(labels(ss.ShardLoader(dataset.decode(), 4)))) == {1: 1, 3: 2, 5: 3}
     storage = Storage()
     catalog = ShardCatalog(locate_shards(folder, storage), storage)
-    other = ss.loader.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
+    other = ss.loader.CatalogDataset(catalog, weights=ss.Weights(np.eye(COUNT)[4], num_samples=5))
     assert flat(labels(ss.ShardLoader(other.decode(), 5))) == [4] * 5
 
 
@@ -275,7 +281,9 @@ def test_weights_travel_to_spawned_workers_once(folder: str) -> None:
 
 
 def test_repr_says_how_many_samples_are_drawn(folder: str) -> None:
-    text = repr(ss.ShardDataset(folder, weights=WEIGHTS, num_samples=20, replacement=False))
+    text = repr(
+        ss.ShardDataset(folder, weights=ss.Weights(WEIGHTS, num_samples=20, replacement=False))
+    )
     assert text == ("ShardDataset(7 shards, 100 samples, 20 drawn by weight, each at most once)")
 
 
@@ -300,15 +308,12 @@ def test_repr_says_how_many_samples_are_drawn(folder: str) -> None:
             {"weights": WEIGHTS, "replacement": False, "num_samples": 91},
             "only 90 samples of 100 have a weight above 0; choose at most 90",
         ),
-        ({"num_samples": 5}, "num_samples= and replacement= are options of weights="),
-        ({"replacement": False}, "num_samples= and replacement= are options of weights="),
         ({"weights": WEIGHTS, "index": "ignore"}, "weights= need shards that are read by number"),
-        ({"num_samples": 5, "index": "ignore"}, "weights= need shards that are read by number"),
     ],
 )
 def test_impossible_weights_are_refused(folder: str, options: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        ss.ShardDataset(folder, **options)
+        ss.ShardDataset(folder, **grouped(**options))
 
 
 @pytest.mark.parametrize("option", ["weights", "subset"])
@@ -320,7 +325,7 @@ def test_array_of_more_numbers_than_memory_is_a_wrong_file(
     file.write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
     options: dict[str, Any] = {option: file}
     with pytest.raises(OptionError, match=rf"{option}= takes a \.npy file"):
-        ss.ShardDataset(folder, **options)
+        ss.ShardDataset(folder, **grouped(**options))
 
 
 def test_a_file_that_is_no_array_is_refused(folder: str, tmp_path: Path) -> None:
@@ -334,8 +339,8 @@ def test_a_file_that_is_no_array_is_refused(folder: str, tmp_path: Path) -> None
 
 def test_a_loader_takes_no_weights(folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True)
-    with pytest.raises(OptionError, match=r"num_samples, weights: options of the dataset; pass"):
-        ss.ShardLoader(dataset, 8, weights=WEIGHTS, num_samples=5)
+    with pytest.raises(OptionError, match=r"weights: options of the dataset; pass"):
+        ss.ShardLoader(dataset, 8, weights=WEIGHTS)
     sampler = WeightedRandomSampler(WEIGHTS.tolist(), 5)
     with pytest.raises(OptionError, match=r"draw by weight with ShardDataset\(weights=\)"):
         ss.ShardLoader(dataset, 8, sampler=sampler)
@@ -351,7 +356,9 @@ def not_seven(sample: dict[str, Any]) -> dict[str, Any]:
 def test_each_copy_of_a_bad_sample_is_skipped_or_replaced(folder: str, refill: bool) -> None:
     weights = np.where(np.arange(COUNT) == 7, 10, 1)
     dataset = ss.ShardDataset(
-        folder, weights=weights, num_samples=109, on_error=ss.SkipBudget(samples=50, refill=refill)
+        folder,
+        weights=ss.Weights(weights, num_samples=109),
+        on_error=ss.SkipBudget(samples=50, refill=refill),
     )
     reader = ss.ShardLoader(dataset.decode().map(not_seven), 8)
     found = flat(labels(reader))

@@ -240,7 +240,7 @@ def test_classes_are_read_on_demand(tmp_path: Path) -> None:
         writer.write({"cls": 0})
     assert ss.ShardDataset(str(tmp_path / "out")).classes is None
     (tmp_path / "out" / "classes.json").write_text('["a\\ud800"]')
-    by_shards = ss.ShardDataset(str(tmp_path / "out"), index="ignore")
+    by_shards = ss.ShardDataset(str(tmp_path / "out"), read=ss.ReadOptions(index="ignore"))
     assert by_shards.classes == ("a\ud800",)
     (tmp_path / "out" / "classes.json").unlink()
     assert by_shards.decode().classes == ("a\ud800",)

@@ -65,7 +65,7 @@ def pack_again(source: str) -> object:
 
 READERS: dict[str, Callable[[str], object]] = {
     "ShardDataset": ss.ShardDataset,
-    "ShardDataset, whole shards": partial(ss.ShardDataset, index="ignore"),
+    "ShardDataset, whole shards": partial(ss.ShardDataset, read=ss.ReadOptions(index="ignore")),
     "ShardDataset.from_prefix": ss.ShardDataset.from_prefix,
     "ShardDataset of a glob": lambda url: ss.ShardDataset(f"{url}/*.tar"),
     "ShardDataset of some of a glob": lambda url: ss.ShardDataset(f"{url}/00000[01].tar"),

@@ -27,6 +27,7 @@ from shardstream.packing import (
     pack,
     verify,
 )
+from shardstream.pipeline import ReadOptions
 from shardstream.storage import Storage
 from shardstream.tasks import LocalExecutor
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
@@ -322,7 +323,7 @@ def test_compressed_tar_with_a_plain_name_is_told_so_by_every_door(
     noise = np.random.default_rng(0).bytes(count * 200)
     path.write_bytes(compress(tar_bytes([("a.bin", noise)])))
     assert re.search(message, only(verify(str(path))))
-    ignoring = partial(ShardDataset, index="ignore")
+    ignoring = partial(ShardDataset, read=ReadOptions(index="ignore"))
     readers: tuple[Callable[[str], Any], ...] = (index, ShardDataset, ignoring)
     for read in readers:
         with pytest.raises(ShardError, match=message):

@@ -20,7 +20,7 @@ from shardstream.pipeline import BadSample, BadSampleReport
 from shardstream.storage import Storage
 from shardstream.testing import make_shards
 from tests.limits import set_limits
-from tests.small_datasets import FEW_CORES, labels
+from tests.small_datasets import FEW_CORES, grouped, labels
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 BAD = (3, 17, 18, 33)
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def loader(folder: str, on_error: Any = "skip", *, num_workers: int = 0, **more: Any) -> Any:
-    dataset = ss.ShardDataset(folder, on_error=on_error, **more).decode().map(even)
+    dataset = ss.ShardDataset(folder, **grouped(on_error=on_error, **more)).decode().map(even)
     return ss.ShardLoader(dataset, batch_size=4, num_workers=num_workers)
 
 
@@ -104,7 +104,7 @@ def test_steps_that_change_counts_list_bad_samples(folder: str) -> None:
 
 
 def test_sequential_reads_list_the_byte_offset(folder: str) -> None:
-    dataset = ss.ShardDataset(folder, index="ignore", on_error="skip")
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(index="ignore"), on_error="skip")
     one = ss.ShardLoader(dataset, batch_size=4)
     list(one)
     (bad,) = one.bad_samples

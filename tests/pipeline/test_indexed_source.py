@@ -36,7 +36,7 @@ def opener(
     partition = RankPartition(
         EpochPlan(order, 0), PartitionConfig(world_size=2, microbatches=2), rank=1, consumed=4
     )
-    source = SamplesSource(samples=catalog, options=ReadOptions(prefetch_bytes=1000))
+    source = SamplesSource(samples=catalog, reading=ReadOptions(prefetch_bytes=1000))
     worker_info = WorkerInfo(Placement(1, 2), worker, 2)
     return lambda: IndexedRun(source, partition, worker_info, skips or SkipTracker())
 

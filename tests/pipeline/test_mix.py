@@ -16,7 +16,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.order import MixSchedule, derive_key
 from shardstream.testing import make_shards
-from tests.small_datasets import FEW_CORES, take
+from tests.small_datasets import FEW_CORES, grouped, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -44,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def datasets(folders: dict[str, str], **options: Any) -> dict[str, ss.ShardDataset]:
     return {
-        name: ss.ShardDataset(folder, shuffle=True, **options).decode().map(Tag(name))
+        name: ss.ShardDataset(folder, **grouped(shuffle=True, **options)).decode().map(Tag(name))
         for name, folder in folders.items()
     }
 
@@ -93,7 +93,7 @@ def test_without_weights_each_sample_is_returned_once(folders: dict[str, str]) -
 def test_mix_follows_its_weights_and_stop_rule(
     folders: dict[str, str], options: dict[str, Any], most_repeats: int
 ) -> None:
-    mixed = ss.mix(datasets(folders), WEIGHTS, lanes=2, **options)
+    mixed = ss.mix(datasets(folders), WEIGHTS, **grouped(lanes=2, **options))
     loader = ss.ShardLoader(mixed, batch_size=8)
     length = len(loader)
     names = flat(seen(loader))
@@ -118,7 +118,7 @@ def test_mix_has_the_same_global_batches_on_every_topology(
         ranks = []
         for rank in range(world_size):
             parts = datasets(folders, placement=ss.Placement(rank, world_size))
-            mixed = ss.mix(parts, weights, lanes=8, microbatch=2)
+            mixed = ss.mix(parts, weights, order=ss.OrderOptions(lanes=8, microbatch=2))
             ranks.append(
                 seen(
                     ss.ShardLoader(
@@ -134,9 +134,9 @@ def test_mix_has_the_same_global_batches_on_every_topology(
 def test_mix_whose_lanes_leave_few_or_no_samples_says_so(folders: dict[str, str]) -> None:
     parts = datasets(folders)
     with pytest.warns(UserWarning, match=r"only 64% of the 125 samples .* 8 lanes .* batches of 4"):
-        ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=8), batch_size=4)
+        ss.ShardLoader(ss.mix(parts, WEIGHTS, order=ss.OrderOptions(lanes=8)), batch_size=4)
     with pytest.raises(OptionError, match="none of the 125 samples"):
-        ss.ShardLoader(ss.mix(parts, WEIGHTS, lanes=16), batch_size=32)
+        ss.ShardLoader(ss.mix(parts, WEIGHTS, order=ss.OrderOptions(lanes=16)), batch_size=32)
     with pytest.raises(OptionError, match="none of the 50 samples"):
         ss.ShardLoader(ss.mix(parts, WEIGHTS, samples=50), batch_size=64)
 
@@ -217,7 +217,7 @@ def test_steps_that_change_counts_come_after_a_mix(
 
 def test_part_without_an_index_is_refused(folders: dict[str, str]) -> None:
     with pytest.raises(OptionError, match="'0' of a mix is read without an index; run 'shardstream index'"):  # fmt: skip
-        ss.mix([ss.ShardDataset(folders["a"], index="ignore")])
+        ss.mix([ss.ShardDataset(folders["a"], read=ss.ReadOptions(index="ignore"))])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,9 @@ def test_invalid_mix_is_refused(
     folders: dict[str, str], weights: Any, options: Any, match: str
 ) -> None:
     with pytest.raises(OptionError, match=match):
-        ss.ShardLoader(ss.mix(datasets(folders), weights, **options), batch_size=2).__len__()
+        ss.ShardLoader(
+            ss.mix(datasets(folders), weights, **grouped(**options)), batch_size=2
+        ).__len__()
 
 
 def test_state_of_another_mix_is_refused(folders: dict[str, str], tmp_path: Path) -> None:

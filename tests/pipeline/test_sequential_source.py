@@ -14,7 +14,7 @@ import zstandard
 
 import shardstream as ss
 from shardstream.errors import NoIndexWarning, OptionError, ShardError, StateError
-from tests.small_datasets import FEW_CORES, flat, labels, numbered, take
+from tests.small_datasets import FEW_CORES, flat, grouped, labels, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore::shardstream.errors.NoIndexWarning")
 
@@ -44,7 +44,7 @@ def local(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def make(url: str, *, num_workers: int = 0, batch_size: int = 4, **options: Any) -> ss.ShardLoader:
-    dataset = ss.ShardDataset(url, index="ignore", **options).decode()
+    dataset = ss.ShardDataset(url, **grouped(index="ignore", **options)).decode()
     return ss.ShardLoader(dataset, batch_size, num_workers=num_workers)
 
 
@@ -53,21 +53,21 @@ def test_missing_index_causes_a_warning_with_the_command(bare: str) -> None:
         dataset = ss.ShardDataset(bare)
     assert caught[0].filename == __file__
     assert "split by whole shards" in str(caught[0].message)
-    assert "index='ignore' silences this" in str(caught[0].message)
+    assert "read=ss.ReadOptions(index='ignore') silences this" in str(caught[0].message)
     assert len(list(dataset)) == 60
 
 
 def test_index_ignore_causes_no_warning(bare: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ss.ShardDataset(bare, index="ignore")
+        ss.ShardDataset(bare, read=ss.ReadOptions(index="ignore"))
 
 
 def test_index_can_be_required(bare: str) -> None:
     with pytest.raises(
         OptionError, match=r"run 'shardstream index' on its folder \[in memory://.*tar"
     ):
-        ss.ShardDataset(bare, index="require")
+        ss.ShardDataset(bare, read=ss.ReadOptions(index="require"))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -150,7 +150,7 @@ def test_more_workers_than_shards_leave_some_without_samples(bare: str) -> None:
 
 
 def test_length_is_unknown_without_with_length(bare: str) -> None:
-    dataset = ss.ShardDataset(bare, index="ignore")
+    dataset = ss.ShardDataset(bare, read=ss.ReadOptions(index="ignore"))
     with pytest.raises(TypeError, match="length is not known in advance.*with_length"):
         len(dataset)
     loader = ss.ShardLoader(dataset.with_length(61), 4)

@@ -47,7 +47,7 @@ from shardstream.pipeline import (
 )
 from shardstream.storage import FieldPlaces, Storage
 from shardstream.testing import ListRun, assert_resumes_exactly
-from tests.small_datasets import FEW_CORES, labels, numbered, take
+from tests.small_datasets import FEW_CORES, grouped, labels, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -411,7 +411,9 @@ def open_loader(
     folder: str, name: str, num_workers: int, *, index: Any = "auto", **options: Any
 ) -> ss.ShardLoader:
     build, batch_size = PIPELINES[name]
-    dataset = ss.ShardDataset(folder, shuffle=True, seed=5, microbatch=2, index=index, **options)
+    dataset = ss.ShardDataset(
+        folder, **grouped(shuffle=True, seed=5, microbatch=2, index=index, **options)
+    )
     return ss.ShardLoader(build(dataset.decode()), batch_size, num_workers=num_workers)
 
 
@@ -478,7 +480,9 @@ def test_another_pipeline_is_refused(
     folder: str, other: Callable[[ss.ShardDataset], ss.ShardDataset]
 ) -> None:
     state = open_loader(folder, "shuffle", 0).state_dict()
-    dataset = ss.ShardDataset(folder, shuffle=True, seed=5, microbatch=2).decode()
+    dataset = ss.ShardDataset(
+        folder, shuffle=True, seed=5, order=ss.OrderOptions(microbatch=2)
+    ).decode()
     with pytest.raises(
         StateError,
         match=r"step [23] of the pipeline: the state says (Shuffle\(window=9\)|nothing), here",

@@ -19,7 +19,7 @@ import ray.data
 import shardstream as ss
 from shardstream.testing import make_shards
 from tests.ray.cluster import MARKS, keys
-from tests.small_datasets import numbered
+from tests.small_datasets import grouped, numbered
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("cluster")]
 
@@ -39,8 +39,8 @@ def keys_of(rows: Any) -> list[str]:
 def test_rows_have_the_order_of_the_dataset(
     folder: str, options: dict[str, Any], in_order: None
 ) -> None:
-    rows = ss.ray.read(folder, override_num_blocks=9, **options)
-    assert keys_of(rows) == keys(folder, **options)
+    rows = ss.ray.read(folder, override_num_blocks=9, **grouped(**options))
+    assert keys_of(rows) == keys(folder, **grouped(**options))
     assert keys_of(ss.ray.read(folder)) == keys(folder)
 
 

@@ -24,7 +24,7 @@ from shardstream.ray import rows_table
 from shardstream.storage import LocatedShards, Storage
 from shardstream.testing import make_shards
 from tests.ray.cluster import MARKS, rows, samples, tables
-from tests.small_datasets import numbered
+from tests.small_datasets import grouped, numbered
 
 pytestmark = MARKS
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_rows_are_the_samples_in_the_order_of_the_dataset(
     folder: str, num_tasks: int, options: dict[str, Any], is_decoded: bool
 ) -> None:
-    dataset = ss.ShardDataset(folder, **options)
+    dataset = ss.ShardDataset(folder, **grouped(**options))
     dataset = dataset.decode().rename(label="cls") if is_decoded else dataset
     dataset.set_epoch(2)
     expected = samples(dataset)
@@ -70,7 +70,7 @@ def test_each_sample_comes_once_whatever_the_options(
     folder = tmp_path / f"{nsamples}"
     if not folder.exists():
         make_shards(folder, samples=nsamples, per_shard=7)
-    dataset = ss.ShardDataset(str(folder), shuffle=shuffle, **options)
+    dataset = ss.ShardDataset(str(folder), **grouped(shuffle=shuffle, **options))
     found = rows(dataset, num_tasks=num_tasks)
     assert [row["__key__"] for row in found] == [sample["__key__"] for sample in dataset]
     assert len({row["__key__"] for row in found}) == nsamples
@@ -79,7 +79,9 @@ def test_each_sample_comes_once_whatever_the_options(
 def test_a_task_has_the_shards_of_its_rows_only_and_is_small(tmp_path: Path) -> None:
     folder = make_shards(tmp_path / "many", samples=4000, per_shard=4)
     for shuffle in (False, True):
-        dataset = ss.ShardDataset(folder, shuffle=shuffle, window=64, block=4)
+        dataset = ss.ShardDataset(
+            folder, shuffle=shuffle, order=ss.OrderOptions(window=64, block=4)
+        )
         sizes = [
             len(pickle.dumps(task)) for task, _ in ss.ray.plan_read(dataset, num_tasks=100).tasks()
         ]
@@ -97,7 +99,7 @@ def test_a_shuffled_task_of_large_shards_is_small(tmp_path: Path) -> None:
         shards.append(ShardInfo(url=str(path), nsamples=10_000, filesize=1 << 30, sha256=sha256))
     located = LocatedShards(shards=tuple(shards), indexed=frozenset(one.url for one in shards))
     catalog = ShardCatalog(located, Storage())
-    dataset = ss.loader.CatalogDataset(catalog, ss.pipeline.ReadOptions(shuffle=True)).decode()
+    dataset = ss.loader.CatalogDataset(catalog, shuffle=True).decode()
     job = ss.ray.plan_read(dataset)
     assert max(len(pickle.dumps(task)) for task, _ in job.tasks()) < 16_000
 
@@ -268,19 +270,19 @@ def test_shards_without_an_index_are_read_whole(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         scanned = ss.ShardDataset(str(folder))  # local tars are scanned
         assert len(rows(scanned, num_tasks=4)) == 25
-    dataset = ss.ShardDataset(str(folder), index="ignore").decode()
+    dataset = ss.ShardDataset(str(folder), read=ss.ReadOptions(index="ignore")).decode()
     assert rows(dataset, num_tasks=2) == samples(dataset)
     assert rows(dataset, fields=["cls"], num_tasks=2) == samples(dataset)
     with pytest.raises(ss.errors.OptionError, match="has no field 'nope'; its fields are cls"):
         rows(dataset, fields=["nope"])
-    shuffled = ss.ShardDataset(str(folder), index="ignore", shuffle=True)
+    shuffled = ss.ShardDataset(str(folder), read=ss.ReadOptions(index="ignore"), shuffle=True)
     with pytest.raises(ss.errors.OptionError, match=r"run 'shardstream index' on them"):
         rows(shuffled)
 
 
 def test_verified_data_are_verified_in_the_tasks(tmp_path: Path) -> None:
     folder = make_shards(tmp_path / "data", samples=30, per_shard=10)
-    dataset = ss.ShardDataset(folder, verify="sha256")
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(verify="sha256"))
     assert rows(dataset, num_tasks=4) == samples(dataset)
 
 
@@ -318,7 +320,7 @@ def test_rows_of_a_store_are_those_of_a_disk(folder: str, bucket: str, s3_env: N
     url = make_shards(f"{bucket}/data", samples=given, per_shard=16)
     both: list[dict[str, Any]] = [{}, {"shuffle": True, "window": 8, "microbatch": 4}]
     for options in both:
-        dataset = ss.ShardDataset(f"{url}/", **options)
+        dataset = ss.ShardDataset(f"{url}/", **grouped(**options))
         for decoded in (dataset, dataset.decode()):
             assert rows(decoded, num_tasks=3) == samples(decoded)
     tasks = [task for task, _ in ss.ray.plan_read(ss.ShardDataset(f"{url}/")).tasks()]
@@ -330,7 +332,9 @@ def test_rows_of_a_store_are_those_of_a_disk(folder: str, bucket: str, s3_env: N
 @pytest.mark.parametrize("num_tasks", [1, 5, 200])
 def test_rows_are_drawn_by_weight(folder: str, num_tasks: int) -> None:
     weights = np.arange(107) % 5
-    raw = ss.ShardDataset(folder, weights=weights, num_samples=300, shuffle=True, fields=("cls",))
+    raw = ss.ShardDataset(
+        folder, weights=ss.Weights(weights, num_samples=300), shuffle=True, fields=("cls",)
+    )
     for dataset in (raw, raw.decode()):
         found = rows(dataset, num_tasks=num_tasks)
         assert found == samples(dataset)
@@ -339,7 +343,7 @@ def test_rows_are_drawn_by_weight(folder: str, num_tasks: int) -> None:
 
 def test_rows_have_the_fields_that_the_dataset_keeps(folder: str) -> None:
     for index in ("auto", "ignore"):
-        kept = ss.ShardDataset(folder, fields=("cls;jpg",), index=index)
+        kept = ss.ShardDataset(folder, fields=("cls;jpg",), read=ss.ReadOptions(index=index))
         for dataset in (kept, kept.decode()):
             assert rows(dataset, num_tasks=3) == samples(dataset)
             assert rows(dataset, fields=["cls"]) == samples(dataset)

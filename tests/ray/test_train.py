@@ -56,7 +56,10 @@ def train(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     dataset = ss.ShardDataset(
-        config["url"], shuffle=True, seed=1, lanes=4, microbatch=GLOBAL_BATCH // 2, remainder="keep"
+        config["url"],
+        shuffle=True,
+        seed=1,
+        order=ss.OrderOptions(lanes=4, microbatch=GLOBAL_BATCH // 2, remainder="keep"),
     )
     assert dataset.placement == ss.Placement(rank, world_size)
     loader = ss.ShardLoader(

@@ -20,7 +20,6 @@ import shardstream as ss
 from shardstream.catalog import choose_samples
 from shardstream.errors import OptionError
 from shardstream.loader import CatalogDataset
-from shardstream.pipeline import ReadOptions
 from tests.samples.made import (
     Made,
     Row,
@@ -32,6 +31,7 @@ from tests.samples.made import (
     subset,
     write_shards,
 )
+from tests.small_datasets import grouped
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:lanes=", "ignore:This DataLoader will create", "ignore:an epoch of this mix has"
@@ -102,7 +102,7 @@ def node(draw: Draw, leaves: dict[str, Made], depth: int) -> Node:
     numbers = draw(st.permutations(range(len(rows))))[: draw(st.integers(1, len(rows)))]
     if kind == "keys" and inner.has_cls and len({row["__key__"] for row in rows}) == len(rows):
         keys = [str(rows[n]["__key__"]) for n in numbers]
-        chosen = choose_samples(samples, keys=keys)
+        chosen = choose_samples(samples, keys)
         return Node(
             made=Made(chosen, [rows[n] for n in numbers]), has_cls=True, is_joined=inner.is_joined
         )
@@ -122,14 +122,17 @@ class Case:
         placement = ss.Placement(rank, ranks)
         order = {} if self.mix is not None else self.order
         datasets = [
-            CatalogDataset(made.samples, ReadOptions(**order), placement=placement, **options)
+            CatalogDataset(made.samples, **grouped(placement=placement, **order, **options))
             for made, options in self.parts
         ]
         [dataset] = (
             datasets
             if self.mix is None
             else [
-                ss.mix(datasets, **self.mix, **{k: v for k, v in self.order.items() if k in _MIX})
+                ss.mix(
+                    datasets,
+                    **grouped(**self.mix, **{k: v for k, v in self.order.items() if k in _MIX}),
+                )
             ]
         )
         dataset.set_epoch(self.epoch)

@@ -146,10 +146,10 @@ def test_a_concat_is_resharded_but_not_over_its_datasets(tmp_path: Path) -> None
 def test_loose_files_and_rows_are_chosen_by_key_without_columns(tmp_path: Path) -> None:
     both = concat(files(f"{tmp_path}/files"), table(str(tmp_path)))
     with pytest.raises(ss.errors.OptionError, match=r"2 samples have the key '0003'"):
-        ss.loader.CatalogDataset(both.samples, keys=["0003"])
-    dataset = ss.loader.CatalogDataset(both.samples, keys=["0021", "0009"])
+        ss.loader.CatalogDataset(both.samples, subset=["0003"])
+    dataset = ss.loader.CatalogDataset(both.samples, subset=["0021", "0009"])
     assert [sample["json.txt"] for sample in dataset] == [b"caption 21", b"caption 9"]
-    one = ss.loader.CatalogDataset(open_files(f"{tmp_path}/files"), keys=["0004", "0001"])
+    one = ss.loader.CatalogDataset(open_files(f"{tmp_path}/files"), subset=["0004", "0001"])
     assert [sample["__key__"] for sample in one] == ["0004", "0001"]
     with pytest.raises(ss.errors.OptionError, match="there is a column of keys only"):
         ss.loader.CatalogDataset(both.samples, where="cls = 3")

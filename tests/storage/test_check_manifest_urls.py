@@ -198,7 +198,9 @@ def test_no_url_starts_a_command(url: str, tmp_path: Path, monkeypatch: pytest.M
     options = {"retry_timeout_s": 0.2}
     for urls in (url, [url], str(listed)):
         with pytest.raises((ShardStreamError, OSError)):
-            list(ss.ShardDataset(urls, index="ignore", storage_options=options))
+            list(
+                ss.ShardDataset(urls, read=ss.ReadOptions(index="ignore"), storage_options=options)
+            )
     for write in (ss.index, ss.verify):
         with pytest.raises((ShardStreamError, OSError)):
             write(url, storage_options=options)
@@ -261,7 +263,7 @@ def read_all(url: str, **options: Any) -> None:
     """Read a dataset; its errors are expected."""
     options |= {"retry_timeout_s": 0.2}
     with pytest.raises(ShardStreamError):
-        list(ss.ShardDataset(url, index="ignore", storage_options=options))
+        list(ss.ShardDataset(url, read=ss.ReadOptions(index="ignore"), storage_options=options))
 
 
 @pytest.mark.parametrize(

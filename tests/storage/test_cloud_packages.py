@@ -75,7 +75,9 @@ def test_dataset_is_packed_verified_and_read_by_workers(
     report = ss.verify(url, storage_options=options)
     assert (report.samples, report.problems) == (12, ())
     for cache in (None, tmp_path, tmp_path):
-        dataset = ss.ShardDataset(url, storage_options=options, cache_dir=cache, shuffle=True)
+        dataset = ss.ShardDataset(
+            url, storage_options=options, read=ss.ReadOptions(cache_dir=cache), shuffle=True
+        )
         loader = ss.ShardLoader(
             dataset.decode().to_tuple("cls"),
             batch_size=4,

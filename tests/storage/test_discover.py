@@ -158,14 +158,16 @@ def test_spellings_of_a_path_name_one_shard(
     monkeypatch.chdir(tmp_path)
     for other in ("./a/00.tar", f"{tmp_path}/a/00.tar", f"file://{tmp_path}/a/00.tar", "a/../a/00.tar"):  # fmt: skip
         with pytest.raises(ss.errors.OptionError, match="named twice"):
-            ss.ShardDataset(["a/00.tar", other], index="ignore")
+            ss.ShardDataset(["a/00.tar", other], read=ss.ReadOptions(index="ignore"))
 
 
 @pytest.mark.parametrize("folder", ["s3"], indirect=True)
 def test_names_of_a_protocol_name_one_shard(folder: str) -> None:
     put_tars(folder)
     with pytest.raises(ss.errors.OptionError, match="named twice"):
-        ss.ShardDataset([f"{folder}/00.tar", f"s3a{folder[2:]}/00.tar"], index="ignore")
+        ss.ShardDataset(
+            [f"{folder}/00.tar", f"s3a{folder[2:]}/00.tar"], read=ss.ReadOptions(index="ignore")
+        )
 
 
 @pytest.mark.parametrize("folder", ["local", "s3"], indirect=True)  # fsspec's memory takes a chain

@@ -183,7 +183,7 @@ def test_server_that_ignores_ranges_is_reported(start: int, end: int, server: st
     "operation",
     [
         lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar"),
-        lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar", index="ignore"),
+        lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar", read=ss.ReadOptions(index="ignore")),
         lambda url, _: ss.ObjectDataset.from_objects([f"{url}/unsaid.txt"]),
         lambda url, folder: ss.pack(f"{url}/unsaid.tar", folder),
         lambda url, _: ss.verify(f"{url}/unsaid.tar"),
@@ -251,7 +251,7 @@ def test_endless_manifest_is_read_to_its_limit(
 @pytest.mark.parametrize(
     "read",
     [
-        lambda url, folder: ss.ShardDataset(str(folder), keys=f"{url}/keys.txt"),
+        lambda url, folder: ss.ShardDataset(str(folder), subset=f"{url}/keys.txt"),
         lambda url, folder: ss.pack(folder / "in", folder / "out", classes=f"{url}/c.json"),
         lambda url, folder: ss.ShardDataset(str(folder), subset=f"{url}/a.npy"),
         lambda url, folder: ss.ShardDataset(str(folder), weights=f"{url}/a.npy"),

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from shardstream import ShardDataset
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
 from shardstream.packing import pack
+from shardstream.pipeline import ReadOptions
 from shardstream.storage import (
     FileList,
     ListedFile,
@@ -84,7 +85,7 @@ def test_file_that_is_listed_twice_is_an_error(tmp_path: Path) -> None:
     filesystem = DoublingFileSystem()
     filesystem.pipe_file(f"{tmp_path}/a/0.tar", b"x")
     with pytest.raises(StorageError, match="lists this file twice"):
-        ShardDataset(f"{tmp_path}/a", filesystem=filesystem)
+        ShardDataset(f"{tmp_path}/a", read=ReadOptions(filesystem=filesystem))
     with pytest.raises(StorageError, match=r"lists this file twice.*a.jpg"):
         FileList([ListedFile("a.jpg", "memory://a.jpg", 3)] * 2)
 

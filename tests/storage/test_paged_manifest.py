@@ -249,8 +249,8 @@ def test_some_shards_of_a_local_dataset_that_is_replaced_are_noticed(tmp_path: P
 
 def test_a_cache_does_not_hide_that_the_manifest_was_written_again(tmp_path: Path) -> None:
     folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
-    dataset = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
-    other = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(cache_dir=tmp_path)).decode()
+    other = ss.ShardDataset(folder, read=ss.ReadOptions(cache_dir=tmp_path)).decode()
     put(folder, {"more.tar": Storage().read(f"{folder}/000000.tar")})
     ss.index(folder)
     assert [sample["cls"] for sample in dataset] == list(range(COUNT))

@@ -24,7 +24,7 @@ SAY = """
 import sys
 import shardstream as ss
 for url in sys.argv[1:]:
-    dataset = ss.ShardDataset(url, index="require")
+    dataset = ss.ShardDataset(url, read=ss.ReadOptions(index="require"))
     print(len(dataset), *sorted({"s3fs"} & {*sys.modules}))
     print(len(dataset.pipeline.source.samples._kept))
 print(sum(1 for _ in dataset), "s3fs" in sys.modules)
@@ -122,7 +122,7 @@ def test_response_that_is_not_the_file_is_none(answer: bytes) -> None:
 WITH_CACHE = """
 import sys
 import shardstream as ss
-dataset = ss.ShardDataset(sys.argv[1], cache_dir=sys.argv[2], cache_bytes="100MB")
+dataset = ss.ShardDataset(sys.argv[1], read=ss.ReadOptions(cache_dir=sys.argv[2], cache_bytes="100MB"))
 catalog = dataset.pipeline.source.samples
 print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.shards])
 """

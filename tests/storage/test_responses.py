@@ -214,7 +214,7 @@ def test_tars_of_a_web_server_that_are_replaced_by_equal_sizes_are_an_error(
     (folder / "index.json").unlink()
     with serve_files(tmp_path) as served:
         url = f"{served.url}/data/{{000000..000001}}.tar"
-        dataset = ss.ShardDataset(url, index=index)  # type: ignore[arg-type]
+        dataset = ss.ShardDataset(url, read=ss.ReadOptions(index=index))  # type: ignore[arg-type]
         loader = ss.ShardLoader(dataset, batch_size=4, num_workers=2)
         assert sum(len(batch["__key__"]) for batch in loader) == 12
         for tar in other.glob("*.tar"):

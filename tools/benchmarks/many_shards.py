@@ -26,6 +26,7 @@ from shardstream.format import (
     encode_manifest_files,
     encode_member,
 )
+from shardstream.pipeline import ReadOptions
 
 SAMPLES = 10_000
 """Samples of each shard."""
@@ -48,7 +49,7 @@ def measure(case: Case) -> Result:
     store = ManyShards(case.cache)
     base_bytes = memory_bytes(os.getpid())["anon"]
     begin = time.perf_counter()
-    dataset = ShardDataset("many://many/", filesystem=store, shuffle=True, seed=0)
+    dataset = ShardDataset("many://many/", read=ReadOptions(filesystem=store), shuffle=True, seed=0)
     open_s = time.perf_counter() - begin
     pickled_bytes = len(pickle.dumps(dataset))
     begin = time.perf_counter()
