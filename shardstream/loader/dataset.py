@@ -33,6 +33,7 @@ from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.steps import StreamSteps
 from shardstream.pipeline import (
+    IndexedSource,
     OnError,
     OrderOptions,
     Pipeline,
@@ -114,11 +115,11 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         Raises:
             OptionError: If the shards are read without an index.
         """
-        source = self.pipeline.source.indexed
-        if source is None:
+        source = self.pipeline.source
+        if not isinstance(source, IndexedSource):
             raise OptionError(
                 "these shards are read without an index, so their samples have no numbers; run 'shardstream index' on their folder",
-                shard=self.pipeline.source.place()[1],
+                shard=source.place()[1],
             )
         return source.samples
 
