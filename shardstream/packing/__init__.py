@@ -23,7 +23,7 @@ from shardstream.packing.job.key_hashes import (
 from shardstream.packing.job.merge import merge
 from shardstream.packing.job.pack_plan import PackRequest
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.job.part_record import PartRecord, PartResult
+from shardstream.packing.job.part_record import PartFiles, PartResult
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
 from shardstream.packing.job.run_jobs import SplitJob, run_jobs
 from shardstream.packing.pack import pack
@@ -57,8 +57,8 @@ __all__ = [
     "KeyHashes",
     "PackReport",
     "PackRequest",
+    "PartFiles",
     "PartJob",
-    "PartRecord",
     "PartResult",
     "PartWriter",
     "Progress",

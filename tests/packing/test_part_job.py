@@ -19,7 +19,7 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.packing import Journal, PartRecord
+from shardstream.packing import Journal, PartFiles
 from shardstream.storage import RemoteFolder
 from tests.small_tars import make_dataset
 
@@ -183,7 +183,7 @@ def test_job_that_loses_the_folder_at_its_end_publishes_nothing(
         monkeypatch.setattr(owner, method, call)
 
     if moment == "record":
-        overtake_after(PartRecord, "write", lambda *_: True)
+        overtake_after(PartFiles, "record", lambda *_: True)
     elif moment == "journal":
         overtake_after(Journal, "write", lambda journal: journal.published is not None)
     names = {"record file": "-part-", "classes": "classes.json", "manifest": "index.json"}

@@ -26,7 +26,7 @@ from shardstream.packing import (
     Encoded,
     Journal,
     PackReport,
-    PartRecord,
+    PartFiles,
     Record,
     RecordEncoder,
     SamplesSource,
@@ -106,10 +106,10 @@ class StoppedError(Exception):
 @pytest.fixture
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Stop packs by an exception after this number of recorded shards; 0: never."""
-    original = PartRecord.write
+    original = PartFiles.record
     left = [0]
 
-    def write(self: PartRecord, *args: Any) -> None:
+    def write(self: PartFiles, *args: Any) -> None:
         if left[0] < 0:  # recorded by another thread, after the pack was stopped
             raise StoppedError
         original(self, *args)
@@ -117,7 +117,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         if left[0] < 0:
             raise StoppedError
 
-    monkeypatch.setattr(PartRecord, "write", write)
+    monkeypatch.setattr(PartFiles, "record", write)
 
     def arm(count: int) -> None:
         left[0] = count

@@ -19,7 +19,7 @@ from shardstream.packing.encode import encode_field
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.kept_values import forget, keep
-from shardstream.packing.job.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
+from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
 from shardstream.packing.job.part_record import EncodedPart, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
@@ -50,17 +50,15 @@ def run_pack(
                 "samples from Python are packed in this process: write them to files or a table to pack them in others, or leave executor out"
             )
         request = request.with_absolute_paths()
-    opened = request.open()
-    plan, call = opened.plan, uuid.uuid4().hex
-    with EncoderPool(opened.encoder, processes) as pool:
-        cut = _Cut.of(opened, request, pool)
-        jobs = [*map(partial(_split_job, opened, request, cut), plan.splits)]
+    plan, call = request.open(), uuid.uuid4().hex
+    with EncoderPool(plan.encoder, processes) as pool:
+        cut = _Cut.of(plan, request, pool)
+        jobs = [*map(partial(_split_job, plan, request, cut), plan.splits)]
         stream = None
         if executor is None:
-            keeps_keys = plan.source.may_repeat_keys
-            stream = PackStream(plan=plan, cut=cut, pool=pool, keeps_keys=keeps_keys)
+            stream = PackStream(plan=plan, cut=cut, pool=pool).open
         else:
-            work = PackWork(request=request, identity=_identity(opened), call=call)
+            work = PackWork(request=request, identity=_identity(plan), call=call)
             for split, firsts in enumerate(cut.firsts(plan)):
                 job = replace(jobs[split].job, parts=len(firsts) - 1)
                 jobs[split] = jobs[split]._replace(job=job, works=work.parts(split, firsts))
@@ -79,8 +77,8 @@ def run_pack(
     return replace(report, files=plan.source.num_files)
 
 
-def _split_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) -> SplitJob:
-    plan, options = opened.plan, dict(opened.task.options)
+def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> SplitJob:
+    options = dict(plan.task.options)
     if cut.part_records is not None:  # of two processes that measure differently, one stops
         options["part_records"] = cut.part_records
     extras = {
@@ -89,19 +87,20 @@ def _split_job(opened: OpenedPack, request: PackRequest, cut: _Cut, split: str) 
     job = PartJob(
         kind="pack",
         title=plan.source.name,
-        names=replace(opened.names, folder=folder_of_split(opened.names, split)),
-        source=opened.task.source,
+        names=replace(plan.names, folder=folder_of_split(plan.names, split)),
+        source=plan.task.source,
         options=options | {"split_name": split, "split_names": [*plan.splits]},
         limits=request.limits,
         extras=extras,
         storage_options=request.writing,
     )
-    return SplitJob(split, job, skips=request.skips)
+    keeps_keys = plan.source.may_repeat_keys
+    return SplitJob(split, job, skips=request.skips, keeps_keys=keeps_keys)
 
 
-def _identity(opened: OpenedPack) -> str:
+def _identity(plan: PackPlan) -> str:
     """Return a text that changes with source and options."""
-    return json.dumps([opened.task.source, dict(opened.task.options)], sort_keys=True)
+    return json.dumps([plan.task.source, dict(plan.task.options)], sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,13 +123,13 @@ class _Cut:
     is_encoded_first: bool = False
 
     @classmethod
-    def of(cls, opened: OpenedPack, request: PackRequest, pool: EncoderPool) -> _Cut:
+    def of(cls, plan: PackPlan, request: PackRequest, pool: EncoderPool) -> _Cut:
         """Return the cut of a pack: by the sizes of files that stay as they are, else by the mean size of some records.
 
         Raises:
             StorageError: If files cannot be reached.
         """
-        limits, source, records = request.limits, opened.plan.source, opened.plan.records
+        limits, source, records = request.limits, plan.source, plan.records
         cut = cls(max_records=limits.max_samples, max_bytes=limits.max_bytes - len(END_OF_ARCHIVE))
         if not isinstance(request.source, str | os.PathLike):
             return replace(cut, is_encoded_first=True)
@@ -231,18 +230,16 @@ class PackStream:
         plan: The records.
         cut: Where parts begin.
         pool: Encodes the records.
-        keeps_keys: Whether keys are compared when the dataset is published.
     """
 
     plan: PackPlan
     cut: _Cut
     pool: EncoderPool
-    keeps_keys: bool
 
     def open(
         self, jobs: Collection[int], find_kept: FindKept
     ) -> Generator[tuple[Place, Encoded], None, None]:
-        """Yield the samples of the splits whose parts are not kept (see `SampleStream`)."""
+        """Yield the samples of the splits whose parts are not kept (see `OpenStream`)."""
         plan, missing = self.plan, set(jobs)
         firsts, begins = [0] * len(plan.splits), dict.fromkeys(jobs, 0)
         for split in jobs:
@@ -312,22 +309,22 @@ class PackWork:
             ChangedError: If the source has changed since the job was planned.
         """
         # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
-        opened = keep(self.call, "source", self._open)
-        keeps_keys = opened.plan.source.may_repeat_keys
+        plan = keep(self.call, "source", self._open)
+        keeps_keys = plan.source.may_repeat_keys
         part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
-        records = (record for _, record in opened.plan.iter_from({self.split: self.first}))
+        records = (record for _, record in plan.iter_from({self.split: self.first}))
         for some in chunked(itertools.islice(records, self.last - self.first)):
-            for sample in opened.encoder.encode(some):
+            for sample in plan.encoder.encode(some):
                 part.add(sample)
         return part.result()
 
-    def _open(self) -> OpenedPack:
+    def _open(self) -> PackPlan:
         """Open the source."""
-        opened = self.request.open()
-        if _identity(opened) != self.identity:
+        plan = self.request.open()
+        if _identity(plan) != self.identity:
             raise ChangedError(
                 "the source, or the class numbers of a dataset next to the destination, have changed since the job began; start it "
                 "again in another folder, or with overwrite=True (--overwrite)",
-                shard=opened.plan.source.name,
+                shard=plan.source.name,
             )
-        return opened
+        return plan

@@ -76,7 +76,7 @@ class PackRequest:
             classes=absolute_url(classes) if isinstance(classes, str | os.PathLike) else classes,
         )
 
-    def open(self) -> OpenedPack:
+    def open(self) -> PackPlan:
         """Open the source, and plan the order of its records.
 
         Raises:
@@ -105,8 +105,9 @@ class PackRequest:
             asked |= {"header": list(options.header)}
         if self.limits.columns is not None:
             asked |= {"columns": columns_identity(self.limits.columns)}
-        return OpenedPack(
-            plan=_plan(opened, shuffle=self.shuffle, seed=self.seed, split=self.split),
+        return _plan(
+            opened,
+            self,
             names=names,
             task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
             encoder=RecordEncoder(storage=reading, images=self.images),
@@ -133,31 +134,28 @@ class PackRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedPack:
+class PackPlan:
     """A pack whose source is open.
 
     Args:
-        plan: Records in packing order.
+        source: The source.
+        records: Its records in packing order.
+        total: Their number, if it is known.
+        splits: Names of the datasets.
+        assigned: The split of each record; None if there is one.
         names: Folder and names of the shards.
         task: Source and options that decide the bytes.
         encoder: Opens files and encodes values.
     """
-
-    plan: PackPlan
-    names: ShardNames
-    task: Task
-    encoder: RecordEncoder
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackPlan:
-    """Records in packing order, with the split of each."""
 
     source: Source
     records: Source
     total: int | None
     splits: tuple[str, ...]
     assigned: SplitNumbers | None
+    names: ShardNames
+    task: Task
+    encoder: RecordEncoder
 
     def split_counts(self) -> list[int]:
         """Return the number of records of each split, if there are several."""
@@ -237,9 +235,9 @@ def _digest(data: bytes | None) -> str | None:
     return None if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 
-def _plan(
-    source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]
-) -> PackPlan:
+def _plan(source: Source, request: PackRequest, **opened: Any) -> PackPlan:
+    """Return the plan of a pack; ``opened`` is the rest of it."""
+    shuffle, seed, split = request.shuffle, request.seed, request.split
     records, splits = source, _split_names(source, split)
     if source.shuffled if shuffle is None else shuffle:
         if source.folders:
@@ -255,4 +253,6 @@ def _plan(
     if split:
         total = records.count()
         assigned = assign_splits(total, split, seed=seed)
-    return PackPlan(source=source, records=records, total=total, splits=splits, assigned=assigned)
+    return PackPlan(
+        source=source, records=records, total=total, splits=splits, assigned=assigned, **opened
+    )

@@ -133,8 +133,8 @@ def combine_results(results: Iterable[PartResult]) -> PartResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
-    """The place of the record of one part.
+class PartFiles:
+    """The files of one part: its shards, and then its record.
 
     Args:
         folder: URL of the folder of the dataset.
@@ -142,6 +142,9 @@ class PartRecord:
         run_id: Identity of the job.
         number: Number of the part, from 0.
         of: Number of parts in the terms of `Parts`, for messages; 0 with other executors.
+        template: Name of a shard (see `ShardNames`).
+        limits: Maximum samples and bytes of a shard, and its columns.
+        replaces: Whether shards of these names may exist already (see `PartWriter`).
     """
 
     folder: str
@@ -149,6 +152,9 @@ class PartRecord:
     run_id: str
     number: int
     of: int
+    template: str
+    limits: WriterOptions
+    replaces: bool
 
     def open_folder(self) -> OutputFolder:
         """Open the folder of the dataset."""
@@ -166,17 +172,40 @@ class PartRecord:
             return None
         if found is None:
             return None
-        result = found[1]
-        storage, names = Storage(self.storage_options), ShardNames(folder=self.folder, template="")
+        result, storage = found[1], Storage(self.storage_options)
         for name, size in result.files():
             try:
-                if storage.info(names.url(name)).size != size:
+                if storage.info(join_url(self.folder, name)).size != size:
                     return None
             except NotFoundError:
                 return None
         return result
 
-    def write(self, folder: OutputFolder, result: PartResult) -> None:
+    def open_writer(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartWriter:
+        """Return the writer of the shards (see `PartWriter`)."""
+        names = ShardNames(folder=folder.url, template=self.template)
+        return PartWriter(
+            folder,
+            self.limits,
+            name=partial(names.name, self.number),
+            check_owner=check_owner,
+            replaces=self.replaces,
+        )
+
+    def end(self, folder: OutputFolder, writer: PartWriter, written: PartResult) -> PartResult:
+        """Wait until all shards are published, then record them; return the whole result."""
+        writer.finish()
+        result = replace(
+            written,
+            shards=tuple(writer.shards),
+            fields=dict(writer.fields),
+            columns=tuple(writer.columns),
+            column_bytes=tuple(writer.column_bytes),
+        )
+        self.record(folder, result)
+        return result
+
+    def record(self, folder: OutputFolder, result: PartResult) -> None:
         """Record the published shards of the part.
 
         Raises:
@@ -196,47 +225,6 @@ class PartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartFiles:
-    """The files of one part: its shards, and then its record.
-
-    Args:
-        record: Its record.
-        template: Name of a shard (see `ShardNames`).
-        limits: Maximum samples and bytes of a shard, and its columns.
-        replaces: Whether shards of these names may exist already (see `PartWriter`).
-    """
-
-    record: PartRecord
-    template: str
-    limits: WriterOptions
-    replaces: bool
-
-    def open_writer(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartWriter:
-        """Return the writer of the shards (see `PartWriter`)."""
-        names = ShardNames(folder=folder.url, template=self.template)
-        return PartWriter(
-            folder,
-            self.limits,
-            name=partial(names.name, self.record.number),
-            check_owner=check_owner,
-            replaces=self.replaces,
-        )
-
-    def end(self, folder: OutputFolder, writer: PartWriter, written: PartResult) -> PartResult:
-        """Wait until all shards are published, then record them; return the whole result."""
-        writer.finish()
-        result = replace(
-            written,
-            shards=tuple(writer.shards),
-            fields=dict(writer.fields),
-            columns=tuple(writer.columns),
-            column_bytes=tuple(writer.column_bytes),
-        )
-        self.record.write(folder, result)
-        return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PartTask:
     """The task of one part: runs it, unless its record says that it is done.
 
@@ -253,19 +241,19 @@ class PartTask:
     @property
     def name(self) -> str:
         """Number of the part, and the folder."""
-        return f"part {self.files.record.number} of {self.files.record.folder}"
+        return f"part {self.files.number} of {self.files.folder}"
 
     def run(self) -> Mapping[str, JSON]:
         """Write the shards and the record; a second run changes nothing."""
-        record = self.files.record
-        result = record.find()
+        files = self.files
+        result = files.find()
         is_kept = result is not None and (self.keeps_skips or not result.skipped)
         if result is None or not is_kept:
-            folder = record.open_folder()
-            check_owner = partial(record.check_owner, folder)
+            folder = files.open_folder()
+            check_owner = partial(files.check_owner, folder)
             check_owner()
-            with closing(self.files.open_writer(folder, check_owner)) as writer:
-                result = self.files.end(folder, writer, self.work.write(writer))
+            with closing(files.open_writer(folder, check_owner)) as writer:
+                result = files.end(folder, writer, self.work.write(writer))
         # The hashes are in the record: `publish` compares them.
         return {**replace(result, key_hashes="").encode(), "kept": is_kept}
 
@@ -313,7 +301,7 @@ class EncodedPart:
 
 
 def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartResult] | None:
-    """Read a record of a part by its name; return the number of parts that it names (see `PartRecord`), and the result.
+    """Read a record of a part by its name; return the number of parts that it names (see `PartFiles`), and the result.
 
     Returns:
         None if there is no record of the job.

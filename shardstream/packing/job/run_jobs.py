@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shardstream.errors import OptionError
 from shardstream.packing.job.claim import Claim, PartJob, claimed, join
@@ -22,7 +22,6 @@ from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.part_record import (
     EncodedPart,
     PartFiles,
-    PartRecord,
     PartResult,
     PartTask,
     PartWork,
@@ -50,22 +49,11 @@ FindKept = Callable[[int, int], PartResult | None]
 """Returns the result of a part, by the numbers of its job and of the part, if an earlier run has written it and it is kept."""
 
 
-class SampleStream(Protocol):
-    """The samples of several jobs, from one pass over the source."""
+OpenStream = Callable[[Collection[int], FindKept], Generator[tuple[Place, Encoded], None, None]]
+"""Yields the samples of several jobs from one pass over the source: each, or the error of its record, with its place; those of one job in order.
 
-    @property
-    def keeps_keys(self) -> bool:
-        """Whether keys are compared when the dataset is published."""
-
-    def open(
-        self, jobs: Collection[int], find_kept: FindKept
-    ) -> Generator[tuple[Place, Encoded], None, None]:
-        """Yield each sample, or the error of its record, with its place; those of one job in order.
-
-        Args:
-            jobs: Numbers of the jobs whose samples are wanted, at least one.
-            find_kept: To be called once for each part of these jobs; samples of parts that are kept are left out.
-        """
+It gets the numbers of the jobs whose samples are wanted, at least one, and a function to call once for each part of these jobs: samples of
+parts that are kept are left out."""
 
 
 class SplitJob(NamedTuple):
@@ -78,6 +66,8 @@ class SplitJob(NamedTuple):
     """Work of each part, in order."""
     skips: bool = False
     """Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued."""
+    keeps_keys: bool = False
+    """Of samples that a stream yields, whether their keys are compared when the dataset is published."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,17 +99,14 @@ class _JobRun:
         return self.claim.is_published
 
     def files(self, number: int, of: int = 0) -> PartFiles:
-        """Return the files of a part, by its number; ``of`` as in `PartRecord`."""
+        """Return the files of a part, by its number; ``of`` as in `PartFiles`."""
         job = self.split.job
-        record = PartRecord(
+        return PartFiles(
             folder=absolute_url(job.names.folder),
             storage_options=job.storage_options,
             run_id=job.run,
             number=number,
             of=of,
-        )
-        return PartFiles(
-            record=record,
             template=job.names.template,
             limits=job.limits,
             replaces=self.claim.replaces,
@@ -137,7 +124,7 @@ def run_jobs(
     overwrite: bool,
     progress: ProgressFunction | None,
     samples: int | None,
-    stream: SampleStream | None = None,
+    stream: OpenStream | None = None,
 ) -> PackReport:
     """Claim the destinations, run all parts, and publish the datasets together; with `Parts` nothing is published.
 
@@ -282,7 +269,7 @@ class _PartsHere:
                 ending.part.writer.close()
         self._pool.shutdown(wait=True)
 
-    def run(self, jobs: Collection[int], stream: SampleStream | None) -> None:
+    def run(self, jobs: Collection[int], stream: OpenStream | None) -> None:
         """Run the parts of some jobs, by their numbers: those of a stream together, the works one after the other."""
         if stream is not None and jobs:
             self._write_stream(stream, jobs)
@@ -293,16 +280,18 @@ class _PartsHere:
                     self._end(part, work.write(part.writer))
         self._wait(0)
 
-    def _write_stream(self, stream: SampleStream, jobs: Collection[int]) -> None:
+    def _write_stream(self, stream: OpenStream, jobs: Collection[int]) -> None:
         encoded: dict[int, EncodedPart] = {}
-        with closing(stream.open(jobs, self._find_kept)) as samples:
+        with closing(stream(jobs, self._find_kept)) as samples:
             for (job, number), sample in samples:
                 part = self._open.get(job)
                 if part is None or part.number != number:
                     if part is not None:
                         self._end(part, encoded[job].result(), has_counted_samples=True)
-                    writer, skips = self._begin(job, number).writer, self._runs[job].split.skips
-                    encoded[job] = EncodedPart(writer, skips=skips, keeps_keys=stream.keeps_keys)
+                    writer, split = self._begin(job, number).writer, self._runs[job].split
+                    encoded[job] = EncodedPart(
+                        writer, skips=split.skips, keeps_keys=split.keeps_keys
+                    )
                 if size_bytes := encoded[job].add(sample):
                     self._counts.add_sample(size_bytes)
         for job, part in sorted(self._open.items()):
@@ -311,7 +300,7 @@ class _PartsHere:
     def _find_kept(self, job: int, number: int) -> PartResult | None:
         """Return the result of a part that an earlier run has written and that is kept, and count it."""
         run = self._runs[job]
-        result = run.files(number).record.find() if run.has_records else None
+        result = run.files(number).find() if run.has_records else None
         if result is None or (result.skipped and not self._keeps_skips):
             return None
         run.parts = max(run.parts, number + 1)
@@ -323,7 +312,7 @@ class _PartsHere:
         # Records are read ahead: a later part may have been found, and kept, already.
         run.parts = max(run.parts, number + 1)
         files = run.files(number)
-        folder = files.record.open_folder()
+        folder = files.open_folder()
         writer = files.open_writer(folder, run.claim.check_owner)
         part = self._open[job] = _Part(job, number, files, folder, writer)
         return part
