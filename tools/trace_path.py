@@ -54,8 +54,8 @@ LIMITS = {
     "first state_dict": (12, 20),
     "next state_dict": (6, 9),
     "with one worker": (38, 169),
-    "ShardWriter, 40 samples": (20, 94),
-    "pack of four photos": (53, 367),
+    "ShardWriter, 40 samples": (19, 94),
+    "pack of four photos": (50, 367),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

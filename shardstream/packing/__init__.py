@@ -10,9 +10,15 @@ from shardstream.packing.encode import (
 from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.index import index
 from shardstream.packing.job.claim import PartJob
-from shardstream.packing.job.cut import cut_by_size, iter_cuts
+from shardstream.packing.job.cut import (
+    assign_splits,
+    cut_by_size,
+    iter_cuts,
+    shuffled_order,
+    split_counts,
+)
 from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
-from shardstream.packing.job.journal import Journal, Task, read_journal
+from shardstream.packing.job.folder_state import Journal, Task, read_journal
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
     encode_hashes,
@@ -20,10 +26,10 @@ from shardstream.packing.job.key_hashes import (
     hash_keys,
     place_of,
 )
-from shardstream.packing.job.merge import merge
 from shardstream.packing.job.pack_plan import PackRequest
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
 from shardstream.packing.job.part_record import PartFiles, PartResult
+from shardstream.packing.job.publish import merge
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
 from shardstream.packing.job.run_jobs import SplitJob, run_jobs
 from shardstream.packing.pack import pack
@@ -33,15 +39,14 @@ from shardstream.packing.shards.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     ShardWriter,
+    write_shard,
 )
 from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
-from shardstream.packing.shards.write_shard import write_shard
 from shardstream.packing.sources.class_numbering import sibling_folders
 from shardstream.packing.sources.detection import open_source
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.samples_source import SamplesSource
 from shardstream.packing.sources.source import FileRef, Record, Source, SourceOptions
-from shardstream.packing.sources.split import assign_splits, shuffled_order, split_counts
 from shardstream.packing.sources.tables import is_table, iter_rows
 from shardstream.packing.verify import VerifyReport, verify
 

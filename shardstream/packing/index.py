@@ -23,6 +23,7 @@ from shardstream.format import (
 )
 from shardstream.packing.job.claim import locked
 from shardstream.packing.job.destination import shard_of
+from shardstream.packing.job.folder_state import ManifestFiles, read_old_manifest
 from shardstream.packing.job.key_hashes import (
     OTHER_KEYS,
     KeyHashes,
@@ -35,7 +36,6 @@ from shardstream.packing.shards.column_builder import (
     check_summaries,
     checked_columns,
 )
-from shardstream.packing.shards.manifest_files import ManifestFiles, read_old_manifest
 from shardstream.packing.shards.shard_scan import (
     Problem,
     ProgressMeter,

@@ -31,9 +31,11 @@ from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.part_record import PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.job.run_jobs import SplitJob, run_jobs
-from shardstream.packing.sample_range import Kept, Order, SampleRange
-from shardstream.packing.sample_steps import (
+from shardstream.packing.sample_range import (
+    Kept,
+    Order,
     SampleFunction,
+    SampleRange,
     encoded_samples,
     is_described,
     user_stages,

@@ -1,18 +1,43 @@
-"""Read some samples of a dataset, in the process of a part."""
+"""Read some samples of a dataset, and run its steps on them, in the process of a part."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import itertools
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from shardstream.format import Sample
+from shardstream.errors import (
+    OptionError,
+    SampleError,
+    ShardStreamError,
+    SourceError,
+    describe_error,
+    plural,
+)
+from shardstream.format import Sample, has_mask_word, is_image_field
 from shardstream.order import derive_key, permute
+from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.kept_values import keep
-from shardstream.pipeline import Stage
+from shardstream.pipeline import (
+    Context,
+    Decode,
+    KeepFields,
+    Map,
+    Rename,
+    Run,
+    Select,
+    SkipTracker,
+    SourceRun,
+    Stage,
+    State,
+    function_name,
+    open_stages,
+)
 from shardstream.samples import FetchOptions, Join, JoinPart, Numbers, Samples, Subset, Table
 
 _PREFETCH_BYTES = 64 << 20
@@ -21,6 +46,8 @@ _CHUNK_SAMPLES = 4096
 _PURPOSE = 0x7E5A  # separates this permutation from those of epochs
 
 T = TypeVar("T")
+SampleFunction = Callable[..., Any]
+"""Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +204,230 @@ def _received(sent: _Sent) -> SampleRange:
     return SampleRange(
         samples=samples, order=sent.order, stages=sent.stages, job=sent.job, is_part=True
     )
+
+
+def user_stages(
+    select: SampleFunction | None, function: SampleFunction | None, batch_size: int | None
+) -> tuple[Stage, ...]:
+    """Return the stages of the user's functions.
+
+    Args:
+        select: Says whether to keep a sample.
+        function: Returns the new sample or samples; a class is instantiated once in each process.
+        batch_size: Samples of a call of ``function``; None calls it with single samples.
+
+    Raises:
+        OptionError: If ``batch_size`` is under 1, or used without a function.
+    """
+    if batch_size is not None and (batch_size < 1 or function is None):
+        raise OptionError("batch_size is the number of samples that map gets at a time, 1 or more")
+    stages: list[Stage] = [] if select is None else [Select(predicate=select)]
+    if function is not None:
+        one = _Instance(function) if isinstance(function, type) else function
+        stages.append(Map(function=one) if batch_size is None else _MapLists(one, batch_size))
+    return tuple(stages)
+
+
+def is_described(stage: Stage) -> bool:
+    """Return whether the signature of a step tells all that it does: it calls no function of the user, or has a version."""
+    if isinstance(stage, Decode):
+        by_field = (stage.given or {}).get("fields") or {}
+        return not (stage.handlers or any(map(callable, by_field.values())))
+    return isinstance(stage, KeepFields | Rename) or getattr(stage, "version", None) is not None
+
+
+class _Instance:
+    """Calls an instance of a class, which is made at the first call in each process, for example to load a model."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self._made: Any = None
+        self._lock = threading.Lock()
+        self.__qualname__ = kind.__qualname__
+
+    def __call__(self, *arguments: Any) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._kind()
+        return self._made(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._kind,)
+
+
+@dataclass(frozen=True, slots=True)
+class _MapLists:
+    """Calls a function with lists of samples; it returns as many."""
+
+    function: SampleFunction
+    size: int
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Open the stage on the samples of a part."""
+        return _ListsRun(source, self.function, self.size, context.skips)
+
+
+class _ListsRun(SourceRun):
+    def __init__(
+        self, source: Run, function: SampleFunction, size: int, skips: SkipTracker
+    ) -> None:
+        super().__init__(source)
+        self._function, self._size, self._skips = function, size, skips
+        self._made: Iterator[tuple[int, Any]] = iter(())
+        self._number = -1
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def __next__(self) -> Any:
+        found = next(self._made, None)
+        if found is None:
+            self._made = self._next_list()
+            found = next(self._made)
+        self._number, item = found
+        return item
+
+    def _next_list(self) -> Iterator[tuple[int, Any]]:
+        batch = [(self.source.number, one) for one in itertools.islice(self.source, self._size)]
+        if not batch:
+            return iter(())
+        samples = [one for _, one in batch]
+        try:
+            made = self._function(samples)
+        except Exception as error:
+            first, last = samples[0], samples[-1]
+            error.add_note(
+                f"in map({function_name(self._function)}) on samples {first['__key__']!r} to {last['__key__']!r} of {first['__url__']}"
+            )
+            self._skips.skip_or_raise(error)
+            raise
+        if not isinstance(made, list | tuple) or len(made) != len(samples):
+            found = len(made) if isinstance(made, list | tuple) else type(made).__name__
+            raise SourceError(
+                f"map returned {found} for {plural(len(samples), 'sample')}; with batch_size it returns a list of as many",
+                shard=str(samples[0]["__url__"]),
+                key=str(samples[0]["__key__"]),
+            )
+        return iter([(number, item) for (number, _), item in zip(batch, made, strict=True)])
+
+
+@dataclass(slots=True)
+class _RangeRun:
+    """The samples of a range, as the run that stages begin with."""
+
+    rows: Generator[Sample]
+    numbers: Iterator[int]
+    number: int = -1
+    origins: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """Number -> key and URL, of the samples that are on their way."""
+    is_at_end: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Sample:
+        try:
+            row = next(self.rows)
+        except StopIteration:
+            self.is_at_end = True
+            raise
+        self.number = next(self.numbers)
+        self.origins[self.number] = row["__key__"], str(row["__url__"])
+        return row
+
+    def state_dict(self) -> State:
+        """Return nothing: a part begins at its first sample."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        self.rows.close()
+
+
+def encoded_samples(
+    samples: SampleRange, context: Context, fields: frozenset[str] | None
+) -> Generator[tuple[str, dict[str, bytes], Collection[str]]]:
+    """Yield the samples that are left after all steps: key, encoded fields, and the pictures among these that a step has decoded.
+
+    Args:
+        samples: The samples.
+        context: Seed and epoch of steps with random numbers.
+        fields: Fields to keep; None keeps all.
+
+    Raises:
+        SourceError: If a function raises an error of its own, or the last step returns no sample.
+        SampleError: If a value does not fit its field.
+    """
+    decoding = [stage for stage in samples.stages.value if isinstance(stage, Decode)]
+    with closing(_stepped(samples, context)) as stepped:
+        for sample, key, url in stepped:
+            name = sample.get("__key__", key)
+            if not isinstance(name, str):
+                raise SampleError(
+                    f"__key__ is text, not {type(name).__name__}; use str(key)", shard=url
+                )
+            kept = sample
+            if fields is not None:
+                kept = {field: value for field, value in sample.items() if field in fields}
+            try:
+                pictures = _decoded_pictures(kept, decoding) if decoding else ()
+                yield name, encode_sample(kept), pictures
+            except SampleError as error:
+                raise SampleError(str(error), shard=url, key=name) from error
+
+
+def _decoded_pictures(sample: Mapping[str, Any], decoding: Sequence[Decode]) -> list[str]:
+    """Return the fields with pixels that a step has decoded, but for masks: encoded again, they may have lost something in any format."""
+    return [
+        field
+        for field, value in sample.items()
+        if not isinstance(value, bytes)
+        and is_image_field(field)
+        and not has_mask_word(field)
+        and any(stage.decodes(field) for stage in decoding)
+    ]
+
+
+def _stepped(
+    samples: SampleRange, context: Context
+) -> Generator[tuple[Mapping[str, Any], str, str]]:
+    """Yield the samples after all steps, with the keys and URLs that they had before."""
+    stages, rows = samples.stages.value, samples.rows()
+    if not stages:
+        with closing(rows):
+            yield from ((row, row["__key__"], str(row["__url__"])) for row in rows)
+        return
+    first = _RangeRun(rows, iter(samples.order.numbers().tolist()))
+    with closing(open_stages(stages, first, context)) as run:
+        for item in _translated(run):
+            key, url = first.origins.pop(run.number)
+            if not isinstance(item, Mapping):
+                raise SourceError(
+                    f"the last step returned {type(item).__name__}, not a dict of fields; to leave samples out use select",
+                    shard=url,
+                    key=key,
+                )
+            yield item, key, url
+    if not first.is_at_end:
+        raise SourceError(
+            "a step ended before its last sample; a step that is written has an item for each item",
+            shard=samples.samples.url_of(0),
+        )
+
+
+def _translated(run: Run) -> Iterator[Any]:
+    """Yield the items of a run; an error of the user's code becomes one that any process can raise."""
+    while True:
+        try:
+            item = next(run)
+        except StopIteration:
+            return
+        except ShardStreamError:
+            raise
+        except Exception as error:
+            notes = "; ".join(getattr(error, "__notes__", ()))
+            raise SourceError(f"{describe_error(error)}{f' ({notes})' if notes else ''}") from error
+        yield item

@@ -22,7 +22,7 @@ from shardstream.packing.job.destination import (
     is_half_written,
     published_sha256,
 )
-from shardstream.packing.job.journal import Journal, Published, Task, read_journal
+from shardstream.packing.job.folder_state import Journal, Published, Task, read_journal
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     JOURNAL_NAME,

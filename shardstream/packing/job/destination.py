@@ -19,14 +19,14 @@ from shardstream.format import (
     ShardInfo,
     is_pages_name,
 )
-from shardstream.packing.job.journal import (
+from shardstream.packing.job.folder_state import (
     WRITER_TASK,
     Journal,
     Task,
     read_journal,
     read_listed,
+    read_old_manifest,
 )
-from shardstream.packing.shards.manifest_files import read_old_manifest
 from shardstream.storage import (
     JOURNAL_NAME,
     FileInfo,

@@ -17,7 +17,7 @@ from shardstream.errors import ChangedError, OptionError, SampleError, SourceErr
 from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing.encode import encode_field
 from shardstream.packing.job.claim import PartJob
-from shardstream.packing.job.cut import Place, fields_bytes, number_parts, records_that_fit
+from shardstream.packing.job.cut import Numbers, Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.kept_values import forget, keep
 from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
@@ -26,7 +26,6 @@ from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.job.run_jobs import FindKept, SplitJob, run_jobs
 from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.packing.sources.source import FileRef, Record, named
-from shardstream.packing.sources.split import Numbers
 from shardstream.tasks import Executor
 
 T = TypeVar("T")

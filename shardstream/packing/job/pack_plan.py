@@ -14,15 +14,15 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
+from shardstream.packing.job.cut import Numbers, SplitNumbers, assign_splits
 from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
-from shardstream.packing.job.journal import Task
+from shardstream.packing.job.folder_state import Task
 from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
 from shardstream.packing.sources.detection import AnySource, open_source
 from shardstream.packing.sources.source import Record, ShuffledSource, Source, SourceOptions
-from shardstream.packing.sources.split import Numbers, SplitNumbers, assign_splits
 from shardstream.storage import Storage, absolute_url, join_url
 
 _BLOCK = 1 << 16  # records whose splits are looked at together

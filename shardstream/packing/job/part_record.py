@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
 from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
 from shardstream.packing.job.destination import ShardNames
-from shardstream.packing.job.journal import Journal, Task
+from shardstream.packing.job.folder_state import Journal, Task
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.shards.column_builder import ColumnSummary

@@ -15,6 +15,7 @@ import numpy as np
 from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, get_logger, plural
 from shardstream.format import canonical_field, is_image_name, is_meta_name, split_member_name
+from shardstream.packing.job.cut import SplitNumbers
 from shardstream.packing.job.key_hashes import RepeatedKey, find_repeat
 from shardstream.packing.sources.folder_layout import (
     check_classes,
@@ -29,9 +30,15 @@ from shardstream.packing.sources.folder_layout import (
     refuse_sidecars,
     top_folder,
 )
-from shardstream.packing.sources.keys import FILE_KEYS, has_numbers, make_key
-from shardstream.packing.sources.source import FileRef, Record, Source, fingerprint_of
-from shardstream.packing.sources.split import SplitNumbers
+from shardstream.packing.sources.source import (
+    FILE_KEYS,
+    FileRef,
+    Record,
+    Source,
+    fingerprint_of,
+    has_numbers,
+    make_key,
+)
 from shardstream.storage import (
     FileList,
     FileRows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +17,14 @@ from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
 from shardstream.format import CLASSES_NAME, encode_classes
 from shardstream.packing.encode import encode_field
-from shardstream.packing.job.cut import spaced_numbers
-from shardstream.packing.sources.keys import has_numbers, make_key
-from shardstream.packing.sources.split import SplitNumbers, shuffled_order
+from shardstream.packing.job.cut import SplitNumbers, shuffled_order, spaced_numbers
 from shardstream.storage import FileVersions, RowFile, Storage, TemporaryFile
 
 KINDS = ("images", "files", "table", "tars")
+FILE_KEYS = ("{stem}", "{path}", "{path}_{index:08d}")
+"""Default templates of images: the first is taken that gives each image of a dataset a key of its own."""
+# Next to another name the number may not tell keys apart: "{class}{index}" gives "1" + "11" and "11" + "1".
+_RUNNING = re.compile(r"[^{}]*\{index(:\d*d?)?\}[^{}]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,3 +373,37 @@ def fingerprint_of(kind: str, parts: Iterable[object]) -> str:
     for part in parts:
         digest.update(b"\0" + str(part).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
+
+
+def has_numbers(template: str) -> bool:
+    """Return whether keys are running numbers with constant text, so that they all differ.
+
+    >>> [has_numbers(key) for key in ("a/{index:08d}", "{class}{index}", "{index:.0e}", "{{index}}")]
+    [True, False, False, False]
+    """
+    return _RUNNING.fullmatch(template) is not None
+
+
+def make_key(template: str, names: Mapping[str, Any], *, source: str) -> str:
+    """Return a key; a dot would end it, so in its last part each becomes "_".
+
+    >>> make_key("photos/{stem}", {"stem": "a.b"}, source="photos")
+    'photos/a_b'
+
+    Args:
+        template: `str.format` text, e.g. ``"{index:08d}"``.
+        names: What it may name.
+        source: Name of the source, for messages.
+
+    Raises:
+        OptionError: If the template names something unknown.
+    """
+    try:
+        folder, slash, last = template.format_map(names).rpartition("/")
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
+        raise OptionError(
+            f"the key {template!r} cannot be filled in ({type(error).__name__}: {error}); "
+            f"known here: {', '.join(f'{{{name}}}' for name in names)}",
+            shard=source,
+        ) from error
+    return folder + slash + last.replace(".", "_")

@@ -25,6 +25,7 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.encode import TEXT_FIELDS, has_encoder, number_array
+from shardstream.packing.job.cut import Numbers
 from shardstream.packing.sources.parquet_table import ParquetCounts
 from shardstream.packing.sources.source import (
     FileRef,
@@ -33,7 +34,6 @@ from shardstream.packing.sources.source import (
     SourceOptions,
     fingerprint_of,
 )
-from shardstream.packing.sources.split import Numbers
 from shardstream.packing.sources.tables import MEDIA, Row, count_rows, is_value, iter_rows
 from shardstream.storage import Storage, absolute_url, is_under, join_url, parent_url
 
