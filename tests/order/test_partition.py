@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardstream.order import (
     Remainder,
     WorkerSteps,
     find_even_lane_counts,
+    uneven_effect,
 )
 from shardstream.pipeline import group_by_window, plan_steps
 from tests.order.test_epoch_plan import epochs, orders
@@ -355,5 +357,68 @@ def test_partition_at_the_end_of_an_epoch_has_consumed_all(remainder: Remainder)
 
 def test_default_partition_is_for_one_rank() -> None:
     assert PartitionConfig() == PartitionConfig(
-        world_size=1, microbatches=1, remainder="pad", drop_last=False
+        world_size=1, microbatches=1, remainder="pad", drop_last=False, whole_lanes=False
     )
+
+
+@given(order=orders(), config=splits(drop_last=st.booleans()), data=st.data())
+def test_every_rank_knows_the_steps_of_the_rank_that_has_the_most(
+    order: EpochOrder, config: PartitionConfig, data: st.DataObject
+) -> None:
+    ranks = partitions(EpochPlan(order, 0), config, draw_consumed(data, order))
+    most = max(partition.num_steps for partition in ranks)
+    assert {partition.max_steps for partition in ranks} == {most}
+
+
+MANY_LANES = EpochOrder(nsamples=9000, batch=3, shuffle=True, seed=0, lanes=64, window=30, block=2)
+
+
+@pytest.mark.parametrize(
+    ("order", "config"),
+    [
+        (MANY_LANES, PartitionConfig()),
+        (replace(MANY_LANES, shuffle=False), PartitionConfig(whole_lanes=True)),
+        (MANY_LANES, PartitionConfig(whole_lanes=True, world_size=3, microbatches=32)),
+    ],
+    ids=["parts of lanes", "in order", "fewer lanes than workers"],
+)
+def test_workers_take_turns_at_steps_unless_they_take_whole_lanes(
+    order: EpochOrder, config: PartitionConfig
+) -> None:
+    partition = RankPartition(EpochPlan(order, 0), config, rank=0)
+    for worker in range(24):
+        steps = WorkerSteps(partition, worker, 24)
+        assert [*steps] == [*range(worker, partition.num_steps, 24)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "microbatches", "num_workers", "cycle"),
+    [(2, 1, 11, 32), (1, 2, 11, 32), (6, 4, 3, 8)],
+)
+def test_workers_take_whole_lanes_of_their_rank(
+    world_size: int, microbatches: int, num_workers: int, cycle: int
+) -> None:
+    config = PartitionConfig(world_size=world_size, microbatches=microbatches, whole_lanes=True)
+    partition = RankPartition(EpochPlan(MANY_LANES, 0), config, rank=0)
+    for worker in range(num_workers):
+        steps = WorkerSteps(partition, worker, num_workers)
+        lanes = [frozenset(row.tolist()) for row in partition.batches(steps[: steps.num_full]) % 64]
+        assert len({*lanes}) == len(range(worker, cycle, num_workers))
+    everything = chain(*(WorkerSteps(partition, n, num_workers) for n in range(num_workers)))
+    assert sorted(everything) == [*range(partition.num_steps)]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "whole_lanes", "num_workers", "effect"),
+    [
+        (64, True, 11, "some workers read one lane more than others"),
+        (64, False, 11, "workers read parts of the same windows"),
+        (63, True, 11, "workers read parts of the same windows"),
+        (64, True, 40, "workers read parts of the same windows"),
+    ],
+)
+def test_effect_of_uneven_lanes_is_named(
+    lanes: int, whole_lanes: bool, num_workers: int, effect: str
+) -> None:
+    config = PartitionConfig(world_size=2, whole_lanes=whole_lanes)
+    assert uneven_effect(replace(MANY_LANES, lanes=lanes), config, num_workers) == effect
