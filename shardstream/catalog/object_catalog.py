@@ -23,7 +23,7 @@ from shardstream.format import (
     member_bytes,
     split_member_name,
 )
-from shardstream.samples import Numbers, check_numbers
+from shardstream.samples import Numbers, check_numbers, places_in
 from shardstream.storage import (
     AdaptiveLimit,
     ListedFile,
@@ -299,10 +299,7 @@ class ObjectCatalog(Catalog):
         """Return the row of a sample in the columns."""
         if self._kept is None:
             return number
-        place = int(np.searchsorted(self._kept, number))
-        if place == len(self._kept) or self._kept[place] != number:
-            raise IndexError("a sample that this part of the dataset lacks (see restrict_to)")
-        return place
+        return int(places_in(self._kept, np.array([number]))[0])
 
     def _path(self, member: int) -> str:
         start, end = int(self._name_ends[member]), int(self._name_ends[member + 1])

@@ -9,6 +9,7 @@ from shardstream.samples.base import (
     Samples,
     check_numbers,
     chunk_steps,
+    places_in,
     split_by_step,
 )
 from shardstream.samples.class_weights import class_weights
@@ -47,6 +48,7 @@ __all__ = [
     "class_weights",
     "join_samples",
     "open_part",
+    "places_in",
     "read_array",
     "select_subset",
     "split_by_step",

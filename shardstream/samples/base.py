@@ -299,3 +299,21 @@ def check_numbers(numbers: Numbers, nsamples: int) -> None:
         raise IndexError(
             f"sample numbers go from 0 to {nsamples - 1}, requested {numbers.min()} to {numbers.max()}"
         )
+
+
+def places_in(kept: Numbers | None, numbers: Numbers) -> Numbers:
+    """Return the places of numbers among those that a part of a dataset has (see `Samples.restrict_to`), shape (n,).
+
+    Args:
+        kept: Those that it has, ascending; None for all, 0, 1, 2, ...
+        numbers: The numbers to find.
+
+    Raises:
+        IndexError: If it lacks one.
+    """
+    if kept is None:
+        return numbers
+    places = np.searchsorted(kept, numbers)
+    if (kept.take(places, mode="clip") != numbers).any():
+        raise IndexError("a sample that this part of the dataset lacks (see restrict_to)")
+    return places

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, SampleError, plural
 from shardstream.format import Columns, Rows, Sample
-from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples, places_in
 from shardstream.samples.view import View, ViewFetcher
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class JoinPart:
     Args:
         samples: The samples.
         numbers: For each sample of the join its number here, -1 if it has none; None if all numbers are equal.
+        kept: Numbers of the samples of the join that ``numbers`` has, ascending; None for all.
         fields: Field -> its name here; None for all fields, under their names.
         defaults: Fields, as bytes, of the samples that have none here.
         is_strict: Whether a sample here without one of ``fields`` is an error.
@@ -37,6 +38,7 @@ class JoinPart:
 
     samples: Samples
     numbers: npt.NDArray[np.signedinteger[Any]] | None = None
+    kept: Numbers | None = None
     fields: Mapping[str, str] | None = None
     defaults: Mapping[str, bytes]
     is_strict: bool = False
@@ -56,8 +58,18 @@ class JoinPart:
     def numbers_of(self, numbers: Numbers, nsamples: int) -> Numbers:
         """Return the number here of each sample of the join, which has ``nsamples``; -1 for none. A copy is a copy here, too."""
         copies, numbers = np.divmod(numbers, max(1, nsamples))
-        theirs = numbers if self.numbers is None else self.numbers[numbers].astype(np.int64)
+        theirs = numbers
+        if self.numbers is not None:
+            theirs = self.numbers[places_in(self.kept, numbers)].astype(np.int64)
         return np.where(theirs < 0, -1, theirs + copies * len(self.samples))
+
+    def restrict_to(self, kept: Numbers, samples: Samples) -> JoinPart:
+        """Return the part for some samples of the join, ascending, which has these samples here."""
+        if self.numbers is None:
+            return replace(self, samples=samples)
+        return replace(
+            self, samples=samples, kept=kept, numbers=self.numbers[places_in(self.kept, kept)]
+        )
 
 
 class Join(View):
@@ -142,9 +154,9 @@ class Join(View):
     def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""
         part = super().restrict_to(numbers)
-        part.parts = tuple(
-            [replace(one, samples=n) for one, n in zip(self.parts, part.inner[1:], strict=True)]
-        )
+        kept = np.unique(numbers % len(self))
+        others = zip(self.parts, part.inner[1:], strict=True)
+        part.parts = tuple([one.restrict_to(kept, samples) for one, samples in others])
         return part
 
     def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:

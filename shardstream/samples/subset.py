@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples, places_in
 from shardstream.samples.view import View
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class Subset(View):
     def __init__(self, whole: Samples, numbers: Numbers) -> None:
         super().__init__([whole])
         self._length = len(numbers)
-        # After `restrict_to` there are some places only; they ascend.
-        self._places: Numbers | None = None
+        self._kept: Numbers | None = None  # numbers of these samples, after `restrict_to`
         small = len(whole) <= np.iinfo(np.uint32).max  # half the bytes for each spawned worker
         self._numbers = numbers.astype(np.uint32 if small else np.int64)
 
@@ -81,10 +80,9 @@ class Subset(View):
 
     def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""
-        places = np.unique(numbers % self._length)
         part = super().restrict_to(numbers)
-        part._numbers = self.whole_numbers(places).astype(self._numbers.dtype)
-        part._places = places
+        part._kept = np.unique(numbers % self._length)
+        part._numbers = self._numbers[places_in(self._kept, part._kept)]
         return part
 
     def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -94,15 +92,9 @@ class Subset(View):
     def whole_numbers(self, numbers: Numbers) -> Numbers:
         """Return the numbers of samples in the whole; a copy is a copy there, too."""
         copies, wanted = np.divmod(numbers, max(1, self._length))
-        places = wanted
-        if self._places is not None:
-            places = np.searchsorted(self._places, wanted)
-            if len(places) and (
-                places.max() >= len(self._places) or (self._places[places] != wanted).any()
-            ):
-                raise IndexError("a sample that this part of the dataset lacks (see restrict_to)")
-        found: Numbers = self._numbers[places].astype(np.int64) + copies * len(self.whole)
-        return found
+        found = self._numbers[places_in(self._kept, wanted)]
+        numbers_there: Numbers = found.astype(np.int64) + copies * len(self.whole)
+        return numbers_there
 
     def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of all samples; row i is sample i."""

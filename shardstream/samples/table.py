@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from shardstream.format import KEY_COLUMN, Rows, Sample
-from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples, places_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,16 +55,18 @@ class Table(Samples):
     ) -> None:
         self._table, self._key_column, self._url = table, keys, url
         self._encoder, self._places = encoder, places
+        self._length = int(table.num_rows)
+        self._kept: Numbers | None = None  # numbers of these rows, after `restrict_to`
 
     def __len__(self) -> int:
-        return int(self._table.num_rows)
+        return self._length
 
     @property
     def num_shards(self) -> int:
         """One: the table."""
         return 1
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of the table in memory."""
         return int(self._table.nbytes)
@@ -73,7 +75,9 @@ class Table(Samples):
     def fingerprint(self) -> str:
         """16 hex digits that change with the values, and with the fields they go to."""
         digest = hashlib.sha256(f"table {sorted(self._encoder.columns.items())}\n".encode())
-        for first in range(0, len(self), _ROWS_AT_ONCE):  # a copy of all would double the memory
+        for first in range(
+            0, self._table.num_rows, _ROWS_AT_ONCE
+        ):  # a copy of all would double the memory
             (rows,) = self._table.slice(first, _ROWS_AT_ONCE).combine_chunks().to_batches()
             digest.update(rows.serialize())
         return digest.hexdigest()[:16]
@@ -93,9 +97,9 @@ class Table(Samples):
 
     def place_of(self, number: int) -> tuple[str, int | None]:
         """Return the table of a row and its number there."""
-        number %= len(self)
+        place = int(places_in(self._kept, np.array([number % len(self)]))[0])
         return self._encoder.where(
-            number if self._places is None else int(self._places[number])
+            place if self._places is None else int(self._places[place])
         ), None
 
     def column_names(self) -> list[str]:
@@ -118,6 +122,14 @@ class Table(Samples):
         rows = self._table.take(numbers)
         return Table(rows, self._key_column, self._url, self._encoder, places)
 
+    def restrict_to(self, numbers: Numbers) -> Table:
+        """Return some rows under the same numbers (see `Samples.restrict_to`)."""
+        kept = np.unique(numbers % max(1, len(self)))
+        part = self.take(places_in(self._kept, kept))
+        part._kept, part._length = kept, len(self)
+        part.__dict__["total_bytes"] = self.total_bytes
+        return part
+
     def open_fetcher(
         self,
         upcoming: Iterable[Numbers] | None = None,  # noqa: ARG002  (rows are in memory)
@@ -128,7 +140,7 @@ class Table(Samples):
 
     def rows(self, numbers: Numbers) -> list[Sample | Exception]:
         """Return rows as samples of bytes, or what is wrong with them; null is a missing field."""
-        numbers = numbers % max(1, len(self))
+        numbers = places_in(self._kept, numbers % max(1, len(self)))
         taken = self._table.take(numbers)
         places = numbers if self._places is None else self._places[numbers]
         found = self._encoder.encode(taken, places)

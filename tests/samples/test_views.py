@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Self
 
@@ -12,7 +14,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.packing import open_joined_table
-from shardstream.samples import Join, Numbers, Subset
+from shardstream.samples import Join, Numbers, Subset, join_samples, open_part
 from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_samples
 from tests.samples.made import Made, Row, concat, join, open_files, open_shards, subset
@@ -153,3 +155,24 @@ def test_loose_files_and_rows_are_chosen_by_key_without_columns(tmp_path: Path) 
     assert [sample["__key__"] for sample in one] == ["0004", "0001"]
     with pytest.raises(ss.errors.OptionError, match="there is a column of keys only"):
         ss.loader.CatalogDataset(both.samples, where="cls = 3")
+
+
+def test_restricted_joins_are_small_when_they_are_pickled(tmp_path: Path) -> None:
+    count = 400
+    lines = [f"{number:04d},{number:0999d}" for number in reversed(range(count))]
+    publish_bytes(Storage(), f"{tmp_path}/long.csv", "\n".join(["key,text", *lines]).encode())
+    rows = open_joined_table([f"{tmp_path}/long.csv"], {"long.txt": "text"}, Storage())
+    whole = subset(shards(f"{tmp_path}/a", count), [*range(1, count)])
+    joined = join_samples(whole.samples, [open_part(rows, None)], "key")
+    few = np.array([7, 300, count + 6])
+    part = pickle.dumps(joined.restrict_to(few))
+    assert len(part) < len(pickle.dumps(joined)) / 20
+    again = pickle.loads(part)  # noqa: S301  (made three lines above)
+    with closing(again.open_fetcher()) as fetcher:
+        found = [row["long.txt"] for row in fetcher.samples(few)]
+    assert found == [b"%0999d" % number for number in (8, 301, 8)]
+    smaller = again.restrict_to(few[:1])
+    with closing(smaller.open_fetcher()) as fetcher:
+        assert [row["__key__"] for row in fetcher.samples(few[:1])] == ["0008"]
+        with pytest.raises(IndexError, match="lacks"):
+            fetcher.samples(few)
