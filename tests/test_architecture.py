@@ -134,7 +134,7 @@ HOMES = {
         "webdataset/",
     ),
     "ray": ("ray/",),
-    "webdataset": (),
+    "webdataset": ("webdataset/",),
     "starlette": ("viewer/app.py",),
     "uvicorn": ("viewer/server.py",),
 }

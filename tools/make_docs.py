@@ -117,6 +117,12 @@ def _escape(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()
 
 
+def webdataset_names() -> list[str]:
+    """Return the public names of shardstream.webdataset that are not modules."""
+    names = (name for name, value in vars(wds).items() if not inspect.ismodule(value))
+    return sorted((name for name in names if not name.startswith("_")), key=str.lower)
+
+
 def webdataset_page() -> str:
     """Return the list of the names of shardstream.webdataset, with the first line of each docstring."""
     lines = [
@@ -127,7 +133,7 @@ def webdataset_page() -> str:
         "| name | |",
         "| --- | --- |",
     ]
-    for name in sorted(wds.__all__, key=str.lower):
+    for name in webdataset_names():
         found = getattr(wds, name)
         text = _CONSTANTS.get(name) or inspect.getdoc(found) or ""
         lines.append(f"| `{name}` | {_escape(text.partition(chr(10))[0].replace('``', '`'))} |")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -10,6 +9,8 @@ from typing import Any, NoReturn
 import numpy as np
 import PIL.Image
 import torch
+from webdataset import autodecode as _theirs
+from webdataset.autodecode import Continue, call_extension_handler, handle_extension, imagespecs
 
 from shardstream.codecs import (
     VIDEO_EXTENSIONS,
@@ -31,90 +32,14 @@ from shardstream.webdataset.handlers import UnsafeError
 pytorch_weights_only = True
 """As in WebDataset; tensors are read without their pickles' code whatever it is."""
 
+IMAGE_EXTENSIONS: list[str] = [*_theirs.IMAGE_EXTENSIONS, "avif"]
+"""Extensions that image handlers decode."""
+
 FieldHandler = Callable[[str, bytes], Any]
 """``handler(".jpg", data)`` returns a value, None to try the next handler, or a `Continue`."""
 
-IMAGE_EXTENSIONS = [
-    "blp",
-    "bmp",
-    "dib",
-    "bufr",
-    "cur",
-    "pcx",
-    "dcx",
-    "dds",
-    "ps",
-    "eps",
-    "fit",
-    "fits",
-    "fli",
-    "flc",
-    "ftc",
-    "ftu",
-    "gbr",
-    "gif",
-    "grib",
-    "h5",
-    "hdf",
-    "png",
-    "apng",
-    "jp2",
-    "j2k",
-    "jpc",
-    "jpf",
-    "jpx",
-    "j2c",
-    "icns",
-    "ico",
-    "im",
-    "iim",
-    "tif",
-    "tiff",
-    "jfif",
-    "jpe",
-    "jpg",
-    "jpeg",
-    "mpg",
-    "mpeg",
-    "msp",
-    "pcd",
-    "pxr",
-    "pbm",
-    "pgm",
-    "ppm",
-    "pnm",
-    "psd",
-    "bw",
-    "rgb",
-    "rgba",
-    "sgi",
-    "ras",
-    "tga",
-    "icb",
-    "vda",
-    "vst",
-    "webp",
-    "wmf",
-    "emf",
-    "xbm",
-    "xpm",
-    "avif",
-]
-"""Extensions that image handlers decode."""
 
-imagespecs: dict[str, tuple[str, str | None, str]] = {
-    **{f"{mode}8": ("numpy", "uint8", mode) for mode in ("l", "rgb", "rgba")},
-    **{mode: ("numpy", "float", mode) for mode in ("l", "rgb", "rgba")},
-    **{f"torch{mode}8": ("torch", "uint8", mode) for mode in ("l", "rgb", "rgba")},
-    **{f"torch{mode}": ("torch", "float", mode) for mode in ("l", "rgb", "rgba")},
-    "torch": ("torch", "float", "rgb"),
-    **{f"pil{mode}": ("pil", None, mode) for mode in ("l", "rgb", "rgba")},
-    "pil": ("pil", None, "rgb"),
-}
-"""Image name -> array type, number type and colour mode."""
-
-
-class DecodingError(DecodeError):
+class DecodingError(DecodeError, _theirs.DecodingError):
     """A field that cannot be decoded.
 
     Args:
@@ -137,14 +62,6 @@ class DecodingError(DecodeError):
         self.url = url
         self.k = k
         self.sample = sample
-
-
-class Continue:
-    """What a handler returns to go on with another name and other bytes, for example unpacked ones."""
-
-    def __init__(self, key: str, data: bytes) -> None:
-        self.key = key
-        self.data = data
 
 
 def unpickle_loads(data: bytes) -> NoReturn:  # noqa: ARG001  (the signature of a decoder)
@@ -204,23 +121,6 @@ def basichandlers(key: str, data: bytes) -> Any:
     """Decode text, numbers, JSON and arrays; None for other names."""
     decoder = decoders.get(key.rpartition(".")[2])
     return None if decoder is None else decoder(data)
-
-
-def call_extension_handler(
-    key: str, data: bytes, f: Callable[[bytes], Any], extensions: Iterable[str]
-) -> Any:
-    """Return ``f(data)`` if the last parts of a name are one of the extensions."""
-    parts = key.lower().split(".")
-    for extension in extensions:
-        wanted = extension.split(".")
-        if parts[-len(wanted) :] == wanted:
-            return f(data)
-    return None
-
-
-def handle_extension(extensions: str, f: Callable[[bytes], Any]) -> FieldHandler:
-    """Return a handler that decodes names with these extensions, separated by spaces, by ``f(data)``."""
-    return functools.partial(call_extension_handler, f=f, extensions=extensions.lower().split())
 
 
 class ImageHandler:
@@ -315,7 +215,7 @@ default_pre_handlers: list[FieldHandler] = [gzfilter]
 default_post_handlers: list[FieldHandler] = [basichandlers]
 
 
-class Decoder:
+class Decoder(_theirs.Decoder):
     """Decode samples by handlers; the first that returns a value counts, and without one a field stays bytes.
 
     Args:
@@ -344,17 +244,6 @@ class Decoder:
         self.partial = partial
         if not all(map(callable, self.handlers)):
             raise OptionError(f"decode takes functions and image names, not {self.handlers}")
-
-    def decode1(self, key: str, data: bytes) -> Any:
-        """Decode one field."""
-        key = f".{key}"
-        for handler in self.handlers:
-            result = handler(key, data)
-            if isinstance(result, Continue):
-                key, data = result.key, result.data
-            elif result is not None:
-                return result
-        return data
 
     def decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         """Decode the fields of a sample.

@@ -3,88 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlparse
+from urllib.parse import urlparse
 from urllib.request import url2pathname
+
+from webdataset.cache import LRUCleanup, islocal, pipe_cleaner, url_to_cache_name
 
 from shardstream.errors import OptionError
 from shardstream.webdataset.gopen import gopen
 from shardstream.webdataset.handlers import Handler, goes_on, reraise_exception
 
-_PLAIN_SCHEMES = ("", "file", "http", "https", "ftp", "ftps", "gs", "s3", "ais")
-_KEPT_CHARACTERS = 128
-
 Streams = Iterator[dict[str, Any]]
-
-
-def islocal(url: str) -> bool:
-    """Return whether a URL is a local path."""
-    return urlparse(url).scheme in ("", "file")
-
-
-def pipe_cleaner(spec: str) -> str:
-    """Return a URL as it is; `FileCache` names its files itself."""
-    return spec
-
-
-def url_to_cache_name(url: str, ndir: int = 0) -> str:
-    """Return the last part of a URL's path, with a number of folders before it; other protocols are quoted as a whole."""
-    if not isinstance(url, str):
-        raise AssertionError(f"a URL must be text, not {type(url).__name__}")
-    parsed = urlparse(url)
-    if parsed.scheme in _PLAIN_SCHEMES:
-        return "/".join(parsed.path.lstrip("/").split("/")[-1 - ndir :])
-    return quote(url, safe="_+{}*,-")[-_KEPT_CHARACTERS:]
-
-
-class LRUCleanup:
-    """Delete the oldest files of a folder until it holds at most a number of bytes.
-
-    For folders that other programs fill: the cache of `FileCache` limits itself.
-
-    Args:
-        cache_dir: The folder.
-        cache_size: Limit in bytes.
-        keyfn: Function of a path; the smallest values are deleted first.
-        verbose: Ignored.
-        interval: Seconds in which a second call does nothing; None always looks.
-    """
-
-    def __init__(
-        self,
-        cache_dir: str | os.PathLike[str],
-        cache_size: float = 1e12,
-        keyfn: Callable[[str], float] = os.path.getctime,
-        verbose: bool = False,  # noqa: ARG002
-        interval: float | None = 30,
-    ) -> None:
-        self.cache_dir = cache_dir
-        self.cache_size = cache_size
-        self.keyfn = keyfn
-        self.interval = interval
-        self._last_run = 0.0
-
-    def cleanup(self) -> None:
-        """Delete files."""
-        if self.interval is not None and time.monotonic() - self._last_run < self.interval:
-            return
-        found = []
-        for path in Path(self.cache_dir).rglob("*"):
-            with suppress(OSError):  # deleted by another process
-                if path.is_file():
-                    found.append((self.keyfn(str(path)), path.stat().st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
-            if total <= self.cache_size:
-                break
-            with suppress(OSError):
-                path.unlink()
-            total -= size
-        self._last_run = time.monotonic()
 
 
 class StreamingOpen:

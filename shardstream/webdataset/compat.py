@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from torch.utils.data import DataLoader
+from webdataset import compat as _theirs
 
 from shardstream.errors import OptionError
 from shardstream.pipeline import ReadOptions
@@ -25,97 +26,51 @@ _group = filters.pipelinefilter(group_by_keys)
 _SHARD_BUFFER = 100
 
 
-class FluidInterface:
+class FluidInterface(_theirs.FluidInterface):
     """Methods that return a copy of a pipeline with one more stage; arguments as in `filters`."""
-
-    def compose(self, *args: Any) -> Self:
-        """Return a copy with more stages."""
-        raise NotImplementedError
-
-    def batched(
-        self,
-        batchsize: int,
-        collation_fn: Callable[..., Any] | None = filters.default_collation_fn,
-        partial: bool = True,
-    ) -> Self:
-        """Combine so many samples to a batch."""
-        return self.compose(filters.batched(batchsize, collation_fn=collation_fn, partial=partial))
-
-    def unbatched(self) -> Self:
-        """Split batches into samples."""
-        return self.compose(filters.unbatched())
 
     def listed(self, batchsize: int, partial: bool = True) -> Self:
         """Combine so many samples to a list."""
-        return self.compose(filters.batched(batchsize, collation_fn=None, partial=partial))
-
-    def unlisted(self) -> Self:
-        """Split lists into samples."""
-        return self.compose(filters.unlisted())
-
-    def log_keys(self, logfile: str | None = None) -> Self:
-        """Append the keys of samples to a file."""
-        return self.compose(filters.log_keys(logfile))
-
-    def shuffle(self, size: int, **kw: Any) -> Self:
-        """Shuffle in a buffer; a size below 1 changes nothing."""
-        return self if size < 1 else self.compose(filters.shuffle(size, **kw))
+        return self._add(filters.batched(batchsize, collation_fn=None, partial=partial))
 
     def map(self, f: Callable[[Any], Any], handler: Handler = reraise_exception) -> Self:
         """Replace each sample by ``f(sample)``."""
-        return self.compose(filters.map(f, handler=handler))
+        return self._add(filters.map(f, handler=handler))
 
     def decode(self, *args: Any, handler: Handler = reraise_exception, **kw: Any) -> Self:
         """Decode fields, see `autodecode.Decoder`."""
-        return self.compose(filters.decode(*args, handler=handler, **kw))
+        return self._add(filters.decode(*args, handler=handler, **kw))
 
-    def map_dict(self, handler: Handler = reraise_exception, **kw: Callable[[Any], Any]) -> Self:
+    def map_dict(self, **kw: Any) -> Self:
         """Replace fields by functions of them."""
-        return self.compose(filters.map_dict(handler=handler, **kw))
-
-    def select(self, predicate: Callable[[Any], Any], **kw: Any) -> Self:
-        """Keep the samples that a predicate accepts."""
-        return self.compose(filters.select(predicate, **kw))
+        return self._add(filters.map_dict(**kw))
 
     def to_tuple(self, *args: Any, **kw: Any) -> Self:
         """Turn samples into tuples of fields."""
-        return self.compose(filters.to_tuple(*args, **kw))
+        return self._add(filters.to_tuple(*args, **kw))
 
-    def map_tuple(self, *args: Any, handler: Handler = reraise_exception) -> Self:
+    def map_tuple(self, *args: Any, **kw: Any) -> Self:
         """Apply one function to each part of a tuple."""
-        return self.compose(filters.map_tuple(*args, handler=handler))
-
-    def slice(self, *args: Any) -> Self:
-        """Take a slice, as ``itertools.islice``, in each worker."""
-        return self.compose(filters.slice(*args))
+        return self._add(filters.map_tuple(*args, **kw))
 
     def rename(self, **kw: Any) -> Self:
         """Rename fields: ``new="old;or_old"``."""
-        return self.compose(filters.rename(**kw))
-
-    def rsample(self, p: float = 0.5) -> Self:
-        """Keep each sample with a probability."""
-        return self.compose(filters.rsample(p))
-
-    def rename_keys(self, *args: Any, **kw: Any) -> Self:
-        """Rename fields by pattern."""
-        return self.compose(filters.rename_keys(*args, **kw))
-
-    def extract_keys(self, *args: Any, **kw: Any) -> Self:
-        """Turn samples into tuples of fields that match patterns."""
-        return self.compose(filters.extract_keys(*args, **kw))
+        return self._add(filters.rename(**kw))
 
     def xdecode(self, *args: Any, **kw: Any) -> Self:
         """Decode fields by functions of a stream."""
-        return self.compose(filters.xdecode(*args, **kw))
+        return self._add(filters.xdecode(*args, **kw))
 
     def mcached(self) -> Self:
         """Keep samples in memory."""
-        return self.compose(filters.Cached())
+        return self._add(filters.Cached())
 
     def lmdb_cached(self, *args: Any, **kw: Any) -> Self:
         """Refuse a cache of pickles."""
-        return self.compose(filters.LMDBCached(*args, **kw))
+        return self._add(filters.LMDBCached(*args, **kw))
+
+    def _add(self, stage: Any) -> Self:
+        return self.compose(stage)  # type: ignore[no-any-return]
 
 
 def check_empty(source: Iterable[Any]) -> Iterator[Any]:

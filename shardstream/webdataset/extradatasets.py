@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from webdataset import extradatasets as _theirs
+from webdataset.extradatasets import MockDataset
 
 from shardstream.webdataset.utils import PipelineStage
 
 
-class MockDataset(IterableDataset[Any]):
-    """One sample, a number of times."""
-
-    def __init__(self, sample: Any, length: int) -> None:
-        self.sample = sample
-        self.length = length
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self.length):
-            yield self.sample
-
-
-class with_epoch(IterableDataset[Any], PipelineStage):
+class with_epoch(_theirs.with_epoch, PipelineStage):
     """A dataset with epochs of a given number of samples, which go on where the last one ended.
 
     Args:
@@ -30,14 +19,11 @@ class with_epoch(IterableDataset[Any], PipelineStage):
         length: Samples of an epoch.
     """
 
-    def __init__(self, dataset: Iterable[Any], length: int) -> None:
-        super().__init__()
-        self.dataset = dataset
-        self.length = length
-        self.source: Iterator[Any] | None = None
+    source: Iterator[Any] | None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"source": None}  # an iterator cannot be pickled
+    def __init__(self, dataset: Iterable[Any], length: int) -> None:
+        super().__init__(dataset, length)
+        self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
         return self.run(self.dataset)
@@ -58,7 +44,7 @@ class with_epoch(IterableDataset[Any], PipelineStage):
             yield sample
 
 
-class with_length(IterableDataset[Any], PipelineStage):
+class with_length(_theirs.with_length):
     """A dataset with a ``len``, which changes nothing else.
 
     Args:
@@ -66,17 +52,9 @@ class with_length(IterableDataset[Any], PipelineStage):
         length: Its length.
     """
 
-    def __init__(self, dataset: Iterable[Any], length: int) -> None:
-        super().__init__()
-        self.dataset = dataset
-        self.length = length
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
 
     def run(self, dataset: Iterable[Any]) -> Iterator[Any]:
         """Return the samples of a dataset."""
         return iter(dataset)
-
-    def __len__(self) -> int:
-        return self.length

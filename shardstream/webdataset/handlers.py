@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
+
+from webdataset.handlers import ignore_and_continue, ignore_and_stop, reraise_exception
 
 from shardstream.errors import OptionError
 
@@ -16,25 +18,10 @@ class UnsafeError(OptionError):
     """Something that could run code or commands, and is refused; no handler skips it."""
 
 
-def reraise_exception(exn: Exception) -> NoReturn:
-    """Raise the exception again."""
-    raise exn
-
-
-def ignore_and_continue(exn: Exception) -> bool:  # noqa: ARG001  (a handler takes the exception)
-    """Go on with the next item."""
-    return True
-
-
 def warn_and_continue(exn: Exception) -> bool:
     """Warn and go on with the next item."""
     warnings.warn(repr(exn), stacklevel=2)
     return True
-
-
-def ignore_and_stop(exn: Exception) -> bool:  # noqa: ARG001
-    """End the stage."""
-    return False
 
 
 def warn_and_stop(exn: Exception) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset
+from webdataset import shardlists as _theirs
 
 from shardstream.errors import OptionError, shown
 from shardstream.storage import expand_braces
@@ -21,9 +22,6 @@ from shardstream.webdataset import utils
 from shardstream.webdataset.environment import substitute_variables
 from shardstream.webdataset.filters import pipelinefilter
 from shardstream.webdataset.gopen import refuse_commands
-
-_PID = re.compile(r"^(.*)\._(\d+)_$")
-_LAST_EXTENSION = re.compile(r"\.[^.]*$")
 
 Shards = Iterator[dict[str, Any]]
 
@@ -100,7 +98,7 @@ def _check(urls: list[Any]) -> list[str]:
     return urls
 
 
-class SimpleShardList(IterableDataset[Any]):
+class SimpleShardList(_theirs.SimpleShardList):
     """The shards of a pattern or list, in order, or in one order for a seed.
 
     Args:
@@ -109,19 +107,7 @@ class SimpleShardList(IterableDataset[Any]):
     """
 
     def __init__(self, urls: str | Iterable[str], seed: Any = None) -> None:
-        super().__init__()
-        self.urls = _check(expand_urls(urls) if isinstance(urls, str) else list(urls))
-        self.seed = time.time() if seed is True else seed
-
-    def __len__(self) -> int:
-        return len(self.urls)
-
-    def __iter__(self) -> Shards:
-        urls = self.urls.copy()
-        if self.seed is not None:
-            random.Random(self.seed).shuffle(urls)
-        for url in urls:
-            yield {"url": url}
+        super().__init__(_check(expand_urls(urls) if isinstance(urls, str) else list(urls)), seed)
 
 
 def resampled_(src: Iterable[Any], n: int = sys.maxsize) -> Iterator[Any]:
@@ -156,7 +142,7 @@ def non_empty(
         raise OptionError(message)
 
 
-class ResampledShards(IterableDataset[Any]):
+class ResampledShards(_theirs.ResampledShards):
     """Shards that are drawn with replacement, by each worker in its own order.
 
     Args:
@@ -177,23 +163,14 @@ class ResampledShards(IterableDataset[Any]):
         worker_seed: Callable[[], int] | None = None,
         deterministic: bool = False,
         max_urls: int = int(1e6),
-        empty_check: bool = True,  # noqa: ARG002
+        empty_check: bool = True,
     ) -> None:
-        super().__init__()
-        self.urls = _check(expand_source(urls, max_urls))
-        self.nshards = nshards
-        self.worker_seed = utils.pytorch_worker_seed if worker_seed is None else worker_seed
-        self.deterministic = deterministic
-        self.seed = seed
-        self.epoch = -1
-
-    def __iter__(self) -> Shards:
-        self.epoch += 1
-        parts = (self.worker_seed(), self.epoch, self.seed)
-        fresh = () if self.deterministic else (os.getpid(), time.time_ns(), os.urandom(4))
-        self.rng = random.Random(utils.make_seed(*parts, *fresh))
-        for _ in range(self.nshards):
-            yield {"url": self.urls[self.rng.randint(0, len(self.urls) - 1)]}
+        checked = _check(expand_source(urls, max_urls))
+        number = (
+            seed if isinstance(seed, int) else utils.make_seed(seed)
+        )  # Python salts other hashes by process
+        by_reader = worker_seed or utils.pytorch_worker_seed
+        super().__init__(checked, nshards, number, by_reader, deterministic, max_urls, empty_check)
 
 
 ResampledShardList = ResampledShards
@@ -210,7 +187,7 @@ def check_pid_is_running(pid: int) -> bool:
     return True
 
 
-class DirectoryShardList(IterableDataset[Any]):
+class DirectoryShardList(_theirs.DirectoryShardList):
     """Shards of a local folder that other processes fill, each claimed by renaming it.
 
     Args:
@@ -241,27 +218,13 @@ class DirectoryShardList(IterableDataset[Any]):
             raise OptionError(
                 f"mode must be resample, keep or unlink, and select random or oldest, not {mode!r} and {select!r}"
             )
-        self.path = path
-        self.pattern = pattern
-        self.poll = poll
-        self.timeout = timeout
-        self.mode = mode
-        self.select = select
-        self.fate = fate
-
-    def recycle(self, activename: str) -> None:
-        """Put back, rename or delete a shard that was read."""
-        if self.mode == "unlink":
-            os.unlink(activename)
-        else:
-            plain = _LAST_EXTENSION.sub("", activename)
-            os.rename(activename, f"{plain}._done_" if self.mode == "keep" else plain)
+        super().__init__(path, pattern, poll, timeout, mode, select, fate)
 
     def cleanup_files_without_processes(self) -> None:
         """Recycle the shards of processes of this machine that have ended."""
         for name in glob.glob(os.path.join(glob.escape(self.path), "*._*_")):
-            match = _PID.match(name)
-            if match and not check_pid_is_running(int(match[2])):
+            pid = _theirs.get_pid_from_filename(name)
+            if pid is not None and not check_pid_is_running(pid):
                 self.recycle(name)
 
     def _candidates(self) -> list[str]:

@@ -7,32 +7,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from webdataset.utils import PipelineStage, guess_batchsize, identity, is_iterable
+
 from shardstream.webdataset.environment import worker_numbers
 
 enforce_security = False
 """True also refuses local files and GOPEN_REWRITE, as ``WDS_SECURE=1`` does. Commands and pickles are refused either way."""
-
-
-class PipelineStage:
-    """Base class of stages with a method ``run(source)`` that yields items."""
-
-    def invoke(self, *args: Any, **kw: Any) -> Any:
-        """Run the stage; webdataset's own classes define this."""
-        raise NotImplementedError
-
-    def run(self, *args: Any, **kw: Any) -> Any:
-        """Return the items of the stage; subclasses define this."""
-        raise NotImplementedError(f"{type(self).__name__} has no method run(source)")
-
-
-def identity(x: Any) -> Any:
-    """Return the argument."""
-    return x
-
-
-def is_iterable(obj: Any) -> bool:
-    """Return whether an object can be iterated; text and bytes count as single values."""
-    return isinstance(obj, Iterable) and not isinstance(obj, str | bytes)
 
 
 def make_seed(*args: Any) -> int:
@@ -54,11 +34,6 @@ def pytorch_worker_seed(group: Any = None) -> int:
     """Return a number that differs between all workers of all ranks, while a rank has under 1000."""
     rank, _, worker, _ = worker_numbers(group)
     return rank * 1000 + worker
-
-
-def guess_batchsize(batch: Any) -> int:
-    """Return the length of the first part of a batch."""
-    return len(batch[0])
 
 
 def repeatedly(

@@ -167,18 +167,23 @@ def readers(
             yield from numbers(batch)
 
 
-class Reshuffle(wds.PipelineStage):
+class Reshuffle(wds.PipelineStage):  # type: ignore[misc]
     """A stage of a training program: an order by seed and epoch."""
 
     def run(self, source: Any) -> Iterator[Any]:
-        return wds.filters._shuffle(source, 100, 100, random.Random(42))
+        return wds.filters._shuffle(source, 100, 100, random.Random(42))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "stages",
-    [list, lambda: [wds.shuffle(100, rng=random.Random(7))], lambda: [wds.shuffle(5, seed=7)], lambda: [Reshuffle()], lambda: [wds.detshuffle(9)]],
-    ids=["in order", "rng", "seed", "own stage", "detshuffle"],
-)  # fmt: skip
+STAGES: dict[str, Callable[[], list[Any]]] = {
+    "in order": list,
+    "rng": lambda: [wds.shuffle(100, rng=random.Random(7))],
+    "seed": lambda: [wds.shuffle(5, seed=7)],
+    "own stage": lambda: [Reshuffle()],
+    "detshuffle": lambda: [wds.detshuffle(9)],
+}
+
+
+@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_and_workers_take_each_sample_once(
     stages: Callable[[], list[Any]], world_size: int, shards: str, monkeypatch: pytest.MonkeyPatch
@@ -201,7 +206,9 @@ def test_spawned_workers_of_a_rank_know_the_rank(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     dataset = wds.DataPipeline(wds.SimpleShardList(shards), wds.split_by_node, wds.split_by_worker)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn"
+    )
     iterator = iter(loader)
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import logging
+import os
 import pickle
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from PIL import Image
 import shardstream as ss
 import shardstream.webdataset as wds
 from tests.servers import S3Server, new_bucket
+from tests.webdataset import upstream
 from tests.webdataset.upstream import write_tar
 
 
@@ -42,6 +46,11 @@ def cut(path: Path, size: int) -> str:
     return str(path)
 
 
+def closed(dataset: Any) -> None:
+    dataset.close()
+    iter(dataset)
+
+
 REFUSED: dict[str, tuple[Callable[[str], object], str]] = {
     "command": (lambda u: wds.WebDataset(f"pipe:cat {u}", shardshuffle=False), "never does; name the file itself"),
     "command in a list": (lambda u: read([f"pipe:cat {u}"], handler=wds.ignore_and_continue), "name the file itself"),
@@ -60,8 +69,8 @@ REFUSED: dict[str, tuple[Callable[[str], object], str]] = {
     "no shards": (lambda _: wds.SimpleShardList([]), "the list of URLs is empty"),
     "own cache names": (lambda u: wds.WebDataset(u, shardshuffle=False, url_to_name=str), "leave it out"),
     "missing cache": (lambda u: wds.WebDataset(u, shardshuffle=False, cache_dir=f"{u}.d"), "create it, for this user"),
-    "wrong stage": (lambda u: list(wds.DataPipeline(wds.SimpleShardList(u), 3)), "not a valid pipeline stage"),
-    "rng and seed": (lambda u: list(wds.WebDataset(u, shardshuffle=False).shuffle(9, rng=1, seed=1)), "not both"),
+    "wrong weights": (lambda u: wds.RandomMix([wds.SimpleShardList(u)] * 2, [1]), "a weight above 0 for each of 2 datasets"),
+    "closed": (lambda u: closed(wds.WebDataset(u, shardshuffle=False)), "was closed"),
     "one name for all shards": (wds.ShardWriter, "write a number"),
 }  # fmt: skip
 
@@ -269,7 +278,7 @@ def test_dataset_with_a_length_stays_itself_in_a_spawned_worker(tmp_path: Path) 
     again = pickle.loads(pickle.dumps(dataset))  # noqa: S301
     assert (len(again), len(list(again))) == (3, 3)
     with pytest.raises(TypeError):
-        len(wds.WebDataset(shard(tmp_path / "b.tar"), shardshuffle=False))  # type: ignore[arg-type]
+        len(wds.WebDataset(shard(tmp_path / "b.tar"), shardshuffle=False))
 
 
 def test_remote_shards_are_written_read_and_cached(s3: S3Server, tmp_path: Path) -> None:
@@ -313,6 +322,67 @@ def test_sample_of_a_stream_that_breaks_is_left_out(
     with pytest.raises(ConnectionResetError):
         read(urls)
     assert keys(urls, handler=wds.ignore_and_continue) == "c"
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        wds.map(lambda _: wds.gopen("pipe:true"), wds.ignore_and_continue),
+        wds.map_dict(handler=wds.ignore_and_continue, txt=wds.autodecode.unpickle_loads),
+    ],
+)
+def test_no_handler_skips_what_is_refused(stage: Any, tmp_path: Path) -> None:
+    dataset = wds.WebDataset(shard(tmp_path / "a.tar"), shardshuffle=False)
+    with pytest.raises(ss.errors.OptionError):
+        list(dataset.compose(stage))
+
+
+def test_two_passes_over_a_cache_at_a_time_do_not_mix(tmp_path: Path) -> None:
+    dataset = wds.WebDataset(shard(tmp_path / "a.tar"), shardshuffle=False).mcached()
+    first, second = iter(dataset), iter(dataset)
+    next(first)
+    assert len(list(second)) == len(list(first)) + 1 == len(list(dataset)) == 3
+
+
+SHADOWED = """
+import runpy, sys
+import webdataset.gopen, webdataset.multi
+runpy.run_path({shim!r})
+from webdataset.gopen import gopen
+import webdataset as wds
+names = [name for name in sys.modules if name.startswith("webdataset.") and "/shardstream/" not in sys.modules[name].__file__]
+print(*sorted(names))
+for open_command in (gopen, wds.gopen, wds.WebDataset):
+    try:
+        open_command("pipe:true")
+    except wds.UnsafeError:
+        print("refused")
+"""
+
+
+def test_shim_leaves_nothing_of_webdataset_that_opens_commands() -> None:
+    program = SHADOWED.format(shim=str(upstream.SHIM))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n") == ["webdataset.multi webdataset.pytorch", *["refused"] * 3, ""]
+
+
+@pytest.mark.parametrize("version", ["missing", "old"])
+def test_error_without_webdataset_names_the_extra(version: str, tmp_path: Path) -> None:
+    if version == "old":
+        (tmp_path / "webdataset").mkdir()
+        for name in ("__init__", "filters"):
+            (tmp_path / "webdataset" / f"{name}.py").write_text("", encoding="utf-8")
+    else:
+        (tmp_path / "webdataset.py").write_text("raise ImportError", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", "import shardstream.webdataset"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(upstream.ROOT)))},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "OptionError: shardstream.webdataset runs the stages of webdataset 1.0" in done.stderr
+    assert '".[webdataset]"' in done.stderr
 
 
 def test_wrong_option_is_no_bad_sample(tmp_path: Path) -> None:

@@ -64,18 +64,19 @@ def write_shards(folder: Path) -> None:
         upstream.write_tar(folder / f"shard-{shard:06}.tar", members)
 
 
-def read(name: str, package: Path, shards: Path, imports: list[Path], rank: int) -> list[int]:
-    """Return the samples of one rank."""
-    paths = os.pathsep.join(map(str, [*imports, upstream.ROOT]))
+def read(name: str, folder: Path, peer: Path | None, rank: int) -> list[int]:
+    """Return the samples of one rank, read by webdataset in a folder, or by shardstream."""
+    paths = [folder / "stubs", upstream.ROOT] if peer is None else [peer, folder / "stubs"]
     environment = {
         **os.environ,
-        "PYTHONPATH": paths,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "RANK": str(rank),
         "WORLD_SIZE": str(WORLD_SIZE),
     }
     program = Path(__file__).with_name("training_code.py")
     done = subprocess.run(
-        [sys.executable, str(program), name, str(package), str(shards), str(NUM_SHARDS * SHARD_SAMPLES), str(WORLD_SIZE)],
+        [sys.executable, str(program), name, str(folder / "package"), str(folder / "shards"), str(NUM_SHARDS * SHARD_SAMPLES),
+         str(WORLD_SIZE), "webdataset" if peer else "shardstream"],
         env=environment, check=False, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert not done.returncode, done.stderr
@@ -85,21 +86,15 @@ def read(name: str, package: Path, shards: Path, imports: list[Path], rank: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
 def test_loader_code_gives_each_sample_that_webdataset_gives(name: str, tmp_path: Path) -> None:
-    package = fetch(PACKAGES[name], tmp_path / "package")
+    fetch(PACKAGES[name], tmp_path / "package")
     peer = fetch(PEER[name], tmp_path / "peer")
-    shards, stubs, shim = (tmp_path / part for part in ("shards", "stubs", "shim"))
-    write_shards(shards)
-    for folder, files in ((stubs, STUBS), (shim, {"webdataset/__init__.py": upstream.SHIM})):
-        for path, text in files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text, encoding="utf-8")
+    write_shards(tmp_path / "shards")
+    for path, text in STUBS.items():
+        (tmp_path / "stubs" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "stubs" / path).write_text(text, encoding="utf-8")
     ours, theirs = (
-        [
-            number
-            for rank in range(WORLD_SIZE)
-            for number in read(name, package, shards, [first, stubs], rank)
-        ]
-        for first in (shim, peer)
+        [number for rank in range(WORLD_SIZE) for number in read(name, tmp_path, one, rank)]
+        for one in (None, peer)
     )
     assert len(set(ours)) == NUM_SHARDS * SHARD_SAMPLES
     assert set(ours) >= set(theirs)

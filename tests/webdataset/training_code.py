@@ -1,7 +1,6 @@
 """Run the loader code of open_clip or timm over small shards; print the samples that one epoch gives, as JSON.
 
-Usage: ``python training_code.py open_clip|timm FOLDER_OF_ITS_PACKAGE FOLDER_OF_SHARDS NUM_SAMPLES WORLD_SIZE``. Which webdataset it
-imports depends on PYTHONPATH.
+Usage: ``python training_code.py open_clip|timm FOLDER_OF_ITS_PACKAGE FOLDER_OF_SHARDS NUM_SAMPLES WORLD_SIZE webdataset|shardstream``.
 """
 
 from __future__ import annotations
@@ -71,6 +70,8 @@ def read_timm(package: Path, shards: str, num_samples: int, world_size: int) -> 
 
 
 if __name__ == "__main__":
-    _, name, package, shards, num_samples, world_size = sys.argv
+    _, name, package, shards, num_samples, world_size, reader = sys.argv
+    if reader == "shardstream":
+        importlib.import_module("shim")
     read = {"open_clip": read_open_clip, "timm": read_timm}[name]
     json.dump(read(Path(package), shards, int(num_samples), int(world_size)), sys.stdout)

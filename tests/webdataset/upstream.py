@@ -25,16 +25,8 @@ import shardstream
 VERSION = "1.0.2"
 ROOT = Path(shardstream.__file__).parent.parent
 
-SHIM = '''
-"""shardstream.webdataset under the name webdataset."""
-import importlib, sys
-import shardstream.webdataset as wds
-
-sys.modules["webdataset"] = wds
-for name in ("autodecode", "cache", "compat", "extradatasets", "filters", "gopen", "handlers", "mix", "pipeline", "shardlists",
-             "tariterators", "tenbin", "utils", "writer"):
-    sys.modules[f"webdataset.{name}"] = sys.modules[f"shardstream.webdataset.{name}"]
-'''
+SHIM = Path(__file__).with_name("shim.py")
+"""Program that puts shardstream's modules in the place of webdataset's."""
 
 STUBS = {
     "imageio/v3.py": """
@@ -177,9 +169,9 @@ def prepare(tests: Path, folder: Path, *, with_shim: bool = True) -> None:
     """Write the tests, their data and their imports to a folder."""
     shutil.copytree(tests, folder / "tests")
     (folder / "tests" / "__init__.py").touch()
-    (folder / "tests" / "conftest.py").write_text(CONFTEST, encoding="utf-8")
-    files = {**STUBS, **({"webdataset/__init__.py": SHIM} if with_shim else {})}
-    for name, text in files.items():
+    shim = SHIM.read_text(encoding="utf-8") if with_shim else ""
+    (folder / "tests" / "conftest.py").write_text(shim + CONFTEST, encoding="utf-8")
+    for name, text in STUBS.items():
         path = folder / "imports" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
