@@ -166,7 +166,7 @@ class Join(View):
     def open_fetcher(
         self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
     ) -> Fetcher:
-        """Open a fetcher for each dataset; together they have the budget and the requests of one."""
+        """Open a fetcher for each dataset; together they have the budget of one."""
         means = [one.mean_bytes for one in self.inner]
         return JoinFetcher(self, means, upcoming, options or FetchOptions())
 
@@ -181,6 +181,7 @@ class JoinFetcher(ViewFetcher):
         options: Of all fetchers together.
     """
 
+    _shares_requests = False  # each batch needs all datasets, so that none has requests to spare
     # Those of a view over one dataset would not join.
     read, find = Fetcher.read, Fetcher.find
 

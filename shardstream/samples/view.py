@@ -144,6 +144,8 @@ class ViewFetcher(Fetcher):
         options: Of all fetchers together.
     """
 
+    _shares_requests = True
+
     def __init__(
         self,
         view: View,
@@ -152,7 +154,7 @@ class ViewFetcher(Fetcher):
         options: FetchOptions,
     ) -> None:
         self._view, self._own_limit = view, None
-        if options.concurrency is None and len(view.inner) > 1:
+        if self._shares_requests and options.concurrency is None and len(view.inner) > 1:
             # One for all, in the order of need: equal shares leave too few to large inner samples.
             self._own_limit = limit_of_worker(DEFAULT_REQUESTS, options.num_workers)
             options = replace(options, concurrency=self._own_limit)

@@ -220,7 +220,7 @@ def test_steps_of_a_rank_are_assigned_to_workers_round_robin(
 
 @pytest.mark.parametrize(
     ("lanes", "num_workers", "most_of_a_worker"),
-    [(64, 24, 3), (8, 3, 3), (48, 24, 2), (16, 16, 1), (5, 4, 5), (3, 2, 3), (2, 4, 1)],
+    [(64, 24, 3), (8, 3, 3), (48, 24, 2), (16, 16, 1), (8, 5, 2), (5, 4, 5), (3, 2, 3), (2, 4, 1)],
 )
 def test_workers_take_whole_lanes_if_few_turns_are_gaps(
     lanes: int, num_workers: int, most_of_a_worker: int
