@@ -93,7 +93,7 @@ class ReadJob:
         fits = window * mean_bytes <= _WINDOW_LIMIT_BYTES
         group = window if fits else max(1, _WINDOW_LIMIT_BYTES // mean_bytes)
         # Neighbouring samples share a request only if their whole window is fetched together.
-        is_cut = order.shuffle and samples.can_coalesce and not samples.is_local and fits
+        is_cut = order.shuffle and samples.has_costly_windows and fits
         return (window if is_cut and self.num_tasks is None else 1), group
 
     def _ranges(self, source: IndexedSource, unit: int) -> list[RowRange]:
