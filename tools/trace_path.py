@@ -45,15 +45,15 @@ PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # first path, 1 and 2 of the second, 2 and 2 of the states.
 # So did checks: shards that are named twice, globs that are folders, versions and lengths of files, masked arrays; and the keys that a
 # ShardWriter keeps for the check before publication (packing/job/key_hashes.py).
-# The count of epochs for plain loaders (loader/epoch_counter.py), which says whether `set_epoch` was called, took 1 file of three paths, 3
+# The count of epochs for plain loaders (loader/epochs.py), which says whether `set_epoch` was called, took 1 file of three paths, 3
 # functions of the first and 1 of each state; Lightning's overfit_batches 1 file and 4 functions of the first, and 1 function of each state.
 # One function that publishes manifests took 1 file and 2 functions of a ShardWriter.
 LIMITS = {
-    "open to first batch": (42, 217),
+    "open to first batch": (42, 215),
     "next batch": (16, 51),
-    "first state_dict": (12, 20),
-    "next state_dict": (6, 9),
-    "with one worker": (38, 169),
+    "first state_dict": (11, 20),
+    "next state_dict": (5, 9),
+    "with one worker": (38, 167),
     "ShardWriter, 40 samples": (19, 94),
     "pack of four photos": (50, 367),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -237,9 +236,8 @@ class BatchDataset(SplitDataset):
         source, batch_size = self.indexed_source, self.batch_size
         assert source is not None and batch_size is not None  # noqa: S101, PT018  (as in `order`)
         self.indexed_source = source.with_options(**order)
-        dataset = copy.copy(self.source_dataset)
+        dataset = self.source_dataset._copy()
         dataset.pipeline = replace(dataset.pipeline, source=self.indexed_source)
-        dataset.follow_epoch(self.source_dataset)
         self.source_dataset = dataset
         microbatches = batch_size // order["microbatch"]
         self.partition_config = replace(self.partition_config, microbatches=microbatches)

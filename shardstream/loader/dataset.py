@@ -26,8 +26,7 @@ from shardstream.distributed import (
     is_one_of_several,
 )
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
-from shardstream.loader.epoch_chain import EpochChain
-from shardstream.loader.epoch_counter import EpochCounter, Worker
+from shardstream.loader.epochs import Epochs
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.notebook_view import samples_html, stream_html
@@ -76,7 +75,7 @@ class SplitDataset(IterableDataset[Any]):
     """A dataset that is split over the workers of its loader; others that are read in these workers are not."""
 
 
-class StreamDataset(EpochChain, StreamSteps, SplitDataset):
+class StreamDataset(StreamSteps, SplitDataset):
     """Samples in the order of a pipeline, split over ranks and workers.
 
     Args:
@@ -89,7 +88,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         self.given_placement = placement
         self._is_placement_of_parent = False
         self._length: int | None = None
-        self._epochs = EpochCounter()
+        self._epochs = Epochs()
         # Whether the process that spawned this worker knew it.
         self._is_of_several_ranks = self._is_overfit = False
 
@@ -137,17 +136,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
     @property
     def epoch(self) -> int:
         """The current epoch: that of the latest iteration, or of `set_epoch` if it was called since; from 0."""
-        return self._epochs.current(_torch_worker())
-
-    @property
-    def chosen_epoch(self) -> int:
-        """The epoch of the last `set_epoch`, at which a `ShardLoader` begins to count."""
-        return self._epochs.chosen[0]
-
-    @property
-    def epoch_calls(self) -> int:
-        """Number of calls of `set_epoch`."""
-        return self._epochs.chosen[1]
+        return self._epochs.current
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, also in persistent workers, in a `ShardLoader`, and in datasets chained from this one.
@@ -158,7 +147,6 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
             OptionError: If it is not an integer from 0 to 2**31 - 1.
         """
         self._epochs.set_epoch(check_epoch(epoch))
-        super().set_epoch(epoch)
 
     def __iter__(self) -> WorkerIterator:
         worker_info, source = (
@@ -174,7 +162,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
         epoch = self.begin_epoch(worker_info.placement)
-        return WorkerIterator(self.pipeline, worker_info, epoch, self._resume_epoch)
+        return WorkerIterator(self.pipeline, worker_info, epoch, self._epochs.resume)
 
     def begin_epoch(self, placement: Placement) -> int:
         """Return the epoch of an iteration that begins: the next one, or after `set_epoch` the one that was set.
@@ -185,17 +173,13 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         """
         worker = get_worker_info()
         if worker is not None and not _is_served(self, worker.dataset):
-            return self.chosen_epoch
+            return self._epochs.chosen[0]
         has_several_ranks = placement.world_size > 1 or self._has_several_ranks()
         repeats = has_several_ranks or self._has_to_overfit()
-        epoch, is_repeated = self._epochs.begin(_torch_worker(), counts=not repeats)
+        epoch, is_repeated = self._epochs.begin(counts=not repeats)
         if is_repeated and has_several_ranks and self.pipeline.differs_by_epoch:
             warnings.warn(_describe_repeat(self, epoch), stacklevel=3)
         return epoch
-
-    def _resume_epoch(self, epoch: int) -> None:
-        """Count on from the epoch of a state that an iterator of this dataset has loaded."""
-        self._epochs.resume(_torch_worker(), epoch)
 
     def _has_several_ranks(self) -> bool:
         """Return whether other ranks run, whatever part of the samples this one reads; a spawned worker knows it by its parent."""
@@ -231,7 +215,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
         return samples_html(type(self).__name__, source.samples, numbers, self.pipeline)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
+        state = dict(self.__dict__)
         if get_spawning_popen() is not None:
             # pickled for a spawned worker, which has no process group to detect its rank; a spawned rank has one
             is_of_parent = self.given_placement is None or self._is_placement_of_parent
@@ -256,7 +240,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
             raise OptionError(
                 "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)"
             )
-        return records_of(self.pipeline, self._checked_classes(), self.chosen_epoch)
+        return records_of(self.pipeline, self._checked_classes(), self._epochs.chosen[0])
 
     def _checked_classes(self) -> tuple[str, ...] | None:
         """Return the names of the classes; refuse samples that number them differently."""
@@ -289,7 +273,7 @@ class StreamDataset(EpochChain, StreamSteps, SplitDataset):
 
     def _copy(self) -> Self:
         changed = copy.copy(self)
-        changed.follow_epoch(self)
+        changed._epochs = self._epochs.chained()
         return changed
 
 
@@ -467,12 +451,6 @@ def current_worker_info(dataset: IterableDataset[Any], placement: Placement) -> 
     if worker is None or not _is_served(dataset, worker.dataset):
         return WorkerInfo(placement)
     return WorkerInfo(placement, worker.id, worker.num_workers)
-
-
-def _torch_worker() -> Worker | None:
-    """Return the worker of a torch loader that this process is, if it is one."""
-    worker = get_worker_info()
-    return None if worker is None else Worker(worker.seed - worker.id, worker.id)
 
 
 def _is_served(dataset: IterableDataset[Any], by_worker: object) -> bool:

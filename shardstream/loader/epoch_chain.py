@@ -1,4 +1,4 @@
-"""Pass the epoch of a dataset on to the datasets chained from it."""
+"""Pass the epoch of a map-style dataset on to the datasets chained from it."""
 
 from __future__ import annotations
 

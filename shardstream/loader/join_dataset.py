@@ -9,7 +9,6 @@ from typing import Any
 
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import ShardDataset, StreamDataset
-from shardstream.loader.epoch_counter import EpochCounter
 from shardstream.pipeline import Pipeline, SamplesSource, WeightedSource
 from shardstream.samples import (
     JoinBy,
@@ -98,8 +97,7 @@ class JoinDataset(StreamDataset):
     ) -> None:
         super().__init__(pipeline, first.given_placement)
         self._numbering = (*numbering, first)
-        self._epochs = EpochCounter(first.chosen_epoch)
-        self.follow_epoch(first)
+        self._epochs = first._epochs.chained()
 
     @property
     def classes(self) -> tuple[str, ...] | None:

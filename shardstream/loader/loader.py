@@ -113,13 +113,13 @@ class ShardLoader(DataLoader[Any]):
             num_workers=num_workers,
             drop_last=drop_last,
         )
-        self._cursor = Cursor.of_epoch(dataset.chosen_epoch)
-        self._epoch_calls = dataset.epoch_calls
+        self._chosen = dataset._epochs.chosen  # by the last call of its `set_epoch` that was seen
+        self._cursor = Cursor.of_epoch(self._chosen[0])
         self._counts: dict[int, SampleCounts] = {}  # part -> counts
         self._agreement: EpochAgreement | None = None  # of ranks, until the user chooses an epoch
         self._is_compared = self._serves_accelerate = False
         self._pool: WorkerPool | None = None  # of persistent workers
-        self._stopwatch = Stopwatch(epoch=dataset.chosen_epoch, workers=num_workers)
+        self._stopwatch = Stopwatch(epoch=self._chosen[0], workers=num_workers)
         self._bad_sample_report = _open_report(dataset)
         warn_of_lanes(self._batches)
         # Without a generator torch would draw the workers' seeds from the global one.
@@ -233,10 +233,10 @@ class ShardLoader(DataLoader[Any]):
         if cursor.partition is None and self._batches.follow_ranks(cursor.next_position):
             self._pool, self._is_compared = None, False
             self._bad_sample_report = _open_report(self._batches.source_dataset)
-        dataset = self._batches.source_dataset
-        calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
-        if calls != self._epoch_calls:
-            self.set_epoch(dataset.chosen_epoch)
+        chosen = self._batches.source_dataset._epochs.chosen
+        if chosen != self._chosen:
+            self._chosen = chosen
+            self.set_epoch(chosen[0])
 
     @property
     def batches_left(self) -> int:
@@ -495,7 +495,7 @@ class ShardLoader(DataLoader[Any]):
         self._pool = None  # ends persistent workers, which cannot receive a new order
         self._is_compared = False
         # The state overrides earlier calls of `set_epoch`.
-        self._epoch_calls = self._batches.source_dataset.epoch_calls
+        self._chosen = self._batches.source_dataset._epochs.chosen
 
 
 def _open_report(dataset: StreamDataset) -> BadSampleReport | None:

@@ -6,6 +6,7 @@ import copy
 import multiprocessing
 import os
 import pickle
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -166,6 +167,15 @@ def test_loaders_that_read_one_dataset_together_each_read_whole_epochs(folder: s
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_that_read_one_dataset_in_turn_read_the_next_epochs(
+    persistent: bool, folder: str
+) -> None:
+    dataset = make(folder)
+    one, other = (torch_loader(dataset, 2, persistent_workers=persistent) for _ in range(2))
+    assert [list(one), list(other), list(one), list(other)] == epochs_of(folder, "fork", range(4))
+
+
 def test_persistent_workers_follow_set_epoch_after_many_other_loaders(folder: str) -> None:
     dataset = make(folder)
     loader = torch_loader(dataset, 2, persistent_workers=True)
@@ -264,12 +274,19 @@ def test_many_processes_that_share_a_dataset_count_their_own_epochs(folder: str)
         os.close(handle)
 
 
-def test_epochs_are_counted_where_the_system_has_no_files_in_memory(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    loader = torch_loader(make(folder), 2)
-    assert [list(loader), list(loader)] == epochs_of(folder, "fork", range(2))
+NO_FILES_IN_MEMORY = """
+import os, sys
+del os.memfd_create
+from tests.loader.test_plain_epochs import epochs_of, make, torch_loader
+folder = sys.argv[1]
+loader = torch_loader(make(folder), 2)
+assert [list(loader), list(loader)] == epochs_of(folder, "fork", range(2))
+"""
+
+
+def test_epochs_are_counted_where_the_system_has_no_files_in_memory(folder: str) -> None:
+    command = [sys.executable, "-c", NO_FILES_IN_MEMORY, folder]
+    subprocess.run(command, check=True, timeout=100)
 
 
 def test_looking_at_a_dataset_does_not_change_the_epochs_of_a_shard_loader(folder: str) -> None:
