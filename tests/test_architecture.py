@@ -121,6 +121,7 @@ HOMES = {
         "loader/worker.py",
         "loader/worker_pool.py",
         "loader/worker_process.py",
+        "loader/worker_thread.py",
         "loader/map_dataset.py",
         "loader/checkpoint.py",
         "loader/dataset.py",

@@ -43,6 +43,7 @@ from shardstream.loader.stats import LoaderStats, Stopwatch
 from shardstream.loader.worker import SampleCounts, WorkerBatch, change_batch
 from shardstream.loader.worker_pool import PoolIteration, WorkerPool
 from shardstream.loader.worker_process import WorkerSetup
+from shardstream.loader.worker_thread import ThreadContext
 from shardstream.order import derive_key
 from shardstream.pipeline import (
     BadSample,
@@ -71,6 +72,8 @@ class ShardLoader(DataLoader[Any]):
         batch_size: Samples of a batch of this rank; None yields single items (such as those of ``batched``).
         shuffle: For drop-in use; must equal the dataset's, which defines the order.
         num_workers: Worker processes; 0 reads in the main process.
+        worker_method: "multiprocessing", or "thread" for workers that are threads of the main process: they start at once and copy no
+            batch between processes, but only steps that release the interpreter's lock run in parallel (see docs/tuning.md).
         collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest becomes lists.
         drop_last: Drop a last batch of less than full size.
         device: Yield batches on this device ("cuda", "cuda:1", …): tensors are copied from pinned memory on a stream of their own
@@ -94,6 +97,7 @@ class ShardLoader(DataLoader[Any]):
         shuffle: bool | None = None,
         *,
         num_workers: int = 0,
+        worker_method: str = "multiprocessing",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         device: str | int | torch.device | None = None,
@@ -102,8 +106,13 @@ class ShardLoader(DataLoader[Any]):
     ) -> None:
         dataset, collate_fn = unwrap_rebuilt(dataset, collate_fn, options)
         batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
-        own = {"drop_last": drop_last, "prefetch_to_device": prefetch_to_device}
+        own = {
+            "drop_last": drop_last,
+            "prefetch_to_device": prefetch_to_device,
+            "worker_method": worker_method,
+        }
         check_options(dataset, batch_size, shuffle, options | own)
+        self.worker_method = worker_method
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
         self._batches = BatchDataset(
@@ -325,9 +334,10 @@ class ShardLoader(DataLoader[Any]):
             base_seed=int(seed),
             init_fn=self.worker_init_fn,
             prefetch_factor=self.prefetch_factor or 1,
+            uses_threads=self.worker_method == "thread",
         )
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
-        return WorkerPool(setup, context, self.timeout)
+        return WorkerPool(setup, ThreadContext if setup.uses_threads else context, self.timeout)
 
     def _open_pinned_memory(self) -> PinnedMemory | None:
         """Return pinned memory if batches shall be pinned, and can be."""

@@ -54,7 +54,8 @@ def check_options(
     Raises:
         OptionError: With the remedy.
     """
-    check_at_least(1, prefetch_to_device=options["prefetch_to_device"])
+    size = 1 if batch_size is None else batch_size
+    check_at_least(1, batch_size=size, prefetch_to_device=options["prefetch_to_device"])
     if batch_size is None and options["drop_last"]:
         raise OptionError("drop_last needs a batch_size: single items have no last batch")
     if not isinstance(dataset, StreamDataset):
@@ -79,8 +80,11 @@ def check_options(
         raise OptionError(
             "in_order=False is not supported, a state counts batches in order; leave it at True"
         )
-    if batch_size is not None and batch_size < 1:
-        raise OptionError(f"batch_size must be at least 1, not {batch_size}")
+    method, context = options["worker_method"], options.get("multiprocessing_context")
+    if method not in ("multiprocessing", "thread") or (method == "thread" and context is not None):
+        raise OptionError(
+            f"worker_method must be 'multiprocessing', or 'thread' without multiprocessing_context, not {method!r}"
+        )
     source = dataset.pipeline.indexed_source
     budget = SkipTracker(dataset.pipeline.on_error).budget
     if budget is not None and budget.refill and (source is None or batch_size is None):

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.random import mtrand
+from torch.utils.data import get_worker_info
+
+from shardstream.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,16 @@ class SeededFunction:
         return self.function
 
     def __call__(self, item: Any, generator: np.random.Generator) -> Any:
-        """Return ``function(item)``."""
+        """Return ``function(item)``.
+
+        Raises:
+            OptionError: In a worker that is a thread.
+        """
+        if getattr(get_worker_info(), "worker_method", "") == "thread":
+            raise OptionError(
+                "rng='torch' seeds generators that all threads of the process share; use worker_method='multiprocessing', or "
+                "rng=True, with which the function gets a generator of its own"
+            )
         torch_seed, python_seed, numpy_seed = generator.integers(1 << 63, size=3).tolist()
         python_state = random.getstate()
         bit_generator = mtrand.get_bit_generator()

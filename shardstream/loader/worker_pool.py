@@ -33,6 +33,7 @@ from shardstream.loader.shared_memory import Channel, RingMessage, open_channels
 from shardstream.loader.worker import WorkerBatch
 from shardstream.loader.worker_errors import describe_batch, describe_death
 from shardstream.loader.worker_process import Begin, Message, WorkerSetup, run_worker
+from shardstream.loader.worker_thread import ThreadChannel, WorkerThread
 from shardstream.order import RankPartition
 from shardstream.pipeline import LoaderPosition
 from shardstream.process_memory import forked_workers_keep_objects
@@ -65,7 +66,8 @@ class _Worker:
             theirs.close()
         self._poller = select.poll()
         self._poller.register(self.pipe.fileno(), select.POLLIN)
-        self._poller.register(self.process.sentinel, select.POLLIN)
+        if not setup.uses_threads:
+            self._poller.register(self.process.sentinel, select.POLLIN)
 
     def begin(self, begin: Begin) -> None:
         """Let the worker begin an iteration."""
@@ -115,7 +117,7 @@ class WorkerPool:
 
     Args:
         setup: Values for all workers.
-        context: Context of multiprocessing that starts them.
+        context: Context of multiprocessing that starts them, or a `ThreadContext`.
         timeout_s: Seconds that a batch may take; 0 for no limit.
 
     Raises:
@@ -128,7 +130,12 @@ class WorkerPool:
         self.setup, self.timeout_s = setup, timeout_s
         self.workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end_workers, self.workers, os.getpid())
-        channels = open_channels(setup.num_workers)
+        numbers = range(setup.num_workers)
+        channels = (
+            [ThreadChannel() for _ in numbers]
+            if setup.uses_threads
+            else open_channels(len(numbers))
+        )
         try:
             with _starting_workers():
                 for number, channel in enumerate(channels):
@@ -304,7 +311,7 @@ def _starting_workers() -> Iterator[None]:
             error.add_note(
                 "each worker needs three open files in the main process: raise the limit (ulimit -n), or use fewer workers"
             )
-        if isinstance(error, OSError) or "pickle" not in str(error):
+        if isinstance(error, OSError | OptionError) or "pickle" not in str(error):
             raise
         raise OptionError(
             f"the dataset cannot be sent to a worker that is spawned ({without_addresses(str(error))}); "
@@ -330,7 +337,7 @@ def _turns_of(live: list[_Worker]) -> Generator[_Worker]:
 
 
 def _end_workers(workers: list[_Worker], owner: int) -> None:
-    """End worker processes, which finish the batch that they make if it does not take long."""
+    """End workers, which finish the batch that they make if it does not take long; a thread does so later if it does."""
     if os.getpid() != owner:  # a forked process, which has only copies
         return
     for worker in workers:
@@ -338,12 +345,13 @@ def _end_workers(workers: list[_Worker], owner: int) -> None:
     until = time.monotonic() + _END_S
     for worker in workers:
         worker.process.join(max(0, until - time.monotonic()))
-    for worker in workers:
-        worker.process.terminate()
-    for worker in workers:
-        worker.process.join(_END_S)
-        worker.process.kill()  # if it handles SIGTERM, as the user's process may
-        worker.process.join()
+    processes = [one.process for one in workers if not isinstance(one.process, WorkerThread)]
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(_END_S)
+        process.kill()  # if it handles SIGTERM, as the user's process may
+        process.join()
     workers.clear()
 
 

@@ -1,4 +1,4 @@
-"""Run a worker process of a `WorkerPool`: receive positions, make batches, send them through the worker's pipe and ring."""
+"""Run a worker of a `WorkerPool`: receive positions, make batches, send them through the worker's pipe and ring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from time import perf_counter, process_time, sleep
+from time import perf_counter, sleep, thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from shardstream.loader.serialize import unsendable_error
 from shardstream.loader.shared_memory import Channel, RingMessage
 from shardstream.loader.worker import WorkerBatch
 from shardstream.loader.worker_errors import wrap_exception
+from shardstream.loader.worker_thread import set_worker_info
 from shardstream.pipeline import LoaderPosition
 from shardstream.process_memory import tune_worker_process
 
@@ -42,6 +43,7 @@ class WorkerSetup:
         base_seed: Seed of worker 0; the others count on from it, as in torch.
         init_fn: The user's ``worker_init_fn``.
         prefetch_factor: Batches that a worker may be ahead of the main process.
+        uses_threads: Whether workers are threads of the main process.
     """
 
     dataset: BatchDataset
@@ -49,6 +51,7 @@ class WorkerSetup:
     base_seed: int
     init_fn: Callable[[int], Any] | None
     prefetch_factor: int
+    uses_threads: bool = False
 
 
 class Begin(NamedTuple):
@@ -100,19 +103,26 @@ def batch_cost(cpu_s: float, nbytes: int) -> int:
 
 
 def _set_up(setup: WorkerSetup, worker: int) -> Exception | None:
-    """Set seeds and torch's worker info as in torch's workers, call ``worker_init_fn``; return its error."""
-    torch.set_num_threads(1)
+    """Set torch's worker info, and seeds in a process, as in torch's workers; call ``worker_init_fn`` and return its error."""
+    torch.set_num_threads(1)  # of this thread
     seed = setup.base_seed + worker
-    random.seed(seed)
-    torch.manual_seed(seed)
-    # The algorithm and entropy that torch uses for NumPy.
-    entropy = [worker, setup.base_seed & 0xFFFFFFFF, setup.base_seed >> 32, 0]
-    np.random.seed(np.random.SeedSequence(entropy).generate_state(4))
-    # Private, but the only way to make `get_worker_info` work.
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker, num_workers=setup.num_workers, seed=seed, dataset=setup.dataset
+    info = torch_worker.WorkerInfo(
+        id=worker,
+        num_workers=setup.num_workers,
+        seed=seed,
+        dataset=setup.dataset,
+        worker_method="thread" if setup.uses_threads else "multiprocessing",
     )
-    tune_worker_process()
+    if setup.uses_threads:  # the global generators are those of the main thread, too
+        set_worker_info(info)
+    else:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        # The algorithm and entropy that torch uses for NumPy.
+        entropy = [worker, setup.base_seed & 0xFFFFFFFF, setup.base_seed >> 32, 0]
+        np.random.seed(np.random.SeedSequence(entropy).generate_state(4))
+        torch_worker._worker_info = info  # private, but the only way to make `get_worker_info` work
+        tune_worker_process()
     try:
         if setup.init_fn is not None:
             setup.init_fn(worker)
@@ -235,7 +245,7 @@ def _next_content(
     batches: Generator[WorkerBatch], worker: int, channel: Channel
 ) -> tuple[RingMessage | ExceptionWrapper | None, int]:
     """Make and pack the next batch; return the content for it, and its cost."""
-    started = process_time()
+    started = thread_time()
     try:
         batch = next(batches, None)
         if batch is None:
@@ -243,4 +253,4 @@ def _next_content(
         packed = channel.pack(tuple(batch))
     except Exception as error:  # noqa: BLE001  (raised in the main process)
         return wrap_exception(error, worker), 0
-    return packed, batch_cost(process_time() - started, packed.nbytes)
+    return packed, batch_cost(thread_time() - started, packed.nbytes)

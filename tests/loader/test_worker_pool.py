@@ -38,13 +38,23 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> str:
     return numbered(tmp_path_factory.mktemp("many") / "data", 4000, 500)
 
 
+@pytest.fixture(params=["multiprocessing", "thread"])
+def worker_method(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def batches_of(loader: ss.ShardLoader) -> list[list[int]]:
     return [batch["cls"].tolist() for batch in loader]
 
 
-def test_state_counts_only_yielded_batches(many: str) -> None:
+def test_state_counts_only_yielded_batches(many: str, worker_method: str) -> None:
     def loader() -> ss.ShardLoader:
-        return ss.ShardLoader(ss.ShardDataset(many, shuffle=True).decode(), 4, num_workers=2)
+        return ss.ShardLoader(
+            ss.ShardDataset(many, shuffle=True).decode(),
+            4,
+            num_workers=2,
+            worker_method=worker_method,
+        )
 
     whole = batches_of(loader())
     one = loader()
@@ -57,12 +67,12 @@ def test_state_counts_only_yielded_batches(many: str) -> None:
             assert batches_of(other) == whole[taken:]
 
 
-def test_state_of_a_stream_counts_only_yielded_batches(many: str) -> None:
+def test_state_of_a_stream_counts_only_yielded_batches(many: str, worker_method: str) -> None:
     """Steps change counts, and one worker has more batches than the other."""
 
     def loader() -> ss.ShardLoader:
         dataset = ss.ShardDataset(many, shuffle=True).decode().select(not_every_third)
-        return ss.ShardLoader(dataset, 4, num_workers=3)
+        return ss.ShardLoader(dataset, 4, num_workers=3, worker_method=worker_method)
 
     whole = batches_of(loader())
     assert sorted(functools.reduce(operator.iadd, whole, [])) == [
@@ -80,7 +90,7 @@ def not_every_third(sample: dict[str, Any]) -> bool:
     return bool(sample["cls"] % 3)
 
 
-def test_batches_before_an_error_are_yielded(many: str) -> None:
+def test_batches_before_an_error_are_yielded(many: str, worker_method: str) -> None:
     def broken(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] == 3001:
             raise ValueError("this one is bad")
@@ -90,7 +100,9 @@ def test_batches_before_an_error_are_yielded(many: str) -> None:
         dataset = ss.ShardDataset(many).decode().map(broken)
         taken = []
         with suppress(ValueError):
-            for batch in ss.ShardLoader(dataset, 4, num_workers=num_workers):
+            for batch in ss.ShardLoader(
+                dataset, 4, num_workers=num_workers, worker_method=worker_method
+            ):
                 taken.append(batch["cls"].tolist())  # noqa: PERF401  (an error ends it)
         return taken
 
@@ -98,9 +110,15 @@ def test_batches_before_an_error_are_yielded(many: str) -> None:
     assert len(came(1)) == 750
 
 
-def test_abandoned_iteration_restarts_with_persistent_workers(many: str) -> None:
+def test_abandoned_iteration_restarts_with_persistent_workers(
+    many: str, worker_method: str
+) -> None:
     loader = ss.ShardLoader(
-        ss.ShardDataset(many).decode(), 4, num_workers=2, persistent_workers=True
+        ss.ShardDataset(many).decode(),
+        4,
+        num_workers=2,
+        worker_method=worker_method,
+        persistent_workers=True,
     )
     whole = batches_of(loader)
     for left in (1, 40, 400):
@@ -111,16 +129,24 @@ def test_abandoned_iteration_restarts_with_persistent_workers(many: str) -> None
     assert batches_of(loader) == whole
 
 
-def test_two_iterations_at_once_have_workers_of_their_own(many: str) -> None:
-    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
+def test_two_iterations_at_once_have_workers_of_their_own(many: str, worker_method: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(), 4, num_workers=1, worker_method=worker_method
+    )
     both = [(a["cls"].tolist(), b["cls"].tolist()) for a, b in zip(loader, loader, strict=True)]
     assert all(a == b for a, b in both)
     assert len(both) == 1000
 
 
-def test_second_iteration_with_the_same_workers_raises_in_the_first(many: str) -> None:
+def test_second_iteration_with_the_same_workers_raises_in_the_first(
+    many: str, worker_method: str
+) -> None:
     loader = ss.ShardLoader(
-        ss.ShardDataset(many).decode(), 4, num_workers=1, persistent_workers=True
+        ss.ShardDataset(many).decode(),
+        4,
+        num_workers=1,
+        worker_method=worker_method,
+        persistent_workers=True,
     )
     first = iter(loader)
     next(first)
@@ -141,41 +167,61 @@ class Collated:
         return {"cls": self.buffer, "config": self.config, "text": [item["cls"] for item in items]}
 
 
-def test_batches_share_no_memory(many: str) -> None:
+def test_batches_share_no_memory(many: str, worker_method: str) -> None:
     """Each batch is copied when it is made, even if collate_fn reuses its memory."""
-    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1, collate_fn=Collated())
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(),
+        4,
+        num_workers=1,
+        worker_method=worker_method,
+        collate_fn=Collated(),
+    )
     for batch in loader:
         assert batch["cls"].tolist() == batch["text"]
         assert batch["config"] == {"seen": [0]}
         batch["config"]["seen"].append(1)
 
 
-def test_unsendable_batch_raises_after_the_batches_before_it(many: str) -> None:
+def test_unsendable_batch_raises_after_the_batches_before_it(many: str, worker_method: str) -> None:
     def odd(sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"x": (lambda: None) if sample["cls"] == 3001 else 0}
 
     came = 0
     with pytest.raises(ss.errors.SampleError, match="cannot be sent"):  # noqa: PT012  (an error ends the loop)
-        for _ in ss.ShardLoader(ss.ShardDataset(many).decode().map(odd), 4, num_workers=1):
+        for _ in ss.ShardLoader(
+            ss.ShardDataset(many).decode().map(odd), 4, num_workers=1, worker_method=worker_method
+        ):
             came += 1
     assert came == 750
 
 
-def test_batch_is_unpacked_in_the_inference_mode_of_the_caller(many: str) -> None:
-    batches = iter(ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1))
+def test_batch_is_unpacked_in_the_inference_mode_of_the_caller(
+    many: str, worker_method: str
+) -> None:
+    batches = iter(
+        ss.ShardLoader(
+            ss.ShardDataset(many).decode(), 4, num_workers=1, worker_method=worker_method
+        )
+    )
     for _ in range(100):
         with torch.inference_mode():
             next(batches)
         assert not next(batches)["cls"].is_inference()
 
 
-def test_batches_arrive_when_a_step_becomes_slow(many: str) -> None:
+def test_batches_arrive_when_a_step_becomes_slow(many: str, worker_method: str) -> None:
     def slow(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] >= 3960:
             time.sleep(0.1)  # 0.4 s per batch; torch would time out after 16 of them
         return sample
 
-    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(slow), 4, num_workers=1, timeout=4)
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode().map(slow),
+        4,
+        num_workers=1,
+        worker_method=worker_method,
+        timeout=4,
+    )
     assert len(batches_of(loader)) == 1000
 
 
@@ -287,8 +333,14 @@ def fail_in_second(worker: int) -> None:
         raise KeyError("no such setting")
 
 
-def test_error_of_worker_init_fn_has_its_type_and_traceback(many: str) -> None:
-    loader = ss.ShardLoader(ss.ShardDataset(many), 8, num_workers=2, worker_init_fn=fail_in_second)
+def test_error_of_worker_init_fn_has_its_type_and_traceback(many: str, worker_method: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many),
+        8,
+        num_workers=2,
+        worker_method=worker_method,
+        worker_init_fn=fail_in_second,
+    )
     with pytest.raises(KeyError, match=r"(?s)worker process 1.*fail_in_second"):
         list(loader)
 
@@ -339,9 +391,13 @@ def with_many_bytes(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"large": [bytes([sample["cls"]]) * (1 << 20)] * 300}
 
 
-def test_24_workers_read_each_sample_once(many: str) -> None:
+def test_24_workers_read_each_sample_once(many: str, worker_method: str) -> None:
     loader = ss.ShardLoader(
-        ss.ShardDataset(many, shuffle=True).decode(), 8, num_workers=24, prefetch_factor=3
+        ss.ShardDataset(many, shuffle=True).decode(),
+        8,
+        num_workers=24,
+        worker_method=worker_method,
+        prefetch_factor=3,
     )
     assert sorted(functools.reduce(operator.iadd, batches_of(loader), [])) == list(range(4000))
 

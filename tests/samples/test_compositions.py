@@ -264,7 +264,7 @@ def check(draw: Draw, leaves: dict[str, Made]) -> None:
     for phase in range(3):
         ranks, microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
         workers = draw(st.sampled_from([0] * 16 + [1, 2]))
-        how = draw(st.sampled_from(["fork"] * 9 + ["spawn"])) if workers else None
+        how = draw(st.sampled_from(["fork"] * 6 + ["thread"] * 3 + ["spawn"])) if workers else None
         width = drawn.order["microbatch"] * microbatches
         steps = (len(sequence) - at) // (ranks * width)
         stop = draw(st.integers(0, steps)) if phase < 2 else steps + 1
@@ -278,7 +278,8 @@ def check(draw: Draw, leaves: dict[str, Made]) -> None:
                 num_workers=workers,
                 drop_last=drop_last,
                 collate_fn=list,
-                **({"multiprocessing_context": how} if how else {}),
+                worker_method="thread" if how == "thread" else "multiprocessing",
+                multiprocessing_context=None if how == "thread" else how,
             )
             for rank in range(ranks)
         ]
