@@ -252,6 +252,7 @@ class ManifestFiles:
         before: Iterable[str],
         check_owner: Callable[[], None],
     ) -> None:
+        self.manifest = manifest
         self._folder, self._before, self._check_owner = folder, before, check_owner
         self._files = encode_manifest_files(manifest)
         self._is_written = False
@@ -261,7 +262,7 @@ class ManifestFiles:
         """Hash of ``index.json``."""
         return sha256(self._files[MANIFEST_NAME]).hexdigest()
 
-    def are_there(self) -> bool:
+    def is_there(self) -> bool:
         """Return whether the manifest of the folder is this one."""
         try:
             return self._folder.read(MANIFEST_NAME) == self._files[MANIFEST_NAME]
@@ -290,7 +291,7 @@ class ManifestFiles:
         Raises:
             StorageError: If it cannot be deleted.
         """
-        if self._is_written and self.are_there():
+        if self._is_written and self.is_there():
             self._folder.remove(MANIFEST_NAME)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -110,15 +110,17 @@ def publish_locked(
     """
     storage = Storage(storage_options)
     found = list(map(_checked, ready))
-    for one in found:
-        one.announce()
+    new = [one for one in found if not one.is_published]
+    for one in new:
+        one.journal.write()
     try:
-        for one in found:
+        for one in new:
             one.write_files()
-        for one in reversed(found):
-            one.write_manifest()
+        for one in reversed(new):
+            if not one.manifest.is_there():  # another process of the job may have written it
+                one.manifest.write()
     except BaseException as error:
-        for one in found:
+        for one in new:
             one.unpublish(error)
         raise
     for one in reversed(found):
@@ -127,45 +129,24 @@ def publish_locked(
         classes = one.journal.task.options["extras"].get(CLASSES_NAME)
         if classes is not None:
             names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
-            warn_of_siblings(names, [one.folder.url], storage)
-    return [one.report for one in found]
+            warn_of_siblings(names, [one.journal.folder.url], storage)
+    return [one.report() for one in found]
 
 
-@dataclass(kw_only=True)
-class _Publication:
-    """A dataset whose parts are all done, and checked.
+class _Publication(NamedTuple):
+    """A dataset whose parts are all done, and checked."""
 
-    Args:
-        folder: Its folder.
-        files: The files there before.
-        journal: The journal of its job.
-        manifest: The manifest to publish.
-        manifest_files: Its files.
-        published: What its journal says of it, once it is announced.
-        report: Its report.
-        is_published: Whether the manifest was there before.
-    """
-
-    folder: OutputFolder
     files: Mapping[str, FileInfo]
+    """The files there before."""
     journal: Journal
-    manifest: Manifest
-    manifest_files: ManifestFiles
-    published: Published
-    report: PackReport
+    """The journal of its job; what it says of the dataset is written before the manifest."""
+    manifest: ManifestFiles
     is_published: bool
-
-    def announce(self) -> None:
-        """Write to the journal which manifest follows, and what the records say that are deleted after it."""
-        if not self.is_published:
-            self.journal.published = self.published
-            self.journal.write()
+    """Whether the manifest was there before."""
 
     def write_files(self) -> None:
         """Write the small files next to the manifest, and delete the shards of an earlier dataset."""
-        folder, files, options = self.folder, self.files, self.journal.task.options
-        if self.is_published:
-            return
+        folder, options = self.journal.folder, self.journal.task.options
         self.journal.check_owner()
         for name, text in options["extras"].items():
             folder.write(name, str(text).encode("utf-8", "surrogateescape"))
@@ -173,27 +154,18 @@ class _Publication:
             folder,
             ShardNames(folder="", template=str(options["template"])),
             self.journal.stale,
-            self.manifest.shards,
-            files,
+            self.manifest.manifest.shards,
+            self.files,
             has_columns=options.get("columns") is not None,
         )
-
-    def write_manifest(self) -> None:
-        """Write the manifest, unless another process of the job has done so.
-
-        Raises:
-            StorageError: If another run has taken the folder over; then the manifest does not stay.
-        """
-        if not (self.is_published or self.manifest_files.are_there()):
-            self.manifest_files.write()
 
     def unpublish(self, error: BaseException) -> None:
         """Delete the manifest if this process has written it, also if an error said that it has not."""
         try:
-            self.manifest_files.remove()
+            self.manifest.remove()
         except StorageError:
             error.add_note(
-                f"{self.folder.url} is published already and is kept; run the same pack again to publish the other splits"
+                f"{self.journal.folder.url} is published already and is kept; run the same pack again to publish the other splits"
             )
 
     def tidy(self) -> None:
@@ -202,14 +174,32 @@ class _Publication:
         Raises:
             StorageError: If the manifest is gone: another process of the job could not publish another split.
         """
-        if not (self.is_published or self.manifest_files.are_there()):
+        folder, options = self.journal.folder, self.journal.task.options
+        if not (self.is_published or self.manifest.is_there()):
             raise StorageError(
                 "another process of this job has failed and removed index.json meanwhile; run this again",
-                shard=self.folder.url,
+                shard=folder.url,
             )
-        extras = self.journal.task.options["extras"]
-        names = ShardNames(folder="", template=str(self.journal.task.options["template"]))
-        remove_job_files(self.folder, self.files, names, extras)
+        names = ShardNames(folder="", template=str(options["template"]))
+        remove_job_files(folder, self.files, names, options["extras"])
+
+    def report(self) -> PackReport:
+        """Return the report of the dataset."""
+        manifest, published = self.manifest.manifest, self.journal.published
+        split = SplitReport(
+            name="",
+            url=self.journal.folder.url,
+            samples=manifest.nsamples,
+            shards=len(manifest.shards),
+            total_bytes=manifest.total_bytes,
+        )
+        return PackReport(
+            source="finished parts",
+            splits=(split,),
+            skipped=() if published is None else tuple(starmap(Skip, published.skipped)),
+            fields=dict(manifest.fields),
+            warnings=() if published is None else published.warnings,
+        )
 
 
 def _checked(ready: Ready) -> _Publication:
@@ -222,44 +212,19 @@ def _checked(ready: Ready) -> _Publication:
     if journal is None or journal.is_of_writer:
         raise no_job_error(url, files, journal)
     published, options = journal.published, journal.task.options
-    is_published = published is not None and published.sha256 == published_sha256(folder, files)
-    if published is not None and is_published:
-        manifest = read_old_manifest(folder)
-        manifest_files = ManifestFiles(folder, manifest, files, journal.check_owner)
-    else:
-        journal.parts = _num_parts(ready, journal, files)
-        with KeyHashes() as keys:
-            result = _read_records(folder, files, journal, keys)
-            _check_in_place(folder, files, result)
-            refuse_repeated_keys(keys, result.shards, folder)
-        _check_samples(journal, result)
-        manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
-        manifest_files = ManifestFiles(folder, manifest, files, journal.check_owner)
-        published = _published(options, result, manifest_files)
-    split = SplitReport(
-        name="",
-        url=url,
-        samples=manifest.nsamples,
-        shards=len(manifest.shards),
-        total_bytes=manifest.total_bytes,
-    )
-    report = PackReport(
-        source="finished parts",
-        splits=(split,),
-        skipped=tuple(starmap(Skip, published.skipped)),
-        fields=dict(manifest.fields),
-        warnings=published.warnings,
-    )
-    return _Publication(
-        folder=folder,
-        files=files,
-        journal=journal,
-        manifest=manifest,
-        manifest_files=manifest_files,
-        published=published,
-        report=report,
-        is_published=is_published,
-    )
+    if published is not None and published.sha256 == published_sha256(folder, files):
+        old = ManifestFiles(folder, read_old_manifest(folder), files, journal.check_owner)
+        return _Publication(files, journal, old, is_published=True)
+    journal.parts = _num_parts(ready, journal, files)
+    with KeyHashes() as keys:
+        result = _read_records(folder, files, journal, keys)
+        _check_in_place(folder, files, result)
+        refuse_repeated_keys(keys, result.shards, folder)
+    _check_samples(journal, result)
+    manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
+    new = ManifestFiles(folder, manifest, files, journal.check_owner)
+    journal.published = _published(options, result, new)
+    return _Publication(files, journal, new, is_published=False)
 
 
 def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:
@@ -376,16 +341,14 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _published(
-    options: Mapping[str, Any], result: PartResult, manifest_files: ManifestFiles
-) -> Published:
+def _published(options: Mapping[str, Any], result: PartResult, new: ManifestFiles) -> Published:
     """Return what a journal says of a dataset; columns that some samples lack are warnings or errors (see `check_summaries`)."""
     warnings = [*result.warnings]
     if options.get("columns") is not None:
         wanted = parse_columns(options["columns"]) if options["columns"] else ()
         warnings += check_summaries(wanted, result.columns, result.nsamples)
     return Published(
-        sha256=manifest_files.sha256,
+        sha256=new.sha256,
         skipped=tuple([(one.where, one.reason) for one in result.skipped]),
         warnings=tuple(warnings),
     )
