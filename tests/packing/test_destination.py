@@ -62,7 +62,8 @@ def fill(
 
 def claim(folder: LocalFolder, task: Task = TASK, *, overwrite: bool = False) -> Destination:
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
-    return claim_destination(folder, names, task=task, overwrite=overwrite)
+    journal = Journal(folder=folder, task=task)
+    return claim_destination(journal, names, overwrite=overwrite)
 
 
 NOTES, SHARD, TAR, RECORD = ("a.txt",), ("000003.tar",), ("a.tar",), (part_record_name(0),)
@@ -145,10 +146,9 @@ def test_shards_of_the_earlier_dataset_and_no_other_tars_are_stale(
     others = ("000003.tar", "000003.tar.idx", "a-7.tar", "x.tar", "b.tar", "a.txt")
     folder = fill(tmp_path / "out", journal=journal, manifest=manifest, files=others)
     found = claim(folder, overwrite=True)
-    assert found.stale == stale
-    assert (found.journal is None) == (journal in ("none", "unreadable"))
+    assert found.journal.stale == stale
     head = tmp_path / "out" / JOURNAL_NAME
-    assert found.journal_head == (head.read_bytes() if head.exists() else None)
+    assert found.journal.head == (head.read_bytes() if head.exists() else None)
     assert not found.is_free
     assert found.replaces
     assert found.has_manifest == (manifest != "none")
@@ -184,7 +184,9 @@ def test_only_what_killed_writers_have_left_is_deleted_at_once(tmp_path: Path) -
     folder = fill(tmp_path / "out", journal="other job", files=[*gone, *kept])
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
     extras = frozenset({"classes.json"})
-    claim_destination(folder, names, task=TASK, overwrite=True, extras=extras).remove_parts()
+    claim_destination(
+        Journal(folder=folder, task=TASK), names, overwrite=True, extras=extras
+    ).remove_parts()
     assert set(folder.list_files()) == {*kept, JOURNAL_NAME}
 
 
@@ -194,7 +196,9 @@ def test_class_names_that_are_not_written_again_are_kept_with_a_warning(
 ) -> None:
     folder = fill(tmp_path / "out", manifest="another one", files=("classes.json",))
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
-    claim_destination(folder, names, task=TASK, overwrite=True, extras=extras).unpublish()
+    claim_destination(
+        Journal(folder=folder, task=TASK), names, overwrite=True, extras=extras
+    ).unpublish()
     assert set(folder.list_files()) == {"classes.json"}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (not extras)
 

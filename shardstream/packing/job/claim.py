@@ -83,18 +83,21 @@ class PartJob:
         """Open the folder of the dataset."""
         return open_output_folder(self.names.folder, self.storage_options, None)
 
+    def new_journal(self, folder: OutputFolder) -> Journal:
+        """Return the journal of the job when it begins; nothing is written."""
+        return Journal(folder=folder, task=self.task, parts=self.parts, run=self.run)
+
 
 class Claim:
     """A destination that belongs to a job or a `ShardWriter`.
 
     Args:
-        destination: Its folder, as it was before.
-        journal: The journal, which is written.
+        destination: Its folder, as it was before, and the journal.
     """
 
-    def __init__(self, destination: Destination, journal: Journal) -> None:
-        self.destination, self.journal = destination, journal
-        self.replaces = bool(journal.stale) or destination.replaces
+    def __init__(self, destination: Destination) -> None:
+        self.destination, self.journal = destination, destination.journal
+        self.replaces = bool(self.journal.stale) or destination.replaces
         """Whether shards of the names that are written may exist."""
         self._lock = threading.Lock()
         self._is_changed = False
@@ -215,8 +218,9 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
                 for claim in claims:
                     claim.release()
                 raise
-            tidy = Destination(folder=journal.folder, names=job.names, action="tidy", files={})
-            claims.append(Claim(tidy, journal))
+            claims.append(
+                Claim(Destination(names=job.names, action="tidy", files={}, journal=journal))
+            )
     return claims
 
 
@@ -233,25 +237,12 @@ def restore_journal(folder: OutputFolder, task: Task, run: str) -> Journal | Non
 
 def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
     """Claim a locked folder (see `decide`)."""
-    extras = frozenset(job.extras)
-    destination = claim_destination(
-        folder, job.names, task=job.task, overwrite=overwrite, extras=extras
-    )
-    found = destination.journal
-    if found is not None and destination.action in ("join", "tidy"):
-        if job.parts and not found.parts:  # of a run that did not know it
-            found.parts = job.parts
-            found.write()
-        return Claim(destination, found)
-    journal = Journal(
-        folder=folder,
-        task=job.task,
-        stale=destination.stale,
-        parts=job.parts,
-        run=job.run,
-        head=destination.journal_head,
-    )
-    return Claim(destination, journal)
+    new, extras = job.new_journal(folder), frozenset(job.extras)
+    claim = Claim(claim_destination(new, job.names, overwrite=overwrite, extras=extras))
+    if job.parts and not claim.journal.parts:  # of a run that did not know it
+        claim.journal.parts = job.parts
+        claim.journal.write()
+    return claim
 
 
 def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
@@ -268,8 +259,7 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
         try:
             folder.read(MANIFEST_NAME, 0, 1)  # of the dataset to replace
         except NotFoundError:
-            destination = Destination(folder=folder, names=job.names, action="join", files={})
-            return Claim(destination, journal)
+            return Claim(Destination(names=job.names, action="join", files={}, journal=journal))
     return None
 
 

@@ -229,29 +229,28 @@ class Destination:
     """A folder that may be written to, with its files before the first change.
 
     Args:
-        folder: The folder.
         names: Names of its shards.
         action: What the job does with it (see `decide`).
         files: Its files, by name.
-        stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
-        journal: The journal that is there, if it can be read.
-        journal_head: Its bytes.
+        journal: The journal of the job: that which is there, if the job joins or tidies up, else a new one, which is not written yet.
         extras: Names of small files that the job writes, too.
     """
 
-    folder: OutputFolder
     names: ShardNames
     action: Action
     files: Mapping[str, FileInfo]
-    stale: frozenset[str] = frozenset()
-    journal: Journal | None = None
-    journal_head: bytes | None = None
+    journal: Journal
     extras: frozenset[str] = frozenset()
+
+    @property
+    def folder(self) -> OutputFolder:
+        """The folder."""
+        return self.journal.folder
 
     @property
     def is_free(self) -> bool:
         """Whether the folder has no files of a dataset, finished or not; it may have other files."""
-        return not (self.stale or self.has_manifest or JOURNAL_NAME in self.files)
+        return not (self.journal.stale or self.has_manifest or JOURNAL_NAME in self.files)
 
     @property
     def replaces(self) -> bool:
@@ -280,48 +279,47 @@ class Destination:
 
 
 def claim_destination(
-    folder: OutputFolder,
-    names: ShardNames,
-    *,
-    task: Task,
-    overwrite: bool,
-    extras: frozenset[str] = frozenset(),
+    new: Journal, names: ShardNames, *, overwrite: bool, extras: frozenset[str] = frozenset()
 ) -> Destination:
     """Decide which files of the folder are kept or replaced (see `decide`); nothing is changed yet.
+
+    Args:
+        new: The journal of a job that begins, in its folder.
+        names: Names of the shards.
+        overwrite: Replace another dataset or job.
+        extras: Names of small files that the job writes, too.
 
     Raises:
         OptionError: If another dataset or job is there and ``overwrite`` is not set.
         StorageError: If the folder cannot be reached.
     """
+    folder, task = new.folder, new.task
     files = folder.list_files()
     if not files:  # nothing is to be decided
-        return Destination(folder=folder, names=names, action="take", files={}, extras=extras)
-    journal, unreadable, head = None, None, None
+        return Destination(names=names, action="take", files={}, journal=new, extras=extras)
+    found, unreadable = None, None
     try:
-        journal = read_journal(folder, files)
+        found = read_journal(folder, files)
     except OptionError as error:
-        unreadable, head = error, read_listed(folder, JOURNAL_NAME)
-    found = _look(folder, names, files, journal, task)
+        unreadable, new.head = error, read_listed(folder, JOURNAL_NAME)
+    seen = _look(folder, names, files, found, task)
     if unreadable is not None:
-        found = Found(journal="unreadable")
-    action = decide(found, overwrite=overwrite)
+        seen = Found(journal="unreadable")
+    action = decide(seen, overwrite=overwrite)
     if action not in ("take", "join", "tidy", "replace"):
-        raise unreadable or _refusal_error(action, names, files, journal, task)
-    stale = frozenset(name for name in files if _may_be_shard(name, names, journal))
+        raise unreadable or _refusal_error(action, names, files, found, task)
+    journal = new
+    if found is not None and action in ("join", "tidy"):
+        journal = found
+    elif found is not None:
+        new.head = found.head
+    stale = frozenset(name for name in files if _may_be_shard(name, names, found))
     if action == "join":
-        stale = frozenset() if journal is None else journal.stale
+        stale = journal.stale
     elif MANIFEST_NAME in files:
         stale |= {shard.url for shard in read_old_manifest(folder).shards}
-    return Destination(
-        folder=folder,
-        names=names,
-        action=action,
-        files=files,
-        stale=frozenset(filter(is_deletable, stale)),
-        journal=journal,
-        journal_head=head if journal is None else journal.head,
-        extras=extras,
-    )
+    journal.stale = frozenset(filter(is_deletable, stale))
+    return Destination(names=names, action=action, files=files, journal=journal, extras=extras)
 
 
 def _look(

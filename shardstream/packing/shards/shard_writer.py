@@ -79,16 +79,8 @@ class ShardWriter:
         self._manifest: Manifest | None = None
         self._folder.lock()
         try:
-            destination = claim_destination(
-                self._folder, names, task=WRITER_TASK, overwrite=overwrite
-            )
-            journal = Journal(
-                folder=self._folder,
-                task=WRITER_TASK,
-                stale=destination.stale,
-                head=destination.journal_head,
-            )
-            self._claim = Claim(destination, journal).take()
+            journal = Journal(folder=self._folder, task=WRITER_TASK)
+            self._claim = Claim(claim_destination(journal, names, overwrite=overwrite)).take()
         except BaseException:
             self._folder.unlock()
             raise
@@ -97,7 +89,7 @@ class ShardWriter:
             self._limits,
             name=names.name,
             check_owner=self._claim.check_owner,
-            replaces=destination.replaces,
+            replaces=self._claim.destination.replaces,
             keeps_keys=True,
         )
 
@@ -220,7 +212,7 @@ class ShardWriter:
             remove_replaced(
                 self._folder,
                 before.names,
-                before.stale,
+                self._claim.journal.stale,
                 manifest.shards,
                 before.files,
                 has_columns=self._limits.columns is not None,
