@@ -141,7 +141,7 @@ class Claim:
         if self._is_changed or destination.action in ("join", "tidy"):
             return
         with suppress(StorageError):  # the earlier error is the one to report
-            folder = destination.folder
+            folder = self.journal.folder
             files = folder.list_files()
             if destination.has_manifest:
                 is_as_before = MANIFEST_NAME in files

@@ -243,11 +243,6 @@ class Destination:
     extras: frozenset[str] = frozenset()
 
     @property
-    def folder(self) -> OutputFolder:
-        """The folder."""
-        return self.journal.folder
-
-    @property
     def is_free(self) -> bool:
         """Whether the folder has no files of a dataset, finished or not; it may have other files."""
         return not (self.journal.stale or self.has_manifest or JOURNAL_NAME in self.files)
@@ -264,7 +259,7 @@ class Destination:
 
     def unpublish(self) -> None:
         """Delete the existing manifest; its shards are deleted or replaced later."""
-        self.folder.remove(MANIFEST_NAME)
+        self.journal.folder.remove(MANIFEST_NAME)
         if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
             _log.warning(
                 "%s belongs to the replaced dataset and is kept; delete it if its names do not match the new class numbers",
@@ -275,7 +270,7 @@ class Destination:
         """Delete half-written files of killed writers, and the records of another job."""
         for name in self.files:
             if is_part_record(name) or is_half_written(name, self.names, self.extras):
-                self.folder.remove(name)
+                self.journal.folder.remove(name)
 
 
 def claim_destination(

@@ -130,7 +130,7 @@ def publish_locked(
         if classes is not None:
             names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
             warn_of_siblings(names, [one.journal.folder.url], storage)
-    return [one.report() for one in found]
+    return [*map(_Publication.report, found)]
 
 
 class _Publication(NamedTuple):

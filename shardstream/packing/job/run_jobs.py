@@ -94,7 +94,7 @@ class _JobRun:
         """
         published = self.claim.journal.published if self.claim.is_published else None
         if published is not None and published.skipped and not self.split.skips:
-            first, url = Skip(*published.skipped[0]), self.claim.destination.folder.url
+            first, url = Skip(*published.skipped[0]), self.claim.journal.folder.url
             raise skipped_before_error(len(published.skipped), first, url)
         return self.claim.is_published
 
@@ -114,7 +114,7 @@ class _JobRun:
 
     def ready(self) -> Ready:
         """Return what is to be published."""
-        return Ready(self.claim.destination.folder, self.claim.journal.run, self.parts)
+        return Ready(self.claim.journal.folder, self.claim.journal.run, self.parts)
 
 
 def run_jobs(
