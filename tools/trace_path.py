@@ -55,7 +55,7 @@ LIMITS = {
     "next state_dict": (5, 9),
     "with one worker": (38, 167),
     "ShardWriter, 40 samples": (19, 94),
-    "pack of four photos": (50, 367),
+    "pack of four photos": (50, 366),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

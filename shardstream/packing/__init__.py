@@ -31,7 +31,7 @@ from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chun
 from shardstream.packing.job.part_record import PartFiles, PartResult
 from shardstream.packing.job.publish import merge
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
-from shardstream.packing.job.run_jobs import SplitJob, run_jobs
+from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.pack import pack
 from shardstream.packing.reshard import reshard
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
@@ -74,7 +74,6 @@ __all__ = [
     "ShardWriter",
     "Source",
     "SourceOptions",
-    "SplitJob",
     "TarShard",
     "Task",
     "VerifyReport",

@@ -30,7 +30,7 @@ from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.part_record import PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
-from shardstream.packing.job.run_jobs import SplitJob, run_jobs
+from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.sample_range import (
     Kept,
     Order,
@@ -311,7 +311,7 @@ class _Plan(NamedTuple):
 
 def _plan_job(
     records: Records, stages: tuple[Stage, ...], kept: frozenset[str] | None, plan: _Plan
-) -> SplitJob:
+) -> PartJob:
     """Return the job and the work of its parts."""
     samples, limits = records.samples, plan.limits
     leaves = _leaves_of(samples)
@@ -334,17 +334,6 @@ def _plan_job(
     if options["version"] is not None or all(map(is_described, all_stages)):
         source = " ".join([samples.fingerprint, *map(_content_of, leaves)])
     classes = records.classes
-    job = PartJob(
-        kind="reshard",
-        title=_title(leaves),
-        names=names,
-        source=source,
-        options=options,
-        limits=limits,
-        parts=len(firsts) - 1,
-        extras={} if classes is None else {CLASSES_NAME: encode_classes(classes).decode()},
-        storage_options=plan.storage_options,
-    )
     call = uuid.uuid4().hex
     work = ReshardWork(
         samples=SampleRange(
@@ -358,7 +347,18 @@ def _plan_job(
         fields=kept,
         warnings=_warn_of_unused(samples),
     )
-    return SplitJob("", job, work.parts(firsts))
+    return PartJob(
+        kind="reshard",
+        title=_title(leaves),
+        names=names,
+        source=source,
+        options=options,
+        limits=limits,
+        parts=len(firsts) - 1,
+        extras={} if classes is None else {CLASSES_NAME: encode_classes(classes).decode()},
+        storage_options=plan.storage_options,
+        works=work.parts(firsts),
+    )
 
 
 def _leaves_of(samples: Samples) -> list[Samples]:

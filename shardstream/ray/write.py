@@ -7,6 +7,7 @@ import os
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -20,7 +21,6 @@ from shardstream.packing import (
     PackReport,
     PartJob,
     ShardNames,
-    SplitJob,
     WriterOptions,
     claim_destination,
     iter_cuts,
@@ -107,7 +107,7 @@ def write(  # noqa: PLR0913  (public door)
         if first is None:
             raise OptionError("the dataset has no rows, so there is nothing to publish")
         return run_jobs(
-            [SplitJob("", job, itertools.chain([first], works))],
+            [replace(job, works=itertools.chain([first], works))],
             executor=_ShardTasks(most),
             overwrite=overwrite,
             progress=None,

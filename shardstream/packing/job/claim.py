@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -23,6 +23,7 @@ from shardstream.packing.job.destination import (
     published_sha256,
 )
 from shardstream.packing.job.folder_state import Journal, Published, Task, read_journal
+from shardstream.packing.job.part_record import PartWork
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     JOURNAL_NAME,
@@ -37,7 +38,7 @@ _LOCK_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartJob:
-    """A job and its destination; equal in all processes that run a part of it.
+    """The job of one dataset, and its destination; its identity is equal in all processes that run a part of it.
 
     Args:
         kind: Verb of the job, e.g. "reshard".
@@ -49,6 +50,10 @@ class PartJob:
         parts: Number of parts, which source and options decide; 0 if it is not known before they are run.
         extras: Small text files that are published with the manifest, by name.
         storage_options: ``storage_options`` of the destination; not part of the identity.
+        split: Name of the split; "" without splits.
+        works: Work of each part, in order, where the parts are not those of a stream.
+        skips: Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued.
+        keeps_keys: Of samples that a stream yields, whether their keys are compared when the dataset is published.
         call: Identity of this call, of a job whose source has none.
     """
 
@@ -61,6 +66,10 @@ class PartJob:
     parts: int = 0
     extras: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = None
+    split: str = ""
+    works: Iterable[PartWork] = ()
+    skips: bool = False
+    keeps_keys: bool = False
     call: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

@@ -23,7 +23,7 @@ from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_s
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
 from shardstream.packing.job.part_record import EncodedPart, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
-from shardstream.packing.job.run_jobs import FindKept, SplitJob, run_jobs
+from shardstream.packing.job.run_jobs import FindKept, run_jobs
 from shardstream.packing.shards.part_writer import PartWriter
 from shardstream.packing.sources.source import FileRef, Record, named
 from shardstream.tasks import Executor
@@ -59,8 +59,8 @@ def run_pack(
         else:
             work = PackWork(request=request, identity=_identity(plan), call=call)
             for split, firsts in enumerate(cut.firsts(plan)):
-                job = replace(jobs[split].job, parts=len(firsts) - 1)
-                jobs[split] = jobs[split]._replace(job=job, works=work.parts(split, firsts))
+                works = work.parts(split, firsts)
+                jobs[split] = replace(jobs[split], parts=len(firsts) - 1, works=works)
         try:
             report = run_jobs(
                 jobs,
@@ -76,14 +76,14 @@ def run_pack(
     return replace(report, files=plan.source.num_files)
 
 
-def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> SplitJob:
+def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> PartJob:
     options = dict(plan.task.options)
     if cut.part_records is not None:  # of two processes that measure differently, one stops
         options["part_records"] = cut.part_records
     extras = {
         name: data.decode("utf-8", "surrogateescape") for name, data in plan.source.extras.items()
     }
-    job = PartJob(
+    return PartJob(
         kind="pack",
         title=plan.source.name,
         names=replace(plan.names, folder=folder_of_split(plan.names, split)),
@@ -92,9 +92,10 @@ def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> S
         limits=request.limits,
         extras=extras,
         storage_options=request.writing,
+        split=split,
+        skips=request.skips,
+        keeps_keys=plan.source.may_repeat_keys,
     )
-    keeps_keys = plan.source.may_repeat_keys
-    return SplitJob(split, job, skips=request.skips, keeps_keys=keeps_keys)
 
 
 def _identity(plan: PackPlan) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +24,6 @@ from shardstream.packing.job.part_record import (
     PartFiles,
     PartResult,
     PartTask,
-    PartWork,
     Skip,
     missing_parts,
 )
@@ -56,32 +55,18 @@ It gets the numbers of the jobs whose samples are wanted, at least one, and a fu
 parts that are kept are left out."""
 
 
-class SplitJob(NamedTuple):
-    """The job of one dataset: of a split, or of the only one."""
-
-    split: str
-    """Name of the split; "" without splits."""
-    job: PartJob
-    works: Iterable[PartWork] = ()
-    """Work of each part, in order."""
-    skips: bool = False
-    """Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued."""
-    keeps_keys: bool = False
-    """Of samples that a stream yields, whether their keys are compared when the dataset is published."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _JobRun:
     """A claimed job whose parts run.
 
     Args:
-        split: The job.
+        job: The job.
         claim: Its destination.
         has_records: Whether there were records of parts before.
         parts: Number of its parts that are known so far; 0 if its dataset was published before.
     """
 
-    split: SplitJob
+    job: PartJob
     claim: Claim
     has_records: bool
     parts: int = 0
@@ -93,14 +78,14 @@ class _JobRun:
             OptionError: If its run skipped records, and this one does not.
         """
         published = self.claim.journal.published if self.claim.is_published else None
-        if published is not None and published.skipped and not self.split.skips:
+        if published is not None and published.skipped and not self.job.skips:
             first, url = Skip(*published.skipped[0]), self.claim.journal.folder.url
             raise skipped_before_error(len(published.skipped), first, url)
         return self.claim.is_published
 
     def files(self, number: int, of: int = 0) -> PartFiles:
         """Return the files of a part, by its number; ``of`` as in `PartFiles`."""
-        job = self.split.job
+        job = self.job
         return PartFiles(
             folder=absolute_url(job.names.folder),
             storage_options=job.storage_options,
@@ -118,7 +103,7 @@ class _JobRun:
 
 
 def run_jobs(
-    jobs: Sequence[SplitJob],
+    jobs: Sequence[PartJob],
     *,
     executor: Executor | None,
     overwrite: bool,
@@ -146,26 +131,25 @@ def run_jobs(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    if isinstance(executor, Parts) and jobs[0].job.source is None:
+    if isinstance(executor, Parts) and jobs[0].source is None:
         raise OptionError(
             "functions cannot be compared, so parts cannot tell whether they run the same job: pass version= to reshard, and another one when "
             "a function changes"
         )
     begin_s, keeps_skips = time.monotonic(), jobs[0].skips or not overwrite
-    part_jobs = [one.job for one in jobs]
-    first = part_jobs[0]
+    first = jobs[0]
     logs = logged(f"{first.kind} {first.names.folder}", progress)
     counts = PartCounts(logs, samples, RetryCount(executor), skips=jobs[0].skips)
     with (
-        claimed(part_jobs, overwrite=overwrite)
+        claimed(jobs, overwrite=overwrite)
         if executor is None
-        else nullcontext(join(part_jobs, overwrite=overwrite))
+        else nullcontext(join(jobs, overwrite=overwrite))
     ) as claims:
         runs, todo = list[_JobRun](), list[int]()
-        for number, (one, claim) in enumerate(zip(jobs, claims, strict=True)):
-            counts.splits.append(SplitReport(name=one.split, url=one.job.names.folder))
+        for number, (job, claim) in enumerate(zip(jobs, claims, strict=True)):
+            counts.splits.append(SplitReport(name=job.split, url=job.names.folder))
             has_records = any(map(is_part_record, claim.destination.files))
-            runs.append(_JobRun(split=one, claim=claim, has_records=has_records))
+            runs.append(_JobRun(job=job, claim=claim, has_records=has_records))
             if not runs[number].check_published():
                 todo.append(number)
         if executor is None:
@@ -175,7 +159,7 @@ def run_jobs(
         else:
             _run_tasks(runs, todo, executor, counts, keeps_skips=keeps_skips)
             if isinstance(executor, Parts):
-                return _unfinished(part_jobs, counts, begin_s)
+                return _unfinished(jobs, counts, begin_s)
             reports = publish([*map(_JobRun.ready, runs)], first.storage_options)
     shown = [
         replace(
@@ -217,7 +201,7 @@ def _run_tasks(
         run = runs[split]
 
         def tasks(run: _JobRun = run) -> Iterator[PartTask]:
-            for number, work in enumerate(run.split.works):
+            for number, work in enumerate(run.job.works):
                 run.parts = number + 1
                 yield PartTask(files=run.files(number, of), work=work, keeps_skips=keeps_skips)
 
@@ -274,7 +258,7 @@ class _PartsHere:
         if stream is not None and jobs:
             self._write_stream(stream, jobs)
         for job in jobs:
-            for number, work in enumerate(self._runs[job].split.works):
+            for number, work in enumerate(self._runs[job].job.works):
                 if self._find_kept(job, number) is None:
                     part = self._begin(job, number)
                     self._end(part, work.write(part.writer))
@@ -288,10 +272,8 @@ class _PartsHere:
                 if part is None or part.number != number:
                     if part is not None:
                         self._end(part, encoded[job].result(), has_counted_samples=True)
-                    writer, split = self._begin(job, number).writer, self._runs[job].split
-                    encoded[job] = EncodedPart(
-                        writer, skips=split.skips, keeps_keys=split.keeps_keys
-                    )
+                    writer, how = self._begin(job, number).writer, self._runs[job].job
+                    encoded[job] = EncodedPart(writer, skips=how.skips, keeps_keys=how.keeps_keys)
                 if size_bytes := encoded[job].add(sample):
                     self._counts.add_sample(size_bytes)
         for job, part in sorted(self._open.items()):
