@@ -3,13 +3,13 @@
 from shardstream.codecs.arrays import decode_npy, decode_npy_column, decode_npz, iter_npz
 from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders, sound_peaks
 from shardstream.codecs.images import IMAGE_NAMES, ImageDecoder
-from shardstream.codecs.inflate import decode_gzip
 from shardstream.codecs.installed_decoders import installed_decoders
 from shardstream.codecs.jpeg import decode_jpeg, has_only_pixels
 from shardstream.codecs.optional import import_extra
 from shardstream.codecs.plain_values import (
     decode_cbor,
     decode_csv,
+    decode_gzip,
     decode_json,
     decode_jsonl,
     decode_msgpack,

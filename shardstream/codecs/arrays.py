@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.lib import format as npy_format
 
-from shardstream.codecs.inflate import check_inflated
+from shardstream.codecs.plain_values import check_inflated
 from shardstream.format import FIELDS_LIMIT
 
 _LAYOUTS_KEPT = 1000

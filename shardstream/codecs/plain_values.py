@@ -1,8 +1,9 @@
-"""JSON, MessagePack, CBOR and CSV in bounded memory, and a limit on the depth of nested values."""
+"""JSON, MessagePack, CBOR, CSV and gzip in bounded memory, and a limit on the depth of nested values."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
@@ -22,6 +23,9 @@ BINARY_LIMIT_BYTES = 32 << 20
 """Bytes of a MessagePack or CBOR field: an empty list takes 1 byte, 64 in memory."""
 ANY_KEYS_LIMIT_BYTES = 64 << 10
 """Bytes of a CBOR field whose keys may be other than text and bytes: keys chosen to have one hash take quadratic time."""
+INFLATED_LIMIT_BYTES = 1 << 30
+"""Bytes that a field may unpack to."""
+_INFLATED_PIECE_BYTES = 1 << 18
 _CELL_CHARS = 128 << 10  # Python's own limit, which packing a table raises for the whole process
 _BIG_NUMBER_LIMIT_BYTES = 1 << 10  # conversion to a decimal takes quadratic time
 
@@ -230,3 +234,22 @@ _BIG_NUMBERS = {2: _big_number, 3: lambda value, is_key: -1 - _big_number(value,
 
 def _refuse_tag(*_: object) -> NoReturn:
     raise ValueError("shared values, regular expressions and mails are refused")
+
+
+def decode_gzip(data: bytes) -> bytes:
+    """Inflate a ``.gz`` field; contents over 1 GiB are refused."""
+    pieces: list[bytes] = []
+    size = 0
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+        while piece := stream.read(_INFLATED_PIECE_BYTES):
+            pieces.append(piece)
+            size += len(piece)
+            check_inflated(size)
+    return b"".join(pieces)
+
+
+def check_inflated(size: int, limit_bytes: int | None = None) -> None:
+    """Raise ValueError if contents are over a limit, by default 1 GiB."""
+    limit = INFLATED_LIMIT_BYTES if limit_bytes is None else limit_bytes
+    if size > limit:
+        raise ValueError(f"it unpacks to {size} bytes or more, the limit is {limit}")

@@ -1,8 +1,7 @@
 """Read and prefetch samples that are byte ranges of shards."""
 
-from shardstream.fetch.byte_ranges import FAR_READ_RATIO, Extents, IndexChunk
+from shardstream.fetch.byte_ranges import FAR_READ_RATIO, Extents, IndexChunk, coalesce
 from shardstream.fetch.catalog import Catalog
-from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.local import LocalFetcher, Readahead
 from shardstream.fetch.remote import RangeFetcher
 

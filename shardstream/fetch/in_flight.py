@@ -11,8 +11,7 @@ import weakref
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from shardstream.errors import StorageError
-from shardstream.fetch.byte_ranges import ByteRanges, IndexChunk
-from shardstream.fetch.coalesce import ByteRange
+from shardstream.fetch.byte_ranges import ByteRange, ByteRanges, IndexChunk
 from shardstream.fetch.daemon_threads import DaemonThreads
 from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, Slot, limit_of_worker
 

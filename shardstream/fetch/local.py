@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardstream.fetch.byte_ranges import ByteRanges, Extents
-from shardstream.fetch.coalesce import coalesce
+from shardstream.fetch.byte_ranges import ByteRanges, Extents, coalesce
 from shardstream.format import (
     Rows,
     ShardSlice,

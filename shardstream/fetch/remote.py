@@ -12,8 +12,7 @@ from itertools import repeat
 import numpy as np
 
 from shardstream.errors import IndexMismatchError, StorageError
-from shardstream.fetch.byte_ranges import ByteRanges, Extents, IndexChunk
-from shardstream.fetch.coalesce import ByteRange, coalesce
+from shardstream.fetch.byte_ranges import ByteRange, ByteRanges, Extents, IndexChunk, coalesce
 from shardstream.fetch.in_flight import Data, InFlightRange, RequestPool
 from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_samples
 from shardstream.process_memory import release_freed_memory

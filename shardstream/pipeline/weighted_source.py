@@ -14,11 +14,12 @@ from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, WeightedDraw, WeightedEpochPlan, draw_by_weight
 from shardstream.pipeline.indexed_source import SamplesSource
 from shardstream.pipeline.stage import State, whole_number
-from shardstream.samples import Samples, class_weights, read_array
+from shardstream.samples import Samples, read_array
 
 SampleWeights = Sequence[float] | npt.NDArray[Any] | str | os.PathLike[str] | Mapping[int, float]
 """One weight for each sample, or the path or URL of a ``.npy`` file of them; class (number in ``cls``) -> weight; or "balanced"."""
 BALANCED = "balanced"
+_CLASS_COLUMN = "cls"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +88,7 @@ def draw_samples(source: SamplesSource, weights: SampleWeights | Weights | None)
 
     Args:
         source: All samples.
-        weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class (see `class_weights`).
+        weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class.
 
     Raises:
         OptionError: If the options of the order or the weights are not possible.
@@ -110,9 +111,9 @@ def draw_samples(source: SamplesSource, weights: SampleWeights | Weights | None)
 
 def _checked_weights(weights: SampleWeights, samples: Samples) -> npt.NDArray[np.float64]:
     if isinstance(weights, Mapping):
-        found = class_weights(samples, weights)
+        found = _class_weights(samples, weights)
     elif isinstance(weights, str) and weights == BALANCED:
-        found = class_weights(samples, None)
+        found = _class_weights(samples, None)
     elif isinstance(weights, str | os.PathLike):
         found = read_array(os.fspath(weights), samples, "weights= takes a .npy file of numbers")
     else:
@@ -130,3 +131,53 @@ def _checked_weights(weights: SampleWeights, samples: Samples) -> npt.NDArray[np
             "give one for each (with subset= for those of its samples), in their order"
         )
     return found.astype(np.float64)
+
+
+def _class_weights(
+    samples: Samples, weights: Mapping[int, float] | None
+) -> npt.NDArray[np.float64]:
+    """Return the weight of each sample by its class, from the column ``cls``.
+
+    Args:
+        samples: The samples.
+        weights: Number of the class -> weight of each of its samples; None gives all classes equal shares.
+
+    Returns:
+        Weights, shape (n,).
+
+    Raises:
+        OptionError: If the shards have no such column, a sample has no class, a class has no weight, or a weight no sample.
+        StorageError: If the columns cannot be read.
+    """
+    if _CLASS_COLUMN not in samples.column_names():
+        raise OptionError(
+            "weights by class need the column cls; run 'shardstream index --columns cls' on the folder, or give one weight for each sample",
+            shard=samples.url_of(0),
+        )
+    column = samples.read_columns([_CLASS_COLUMN])[_CLASS_COLUMN]
+    if column.null_count:
+        raise OptionError(
+            f"{plural(column.null_count, 'sample')} without a class (cls), so without a weight; give one weight for each sample",
+            shard=samples.url_of(0),
+        )
+    classes, inverse, counts = np.unique(
+        column.to_numpy(zero_copy_only=False), return_inverse=True, return_counts=True
+    )
+    if weights is None:
+        return (1.0 / counts)[inverse]
+    present = set(classes.tolist())
+    if present != weights.keys():
+        missing, unknown = (
+            sorted(present - weights.keys()),
+            sorted(weights.keys() - present, key=str),
+        )
+        raise OptionError(
+            f"weights= has no weight of the class {missing[0]}"
+            if missing
+            else f"weights= has the class {unknown[0]!r}, which no sample has; classes are the numbers of the field cls"
+        )
+    try:
+        by_class = np.array([float(weights[one]) for one in classes.tolist()])
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"weights= takes a number for each class: {error}") from error
+    return by_class[inverse]

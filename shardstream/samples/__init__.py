@@ -12,7 +12,6 @@ from shardstream.samples.base import (
     places_in,
     split_by_step,
 )
-from shardstream.samples.class_weights import class_weights
 from shardstream.samples.concat import Concat
 from shardstream.samples.join import Join, JoinPart
 from shardstream.samples.join_samples import (
@@ -45,7 +44,6 @@ __all__ = [
     "check_missing",
     "check_numbers",
     "chunk_steps",
-    "class_weights",
     "join_samples",
     "open_part",
     "places_in",

@@ -76,9 +76,9 @@ def join_samples(
     datasets = [first, *(part.samples for part in parts)]
     keys = _keys_of(datasets, by)
     is_strict = missing in ("error", "drop")  # of a key that is there, whose sample lacks a field
+    parts = [replace(part, is_strict=is_strict and part.fields is not None) for part in parts]
     if keys is None:
         _check_lengths(datasets)
-        parts = [replace(part, is_strict=is_strict and part.fields is not None) for part in parts]
         return Join(first, parts, left_out)
     found = [
         match_keys(keys[0], theirs, samples)
@@ -112,7 +112,6 @@ def join_samples(
             part,
             numbers=_compact(numbers),
             defaults=_defaults_of(part, defaults),
-            is_strict=is_strict and part.fields is not None,
             num_unused=count,
         )
         for part, numbers, count in zip(parts, found, unused, strict=True)

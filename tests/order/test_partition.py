@@ -215,6 +215,9 @@ def test_steps_of_a_rank_are_assigned_to_workers_round_robin(
         first = data.draw(st.integers(0, len(steps)))
         later = WorkerSteps(partition, worker, num_workers, first)
         assert [*later] == [*steps][first:] == later[:].tolist() == steps[first:].tolist()
+        for outside in (-1, len(steps)):
+            with pytest.raises(IndexError):
+                steps[outside]
     assert sorted(chain(*workers)) == list(range(partition.num_steps))
 
 
