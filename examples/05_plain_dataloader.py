@@ -1,7 +1,7 @@
 """Use torch's own DataLoader, samplers and splits, without a ShardLoader.
 
 You learn: two ways to keep existing code. ``ShardDataset`` is an ``IterableDataset``: a plain ``DataLoader`` reads each sample
-once over its workers; set ``microbatch=`` of the order to the batch size, so that batches are full. ``ShardMapDataset`` reads the same data
+once over its workers; set ``microbatch=`` of the order to the batch size, so that batches are full. ``by_number()`` reads the same data
 by number, for ``DistributedSampler``, ``random_split``, ``Subset`` and ``WeightedRandomSampler``. Only a ShardLoader has a
 state, and batches that are the same on any number of workers.
 """
@@ -42,7 +42,7 @@ def main() -> None:
         )
 
         # By number: any sampler.
-        table = ss.ShardMapDataset(url).decode().to_tuple("txt", "cls")
+        table = ss.ShardDataset(url).by_number().decode().to_tuple("txt", "cls")
         assert table[5] == ("text 5", 5)
         assert table[-1] == ("text 639", 639)
         seen: list[int] = []

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from shardstream import catalog, codecs, ray, tasks
     from shardstream.loader import (
         ObjectDataset,
-        ObjectMapDataset,
         ShardDataset,
         ShardLoader,
-        ShardMapDataset,
         decode_sample,
         join,
         load_checkpoint,
@@ -36,13 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ObjectDataset",
-    "ObjectMapDataset",
     "OrderOptions",
     "Placement",
     "ReadOptions",
     "ShardDataset",
     "ShardLoader",
-    "ShardMapDataset",
     "ShardStreamError",
     "ShardWriter",
     "SkipBudget",
@@ -68,12 +64,10 @@ __all__ = [
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
     "ObjectDataset": "loader",
-    "ObjectMapDataset": "loader",
     "OrderOptions": "pipeline",
     "ReadOptions": "pipeline",
     "ShardDataset": "loader",
     "ShardLoader": "loader",
-    "ShardMapDataset": "loader",
     "ShardWriter": "packing",
     "SkipBudget": "pipeline",
     "Weights": "pipeline",

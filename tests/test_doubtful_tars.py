@@ -103,7 +103,10 @@ def test_ambiguous_tar_is_refused_by_all_readers(
 ) -> None:
     data, message = REFUSED[kind]
     url = place(suffix, data)
-    by_number: list[Callable[[str], object]] = [ss.index, ss.ShardMapDataset]
+    by_number: list[Callable[[str], object]] = [
+        ss.index,
+        lambda one: ss.ShardDataset(one).by_number(),
+    ]
     for door in (stream, pack, *(by_number if suffix == ".tar" else [])):
         with pytest.raises(ss.errors.ShardError, match=message):
             door(url)
@@ -131,7 +134,7 @@ def check_warned(url: str, message: str, caplog: pytest.LogCaptureFixture) -> No
     assert re.search(message, caplog.text)
     if url.endswith(".tar"):
         with pytest.warns(ss.errors.ShardWarning, match=message):
-            assert len(ss.ShardMapDataset(url)) == 3  # a scan, because there is no index
+            assert len(ss.ShardDataset(url).by_number()) == 3  # a scan, because there is no index
         (warning,) = ss.index(url).warnings
         assert re.search(message, warning)
     assert any(re.search(message, problem.what) for problem in ss.verify(url).problems)

@@ -321,9 +321,9 @@ def test_single_files_on_s3_form_samples_as_documented(readme_bucket: None) -> N
         with fsspec.open(f"s3://{_BUCKET}/files/{number}.txt", "wb") as stream:
             stream.write(f"text {number}".encode())
     ss.pack(f"s3://{_BUCKET}/files/", f"s3://{_BUCKET}/packed/", kind="files")
-    stream = ss.ShardDataset.from_prefix(f"s3://{_BUCKET}/packed/").decode()
+    stream = ss.ShardDataset(f"s3://{_BUCKET}/packed/").decode()
     assert [sample["txt"] for sample in stream] == [f"text {number}" for number in range(4)]
-    assert ss.ShardMapDataset(f"s3://{_BUCKET}/packed/").decode()[2]["txt"] == "text 2"
+    assert ss.ShardDataset(f"s3://{_BUCKET}/packed/").by_number().decode()[2]["txt"] == "text 2"
     assert len(ss.ShardDataset([f"s3://{_BUCKET}/packed/000000.tar"])) == 4
     with fsspec.open(f"s3://{_BUCKET}/checkpoint.pt", "wb") as checkpoint:
         torch.save({"step": 3}, checkpoint)

@@ -3,6 +3,7 @@
 from shardstream.catalog.class_names import (
     Classes,
     ClassNames,
+    StoredClassNames,
     common_classes,
     find_difference,
     read_all_classes,
@@ -36,6 +37,7 @@ __all__ = [
     "Listing",
     "ObjectCatalog",
     "ShardCatalog",
+    "StoredClassNames",
     "VerifiedReader",
     "Verify",
     "Where",

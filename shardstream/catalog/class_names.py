@@ -110,30 +110,23 @@ def warn_of_difference(found: Mapping[str, Classes], *, stacklevel: int = 3) -> 
 
 
 class ClassNames:
-    """The class names of shards, read at the first access.
+    """The class names of the folders or datasets that are read together.
 
     Args:
-        located: The shards.
-        storage: Storage of the shards.
+        found: Folder or dataset -> its class names; those without any are left out.
     """
 
-    def __init__(self, located: LocatedShards, storage: Storage) -> None:
-        self._storage = storage
-        self._manifest_url = located.manifest_url
-        self.folders = located.folders
-        """Folders of the shards."""
+    def __init__(self, found: Mapping[str, Classes]) -> None:
+        self._found = found
 
-    @cached_property
-    def found(self) -> dict[str, Classes]:
-        """Folder -> class names: of the manifest's folder, or else of each folder of shards that has some.
+    @property
+    def found(self) -> Mapping[str, Classes]:
+        """Folder or dataset -> its class names.
 
         Raises:
             StorageError: If a folder cannot be read.
         """
-        first = () if self._manifest_url is None else (parent_url(self._manifest_url),)
-        found = read_all_classes(first, self._storage)
-        rest = [folder for folder in self.folders if folder not in first]
-        return found or read_all_classes(rest, self._storage)
+        return self._found
 
     @property
     def names(self) -> Classes | None:
@@ -153,3 +146,30 @@ class ClassNames:
                 f"class numbers differ among these shards: {difference}; write each folder separately"
             )
         return self.names
+
+
+class StoredClassNames(ClassNames):
+    """The class names of shards, read at the first access.
+
+    Args:
+        located: The shards.
+        storage: Storage of the shards.
+    """
+
+    def __init__(self, located: LocatedShards, storage: Storage) -> None:
+        self._storage = storage
+        self._manifest_url = located.manifest_url
+        self.folders = located.folders
+        """Folders of the shards."""
+
+    @cached_property
+    def found(self) -> Mapping[str, Classes]:
+        """Folder -> class names: of the manifest's folder, or else of each folder of shards that has some.
+
+        Raises:
+            StorageError: If a folder cannot be read.
+        """
+        first = () if self._manifest_url is None else (parent_url(self._manifest_url),)
+        found = read_all_classes(first, self._storage)
+        rest = [folder for folder in self.folders if folder not in first]
+        return found or read_all_classes(rest, self._storage)

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.catalog.class_names import ClassNames, read_all_classes
+from shardstream.catalog.class_names import StoredClassNames, read_all_classes
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import (
     NotFoundError,
@@ -117,7 +117,7 @@ def list_shards(
         indexed=located.indexed,
         name=name,
         manifest_url=located.manifest_url,
-        classes=ClassNames(located, storage).names,
+        classes=StoredClassNames(located, storage).names,
     )
 
 

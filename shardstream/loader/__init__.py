@@ -24,10 +24,10 @@ from shardstream.loader.device_transfer import (
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.join_dataset import join
 from shardstream.loader.loader import ShardLoader
-from shardstream.loader.map_dataset import ShardMapDataset
+from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
-from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
+from shardstream.loader.object_dataset import ObjectDataset
 from shardstream.loader.option_checks import warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
@@ -43,14 +43,13 @@ __all__ = [
     "CatalogDataset",
     "DeviceCopies",
     "EpochAgreement",
+    "MapDataset",
     "ObjectDataset",
-    "ObjectMapDataset",
     "PinnedMemory",
     "RingBuffer",
     "RingMessage",
     "ShardDataset",
     "ShardLoader",
-    "ShardMapDataset",
     "StreamDataset",
     "Trial",
     "WorkerIterator",

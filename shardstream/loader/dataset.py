@@ -14,6 +14,7 @@ from shardstream.catalog import (
     ClassNames,
     Keys,
     ShardCatalog,
+    StoredClassNames,
     Where,
     choose_samples,
     lacks_index,
@@ -25,14 +26,14 @@ from shardstream.distributed import (
     accelerate_loader,
     is_one_of_several,
 )
-from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
+from shardstream.errors import NoIndexWarning, OptionError, redact, shown
 from shardstream.loader.epochs import Epochs
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
+from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.steps import StreamSteps
 from shardstream.pipeline import (
-    IndexedSource,
     OnError,
     OrderOptions,
     Pipeline,
@@ -53,6 +54,7 @@ from shardstream.pipeline import (
     field_names,
     first_stages,
     keep_fields,
+    numbered_source,
     open_sequential_source,
     options_or_default,
     records_of,
@@ -81,11 +83,15 @@ class StreamDataset(StreamSteps, SplitDataset):
     Args:
         pipeline: Source and stages.
         placement: Rank and world size; None detects them when the dataset is iterated.
+        class_names: Names of the classes.
     """
 
-    def __init__(self, pipeline: Pipeline, placement: Placement | None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, placement: Placement | None, class_names: ClassNames
+    ) -> None:
         self.pipeline = pipeline
         self.given_placement = placement
+        self.class_names = class_names
         self._is_placement_of_parent = False
         self._length: int | None = None
         self._epochs = Epochs()
@@ -114,13 +120,35 @@ class StreamDataset(StreamSteps, SplitDataset):
         Raises:
             OptionError: If the shards are read without an index.
         """
-        source = self.pipeline.source
-        if not isinstance(source, IndexedSource):
+        return numbered_source(self.pipeline.source).samples
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, in the order of the numbers in ``cls``, from the ``classes.json`` that `pack` writes.
+
+        None if there is no such file, or if folders or datasets that are read together number their classes differently.
+
+        Raises:
+            StorageError: If the folder cannot be read.
+        """
+        return self.class_names.names
+
+    def by_number(self) -> MapDataset:
+        """Return the samples by number, with the steps so far, for samplers, ``Subset`` and ``random_split`` of torch.
+
+        Number i is sample i of the order without ``shuffle``, so `samples` has it, too. Steps may follow. All ranks see all samples, and a bad
+        sample is an error, whatever ``on_error`` is. They begin at the epoch of `set_epoch`, and have a ``set_epoch`` of their own.
+
+        Raises:
+            OptionError: If the samples have no numbers: of shards without an index, drawn by weights, or after a step that changes counts; or
+                the dataset has ``placement=``.
+        """
+        given = self.given_placement
+        if given is not None and given.world_size > 1:
             raise OptionError(
-                "these shards are read without an index, so their samples have no numbers; run 'shardstream index' on their folder",
-                shard=source.place()[1],
+                "placement= chooses the samples of one rank, but all samples have a number; leave it out, and use torch's DistributedSampler"
             )
-        return source.samples
+        return MapDataset(self.pipeline, self.class_names, epoch=self._epochs.chosen[0])
 
     @property
     def has_given_placement(self) -> bool:
@@ -199,8 +227,7 @@ class StreamDataset(StreamSteps, SplitDataset):
     def __getitem__(self, number: object) -> Any:
         """Refuse indexing."""
         raise OptionError(
-            f"a {type(self).__name__} is read in the order of its epoch, not by number {number!r}; "
-            "use ShardMapDataset (or ObjectMapDataset) for that"
+            f"a {type(self).__name__} is read in the order of its epoch; for number {number!r} use dataset.by_number()[{number!r}]"
         )
 
     def __repr__(self) -> str:
@@ -240,11 +267,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             raise OptionError(
                 "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)"
             )
-        return records_of(self.pipeline, self._checked_classes(), self._epochs.chosen[0])
-
-    def _checked_classes(self) -> tuple[str, ...] | None:
-        """Return the names of the classes; refuse samples that number them differently."""
-        return None
+        return records_of(self.pipeline, self.class_names.checked_names, self._epochs.chosen[0])
 
     def with_length(self, length: int) -> Self:
         """Set the ``len`` of a dataset of unknown length, in items, also for a `ShardLoader`.
@@ -327,7 +350,8 @@ class CatalogDataset(StreamDataset):
             reading=reading,
         )
         source = draw_samples(source, weights)
-        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
+        pipeline = Pipeline(source=source, stages=stages, on_error=on_error)
+        super().__init__(pipeline, placement, ClassNames({}))
 
 
 class ShardDataset(StreamDataset):
@@ -413,32 +437,7 @@ class ShardDataset(StreamDataset):
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
-        super().__init__(pipeline, placement)
-        self._class_names = open_class_names(located, storage)
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes, in the order of the numbers in ``cls``, from the ``classes.json`` that `pack` writes.
-
-        None if there is no such file, or if folders that are read together number their classes differently.
-
-        Raises:
-            StorageError: If the folder cannot be read.
-        """
-        return self._class_names.names
-
-    def _checked_classes(self) -> tuple[str, ...] | None:
-        return self._class_names.checked_names
-
-    @classmethod
-    def from_prefix(cls, prefix: str, **options: Any) -> ShardDataset:
-        """Open all shards under a folder or name prefix, as the S3 connector does."""
-        if prefix.endswith("/"):
-            return cls(prefix, **options)
-        try:
-            return cls(prefix, **options)
-        except NotFoundError:
-            return cls(f"{prefix}*", **options)
+        super().__init__(pipeline, placement, open_class_names(located, storage))
 
 
 def current_worker_info(dataset: IterableDataset[Any], placement: Placement) -> WorkerInfo:
@@ -470,7 +469,7 @@ def _describe_repeat(dataset: StreamDataset, epoch: int) -> str:
 
 def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:
     """Return the class names of a dataset; warn if its folders number their classes differently."""
-    class_names = ClassNames(located, storage)
+    class_names = StoredClassNames(located, storage)
     if len(class_names.folders) > 1:  # a single folder is read lazily
         warn_of_difference(class_names.found, stacklevel=4)  # of the caller of a dataset
     return class_names

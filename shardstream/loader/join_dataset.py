@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardstream.catalog import Classes, ClassNames
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import ShardDataset, StreamDataset
 from shardstream.pipeline import Pipeline, SamplesSource, WeightedSource
@@ -79,8 +80,9 @@ def join(
             "subset=, or choose missing='keep'"
         )
     joined = Pipeline(source=replace(source, samples=samples), on_error=first.pipeline.on_error)
+    # Of the dataset whose field ``cls`` is taken; if it has none, of the first.
     numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
-    return JoinDataset(joined, first, numbering)
+    return JoinDataset(joined, first, _FirstClassNames([*numbering, first]))
 
 
 class JoinDataset(StreamDataset):
@@ -88,25 +90,24 @@ class JoinDataset(StreamDataset):
 
     Args:
         pipeline: The joined samples.
-        first: The first dataset.
-        numbering: The joined dataset whose field ``cls`` is taken, if any.
+        first: The first dataset, whose epoch it follows.
+        class_names: Names of the classes.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, first: ShardDataset, numbering: Sequence[ShardDataset]
-    ) -> None:
-        super().__init__(pipeline, first.given_placement)
-        self._numbering = (*numbering, first)
+    def __init__(self, pipeline: Pipeline, first: StreamDataset, class_names: ClassNames) -> None:
+        super().__init__(pipeline, first.given_placement, class_names)
         self._epochs = first._epochs.chained()
 
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes of the dataset whose ``cls`` is taken; if it has none, of the first, as `ShardDataset.classes`."""
-        return next((one.classes for one in self._numbering if one.classes), None)
 
-    def _checked_classes(self) -> tuple[str, ...] | None:
-        found = (one._checked_classes() for one in self._numbering)
-        return next((names for names in found if names), None)
+class _FirstClassNames(ClassNames):
+    """The class names of the first dataset that has any, read at the first access."""
+
+    def __init__(self, datasets: Sequence[StreamDataset]) -> None:
+        self._all_names = [one.class_names for one in datasets]
+
+    @property
+    def found(self) -> Mapping[str, Classes]:
+        return next((one.found for one in self._all_names if one.found), {})
 
 
 def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> SamplesSource:

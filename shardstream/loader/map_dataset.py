@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Self, overload
@@ -14,25 +14,21 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from shardstream.catalog import (
-    Keys,
-    ShardCatalog,
-    Where,
-    choose_samples,
-)
+from shardstream.catalog import ClassNames
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.loader.collation import SharedNumbers
-from shardstream.loader.dataset import open_class_names
 from shardstream.loader.epoch_chain import EpochChain
 from shardstream.loader.notebook_view import SampleView, samples_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     Decode,
+    IndexedSource,
     ItemStage,
+    KeepFields,
     MapDict,
+    OpenFields,
     Pipeline,
-    ReadOptions,
     Records,
     Rename,
     Runner,
@@ -42,19 +38,16 @@ from shardstream.pipeline import (
     ToTuple,
     check_epoch,
     check_stage,
-    field_names,
-    first_stages,
-    options_or_default,
+    numbered_source,
     records_of,
-    whole_number,
 )
-from shardstream.samples import Choice, Fetcher, Numbers, Samples, Subset
-from shardstream.storage import Urls, locate_shards, new_lock
+from shardstream.samples import Fetcher, Numbers, Samples, Subset
+from shardstream.storage import new_lock
 
 # 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.
 MAX_COUNTERS = 1 << 22
 
-_NEVER_DRAW = (Decode, MapDict, Rename, ToTuple)
+_NEVER_DRAW = (Decode, KeepFields, MapDict, OpenFields, Rename, ToTuple)
 
 _opening = new_lock()
 
@@ -69,26 +62,49 @@ class _Opened(NamedTuple):
 
 
 class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
-    """Samples by number, of shards or loose files; thread-safe if the user's functions are.
+    """Samples of a dataset by number, as `by_number` returns them: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
+
+    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and ``random_split``. A batch is
+    fetched with few range reads of neighbouring samples; of loose files with 32 requests in flight. Thread-safe if the user's functions are.
 
     Args:
-        samples: The samples.
-        seed: For ``map(rng=True)``.
-        stages: Steps that come first.
+        pipeline: Samples and steps; a step gives one item for each.
+        class_names: Names of the classes.
+        epoch: Epoch of ``map(rng=True)``.
+
+    Raises:
+        OptionError: If the samples of the pipeline have no numbers.
     """
 
-    def __init__(self, samples: Samples, *, seed: int, stages: tuple[Stage, ...] = ()) -> None:
-        self._all_samples = samples
-        self._numbers: Numbers | range = range(len(samples))
-        self._pipeline = Pipeline(
-            source=SamplesSource(samples=samples, seed=whole_number("seed", seed)),
-            stages=stages,
-        )
+    def __init__(self, pipeline: Pipeline, class_names: ClassNames, *, epoch: int = 0) -> None:
+        source = _numbered_source(pipeline)
+        self._all_samples = source.samples
+        self._numbers: Numbers | range = range(len(source.samples))
+        self._pipeline = replace(pipeline, source=source, on_error="raise")
+        self._class_names = class_names
         self._opened: _Opened | None = None
         # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
-        self._epoch = SharedNumbers(0, 0)  # and the number of `set_epoch` calls
-        self._reads: torch.Tensor | None = None
+        self._epoch = SharedNumbers(epoch, 0)  # and the number of `set_epoch` calls
+        is_one = isinstance(source, SamplesSource)  # datasets of a mix may have steps of their own
+        draws = not is_one or any(map(_may_draw, pipeline.stages))
+        self._reads = _new_counters(len(source.samples)) if draws else None
         self._parent_placement = Placement()  # of the process that spawned this one
+
+    @property
+    def samples(self) -> Samples:
+        """The samples by number, without the steps, for views over them and `CatalogDataset`."""
+        if isinstance(self._numbers, range) and len(self) == len(self._all_samples):
+            return self._all_samples
+        return Subset(self._all_samples, np.asarray(self._numbers))
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, as `ShardDataset.classes`.
+
+        Raises:
+            StorageError: If a folder cannot be read.
+        """
+        return self._class_names.names
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -183,14 +199,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         Raises:
             OptionError: If the samples are loose files, or a step returns no dict.
         """
-        found = records_of(self._pipeline, self._checked_classes(), self.epoch)
-        if isinstance(self._numbers, range) and len(self) == len(self._all_samples):
-            return found
-        return replace(found, samples=Subset(self._all_samples, np.asarray(self._numbers)))
-
-    def _checked_classes(self) -> tuple[str, ...] | None:
-        """Return the names of the classes; refuse samples that number them differently."""
-        return None
+        found = records_of(self._pipeline, self._class_names.checked_names, self.epoch)
+        return replace(found, samples=self.samples)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
@@ -234,8 +244,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         check_stage(stage)
         if not isinstance(stage, ItemStage):
             raise OptionError(
-                f"a map-style dataset cannot use {type(stage).__name__}: it would change the sample numbers; "
-                "use a ShardDataset or ObjectDataset"
+                f"samples by number cannot use {type(stage).__name__}: it would change their numbers; "
+                "leave by_number() out"
             )
         changed = self._copy()
         changed._pipeline = self._pipeline.then(stage)
@@ -251,59 +261,25 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         return changed
 
 
-class ShardMapDataset(MapDataset):
-    """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
-
-    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
-    ``random_split``. A batch is fetched with few range reads of neighbouring samples. Without a sampler, `ShardDataset` is
-    faster, because it can prefetch. Thread-safe.
-
-    Args:
-        urls: As in `ShardDataset`; every shard must be local or have an index.
-        subset: Some samples only, as in `ShardDataset`: ``ds[i]`` is the sample ``subset[i]``.
-        where: The samples whose columns fulfil a condition only, as in `ShardDataset`.
-        seed: For ``map(rng=True)``.
-        fields: Some fields only, as in `ShardDataset`.
-        storage_options: For fsspec.
-        read: As in `ShardDataset`.
+def _numbered_source(pipeline: Pipeline) -> IndexedSource:
+    """Return the source of a pipeline whose items have the numbers of its samples, without shuffle.
 
     Raises:
-        OptionError: If a shard has no index and is not local.
-        UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If the dataset is not found or cannot be read.
+        OptionError: If they have none.
     """
-
-    def __init__(  # noqa: PLR0913  (the public door)
-        self,
-        urls: Urls,
-        *,
-        subset: Choice | Keys | None = None,
-        where: Where | None = None,
-        seed: int = 0,
-        fields: Sequence[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        read: ReadOptions | None = None,
-    ) -> None:
-        read = options_or_default(read, ReadOptions)
-        storage = read.open_storage(storage_options)
-        located = locate_shards(urls, storage)
-        stages, places = first_stages(fields, read.lazy, located.fields, storage)
-        whole = ShardCatalog(located, storage, read.verify, field_names(fields), places)
-        chosen = choose_samples(whole, subset, where)
-        super().__init__(chosen, seed=seed, stages=tuple(stages))
-        self._class_names = open_class_names(located, storage)
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Names of the classes, as `ShardDataset.classes`.
-
-        Raises:
-            StorageError: If the folder cannot be read.
-        """
-        return self._class_names.names
-
-    def _checked_classes(self) -> tuple[str, ...] | None:
-        return self._class_names.checked_names
+    source = numbered_source(pipeline.source)
+    described = source.describe(steps=False)
+    if "weights" in described or described.get("mix", {}).get("weights") is not None:
+        raise OptionError(
+            "weights draw the samples of an epoch, so these have no numbers; leave weights out, and give torch's DataLoader a WeightedRandomSampler"
+        )
+    for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
+        if not isinstance(stage, ItemStage):
+            raise OptionError(
+                f"the step {step.partition('(')[0]} changes the number of items, so these have no numbers; leave it out, or choose samples with "
+                "where= or subset="
+            )
+    return replace(source, shuffle=False) if isinstance(source, SamplesSource) else source
 
 
 def _may_draw(stage: Stage) -> bool:

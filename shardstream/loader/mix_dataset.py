@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from shardstream.catalog import Classes, common_classes, warn_of_difference
+from shardstream.catalog import Classes, ClassNames, warn_of_difference
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import OPTIONS_OF_OPENING, StreamDataset
@@ -93,19 +93,15 @@ def mix(  # noqa: PLR0913  (the public door)
     pipeline = Pipeline(
         source=_source(recipe, whole_number("seed", seed), order, read), on_error=policies[0]
     )
-    mixed = MixDataset(pipeline, placements.pop())
     found = _classes(named)
     warn_of_difference(found)
-    mixed.classes = common_classes(found)
-    return mixed
+    return MixDataset(pipeline, placements.pop(), ClassNames(found))
 
 
 def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
     """Return name -> class names, for the datasets that have class names."""
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look") as pool:
-        classes_or_none = pool.map(
-            lambda dataset: getattr(dataset, "classes", None), named.values()
-        )
+        classes_or_none = pool.map(lambda dataset: dataset.classes, named.values())
         return {
             f"dataset {name!r}": names
             for name, names in zip(named, classes_or_none, strict=True)
@@ -149,9 +145,6 @@ def _indexed_source(name: str, part: Pipeline) -> IndexedSource:
 
 class MixDataset(StreamDataset):
     """The dataset that `mix` returns."""
-
-    classes: tuple[str, ...] | None = None
-    """Names of the classes, as `ShardDataset.classes`; None if no dataset has any, or their numbers differ."""
 
     def counts(self, epoch: int = 0, *, batch_size: int | None = None) -> dict[str, int]:
         """Return the samples of each dataset in an epoch, over all ranks.

@@ -27,7 +27,7 @@ class SampleView(dict[str, Any]):
 def show(value: Any) -> Shown:
     """Return an object that a notebook shows: a dataset, a sample, or a batch with its pictures.
 
-    Datasets, ``loader.stats()`` and the samples of a `ShardMapDataset` show themselves; batches are plain dicts and tuples, which do not.
+    Datasets, ``loader.stats()`` and the samples of ``dataset.by_number()`` show themselves; batches are plain dicts and tuples, which do not.
 
     Args:
         value: A dataset, a sample (a dict with ``__key__``), or a batch as a loader returns it.

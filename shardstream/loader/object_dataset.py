@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
-from shardstream.catalog import LabelFunction, ObjectCatalog, folder_label
+from shardstream.catalog import ClassNames, LabelFunction, ObjectCatalog, folder_label
 from shardstream.distributed import Placement
 from shardstream.errors import NotFoundError, OptionError
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.map_dataset import MapDataset
 from shardstream.pipeline import (
     OnError,
     OrderOptions,
@@ -33,31 +32,7 @@ Label = Literal["folder"] | LabelFunction
 _OF_SHARDS = ("index", "lazy", "verify")  # options of reading
 
 
-class _ObjectDatasetMixin:
-    """Constructors and class names that datasets of loose files share."""
-
-    classes: tuple[str, ...] | None
-    """Names of the classes, in the order of their labels; None if `label` gave numbers, or was omitted."""
-
-    @classmethod
-    def from_prefix(cls, prefix: str, **options: Any) -> Self:
-        """Open all files under a folder or name prefix, as the S3 connector does."""
-        read = options_or_default(options.get("read"), ReadOptions)
-        storage = read.open_storage(options.get("storage_options"))
-        return cls._from_urls(list_beginning(prefix, storage), options)
-
-    @classmethod
-    def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
-        """Open files by URL; each costs requests for its size."""
-        return cls._from_urls(urls, options)
-
-    @classmethod
-    def _from_urls(cls, urls: Sequence[str], options: Mapping[str, Any]) -> Self:
-        made: Self = cast("Any", cls)(urls, **options)
-        return made
-
-
-class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
+class ObjectDataset(StreamDataset):
     """Samples of loose files, with the splits, order, state and steps of `ShardDataset`.
 
     Keys and fields are those of ``shardstream pack URL DEST --kind files``: the key is the path up to the first dot of its last
@@ -120,49 +95,16 @@ class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
         )
         source = draw_samples(source, weights)
         stages = () if fields is None else (keep_fields(fields, catalog.fields),)
-        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
-        self.classes = catalog.classes
+        names = {} if catalog.classes is None else {"label=": catalog.classes}
+        pipeline = Pipeline(source=source, stages=stages, on_error=on_error)
+        super().__init__(pipeline, placement, ClassNames(names))
 
-
-class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
-    """Samples of loose files by number: ``ds[i]``, ``len(ds)``.
-
-    The map-style `ObjectDataset`, for samplers, subsets and splits. A batch is fetched with 32 requests in flight.
-
-    Args:
-        urls: As in `ObjectDataset`, like the next three.
-        label: As in `ObjectDataset`.
-        classes: As in `ObjectDataset`.
-        suffixes: As in `ObjectDataset`.
-        seed: For ``map(rng=True)``.
-        fields: As in `ObjectDataset`.
-        storage_options: For fsspec.
-        read: As in `ObjectDataset`.
-
-    Raises:
-        OptionError: As in `ObjectDataset`.
-        SourceError: As in `ObjectDataset`.
-        StorageError: As in `ObjectDataset`.
-    """
-
-    def __init__(  # noqa: PLR0913  (the public door)
-        self,
-        urls: Urls,
-        *,
-        label: Label | None = None,
-        classes: Sequence[str] | None = None,
-        suffixes: str | Sequence[str] | None = None,
-        seed: int = 0,
-        fields: Sequence[str] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        read: ReadOptions | None = None,
-    ) -> None:
-        read = options_or_default(read, ReadOptions)
-        catalog = _open(urls, _open_storage(read, storage_options), suffixes)
-        _set_labels(catalog, label, classes)
-        stages = () if fields is None else (keep_fields(fields, catalog.fields),)
-        super().__init__(catalog, seed=seed, stages=stages)
-        self.classes = catalog.classes
+    @classmethod
+    def from_prefix(cls, prefix: str, **options: Any) -> Self:
+        """Open all files under a folder or name prefix, as the S3 connector does."""
+        read = options_or_default(options.get("read"), ReadOptions)
+        storage = read.open_storage(options.get("storage_options"))
+        return cls(list_beginning(prefix, storage), **options)
 
 
 def _open_storage(read: ReadOptions, storage_options: Mapping[str, Any] | None) -> Storage:

@@ -74,7 +74,7 @@ def check_options(
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
         raise OptionError(
             "a ShardLoader takes no sampler, the dataset splits and shuffles; draw by weight with ShardDataset(weights=), and for "
-            "other samplers use a ShardMapDataset with torch's DataLoader"
+            "other samplers use dataset.by_number() with torch's DataLoader"
         )
     if not options.get("in_order", True):
         raise OptionError(

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import numpy as np
 
 from shardstream.catalog import (
-    ClassNames,
     ShardCatalog,
+    StoredClassNames,
 )
 from shardstream.errors import OptionError, plural, redact
 from shardstream.format import (
@@ -127,7 +127,7 @@ def reshard(  # noqa: PLR0913  (public door)
         ss.reshard(ss.ShardDataset("images/", where="width >= 512").map(add_caption), "large/", seed=1)
 
     Args:
-        source: A `ShardDataset`, `ShardMapDataset`, `CatalogDataset` or `join` with its steps and the epoch of `set_epoch`, without shuffle, weights and steps that need
+        source: A `ShardDataset`, `CatalogDataset` or `join`, also `by_number`, with its steps and the epoch of `set_epoch`, without shuffle, weights and steps that need
             several samples; or shards as for `ShardDataset`: a folder, pattern, tar or list. Remote shards need an index.
         dest: Folder, or pattern with ``{shard}``.
         max_samples: Maximum samples of a shard.
@@ -217,7 +217,7 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
         storage = Storage(options)
         located = locate_shards(source, storage)
         samples = ShardCatalog(located, storage)
-        records = Records(samples=samples, classes=ClassNames(located, storage).checked_names)
+        records = Records(samples=samples, classes=StoredClassNames(located, storage).checked_names)
     else:
         raise OptionError(
             f"reshard takes URLs of shards, or a dataset of shardstream, not a {type(source).__name__}"

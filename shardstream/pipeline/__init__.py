@@ -28,6 +28,7 @@ from shardstream.pipeline.indexed_source import (
     SamplesSource,
     default_partition,
     group_by_window,
+    numbered_source,
     plan_steps,
 )
 from shardstream.pipeline.loader_state import (
@@ -159,6 +160,7 @@ __all__ = [
     "group_by_window",
     "keep_fields",
     "like_tuple",
+    "numbered_source",
     "open_runner",
     "open_sequential_source",
     "open_stages",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.distributed import WorkerInfo
-from shardstream.errors import redact
+from shardstream.errors import OptionError, redact
 from shardstream.format import Rows, Sample
 from shardstream.order import (
     EpochOrder,
@@ -140,6 +140,20 @@ class IndexedSource(Source):
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first shard, and its URL."""
         return self.samples.storage, self.samples.url_of(0) if self.samples.num_shards else ""
+
+
+def numbered_source(source: Source) -> IndexedSource:
+    """Return a source whose samples have numbers.
+
+    Raises:
+        OptionError: If its shards are read without an index.
+    """
+    if not isinstance(source, IndexedSource):
+        raise OptionError(
+            "these shards are read without an index, so their samples have no numbers; run 'shardstream index' on their folder",
+            shard=source.place()[1],
+        )
+    return source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

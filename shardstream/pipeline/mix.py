@@ -115,7 +115,7 @@ class MixIndexedSource(IndexedSource):
     recipe: MixRecipe
     sources: tuple[IndexedSource, ...]
     samples: Concat
-    seed: int
+    seed: int = 0
     options: OrderOptions
     reading: ReadOptions
     shuffle: bool = field(init=False, default=True)
@@ -211,8 +211,9 @@ class _PartSteps:
             of_part = part_numbers[places].tolist()
             kept, kept_numbers = self._runners[part]([items[place] for place in places], of_part)
             self._skips.samples_per_dataset[self._names[part]] += len(places)
-            place_of = dict(zip(of_part, places, strict=True))
-            moved.update(zip(map(place_of.__getitem__, kept_numbers), kept, strict=True))
+            asked = zip(of_part, places, strict=True)  # a number may be asked for twice
+            for number, item in zip(kept_numbers, kept, strict=True):
+                moved[next(place for one, place in asked if one == number)] = item
         order = sorted(moved)
         return [moved[place] for place in order], [numbers[place] for place in order]
 

@@ -159,7 +159,7 @@ def _open(
     if not isinstance(urls_or_dataset, StreamDataset):
         if hasattr(urls_or_dataset, "__getitems__"):
             raise OptionError(
-                f"{type(urls_or_dataset).__name__} reads single samples by number; pass its URLs, or a ShardDataset"
+                f"{type(urls_or_dataset).__name__} reads single samples by number; pass the dataset without by_number()"
             )
         return ShardDataset(urls_or_dataset, storage_options=storage_options, **read_options)
     given = [*read_options, *(["storage_options"] if storage_options is not None else [])]

@@ -386,7 +386,7 @@ def test_bit_flip_ends_the_epoch_only_with_verify(
     assert len(list(ss.ShardDataset(str(folder)))) == 24
     for dataset in (
         ss.ShardDataset(str(folder), read=ss.ReadOptions(verify="sha256"), on_error="skip"),
-        ss.ShardMapDataset(str(folder), read=ss.ReadOptions(verify="sha256")),
+        ss.ShardDataset(str(folder), read=ss.ReadOptions(verify="sha256")).by_number(),
         ss.mix([ss.ShardDataset(str(folder), read=ss.ReadOptions(verify="sha256"))]),
     ):
         with pytest.raises(IndexMismatchError, match="the manifest says"):

@@ -64,7 +64,7 @@ def page_of(value: Any) -> Page:
 def test_dataset_shows_counts_and_samples_from_everywhere(tmp_path: Path, steps: bool) -> None:
     folder = write(tmp_path)
     dataset: Any = ss.ShardDataset(folder, shuffle=True)
-    by_number: Any = ss.ShardMapDataset(folder)
+    by_number: Any = ss.ShardDataset(folder).by_number()
     for one in (dataset, by_number):
         page = page_of(one.decode("rgb8") if steps else one)
         assert "samples100shards3" in page.text
@@ -85,7 +85,7 @@ def test_datasets_without_numbers_samples_or_store(tmp_path: Path) -> None:
     folder = Path(numbered(tmp_path / "data", 20, 10))
     streamed = ss.ShardDataset(str(folder), read=ss.ReadOptions(index="ignore"))
     assert "shardstream index" in page_of(streamed).text
-    assert "samples0" in page_of(ss.ShardMapDataset(str(folder))[:0]).text
+    assert "samples0" in page_of(ss.ShardDataset(str(folder)).by_number()[:0]).text
     dataset = ss.ShardDataset(str(folder))
     for tar in folder.glob("*.tar"):
         tar.unlink()
@@ -94,7 +94,10 @@ def test_datasets_without_numbers_samples_or_store(tmp_path: Path) -> None:
 
 def test_sample_shows_its_fields_and_stays_a_dict(tmp_path: Path) -> None:
     folder = write(tmp_path)
-    raw, decoded = ss.ShardMapDataset(folder), ss.ShardMapDataset(folder).decode("rgb8")
+    raw, decoded = (
+        ss.ShardDataset(folder).by_number(),
+        ss.ShardDataset(folder).by_number().decode("rgb8"),
+    )
     for sample in (raw[5], decoded[5]):
         page = page_of(sample)
         assert len(page.pictures) == 2
@@ -121,7 +124,7 @@ def test_batches_and_timings_are_shown(tmp_path: Path) -> None:
     for other in (tuple(batch.values()), [1, 2, 3], {"number": torch.zeros(2)}, {}, [], "text"):
         page_of(ss.show(other))
     assert "waiting for batches" in page_of(loader.stats()).text
-    assert len(page_of(ss.show(ss.ShardMapDataset(str(tmp_path))[3])).pictures) == 2
+    assert len(page_of(ss.show(ss.ShardDataset(str(tmp_path)).by_number()[3])).pictures) == 2
     assert repr(ss.show(batch)) == "<batch>"
 
 
@@ -272,5 +275,5 @@ def test_show_never_raises(value: Any, text: str) -> None:
 def test_dataset_with_many_long_fields_stays_small(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path) as writer:
         writer.write({"__key__": "a"} | {f"{n:03d}{'x' * 5000}.txt": "a" for n in range(50)})
-    for dataset in (ss.ShardDataset(str(tmp_path)), ss.ShardMapDataset(str(tmp_path))):
+    for dataset in (ss.ShardDataset(str(tmp_path)), ss.ShardDataset(str(tmp_path)).by_number()):
         assert "samples1shards1" in page_of(dataset).text

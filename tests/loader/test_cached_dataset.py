@@ -126,11 +126,15 @@ def test_spawned_workers_find_the_cache(server: Server, tmp_path: Path) -> None:
 
 def test_map_dataset_uses_the_cache(server: Server, tmp_path: Path) -> None:
     def open_one() -> Any:
-        return ss.ShardMapDataset(
-            server.url,
-            storage_options=server.options,
-            read=ss.ReadOptions(cache_dir=tmp_path, cache_bytes="1GB"),
-        ).decode()
+        return (
+            ss.ShardDataset(
+                server.url,
+                storage_options=server.options,
+                read=ss.ReadOptions(cache_dir=tmp_path, cache_bytes="1GB"),
+            )
+            .by_number()
+            .decode()
+        )
 
     assert [sample["cls"] for sample in open_one().__getitems__(EVERYTHING)] == EVERYTHING
     server.requests()

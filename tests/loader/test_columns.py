@@ -93,7 +93,7 @@ def test_condition_chooses_the_samples(folder: str, where: Any, expected: list[i
     assert [sample["__key__"] for sample in dataset] == keys
     shuffled = keys_of(folder, where=where, shuffle=True, seed=3)
     assert sorted(shuffled) == keys
-    by_number = ss.ShardMapDataset(folder, where=where)
+    by_number = ss.ShardDataset(folder, where=where).by_number()
     assert by_number[len(keys) - 1]["__key__"] == keys[-1]
 
 

@@ -61,11 +61,11 @@ def test_subset_of_the_shards_is_a_dataset(folder: str) -> None:
     assert found(ss.ShardDataset(f"{folder}/00000[12].tar")) == list(range(8, 24))
 
 
-def test_from_prefix_reads_all_shards_under_a_prefix(folder: str) -> None:
-    for prefix in (folder, f"{folder}/", f"{folder}/0000"):
-        assert found(ss.ShardDataset.from_prefix(prefix)) == list(range(50))
+def test_shards_under_a_prefix_of_names_are_read(folder: str) -> None:
+    for prefix in (folder, f"{folder}/", f"{folder}/0000*"):
+        assert found(ss.ShardDataset(prefix)) == list(range(50))
     with pytest.raises(StorageError, match="no shard matches this pattern"):
-        ss.ShardDataset.from_prefix(f"{folder}/none")
+        ss.ShardDataset(f"{folder}/none*")
 
 
 def test_samples_are_bytes_until_they_are_decoded(folder: str) -> None:
@@ -242,7 +242,10 @@ def test_datasets_and_loaders_hold_no_descriptors(folder: str) -> None:
     before, held = count(), list[Any]()
     for _ in range(40):
         dataset = ss.ShardDataset(folder).decode().map(len)
-        held += [ss.ShardLoader(dataset, batch_size=2), ss.ShardMapDataset(folder).to_tuple("cls")]
+        held += [
+            ss.ShardLoader(dataset, batch_size=2),
+            ss.ShardDataset(folder).by_number().to_tuple("cls"),
+        ]
     assert count() - before < 10
 
 
@@ -383,10 +386,10 @@ def test_two_iterators_are_independent(folder: str) -> None:
         assert type(numbers[0]) is int
 
 
-def test_indexing_names_shard_map_dataset(folder: str) -> None:
+def test_indexing_names_the_samples_by_number(folder: str) -> None:
     dataset = ss.ShardDataset(folder)
     for one in (dataset, ss.mix([dataset, dataset], weights=[1, 1])):
-        with pytest.raises(OptionError, match=r"not by number 0; use ShardMapDataset"):
+        with pytest.raises(OptionError, match=r"for number 0 use dataset.by_number\(\)\[0\]"):
             one[0]
 
 

@@ -85,7 +85,7 @@ def test_no_field_leaves_the_keys(folder: str) -> None:
 def test_map_style_and_loose_files_have_the_fields_that_are_named(
     folder: str, tmp_path: Path
 ) -> None:
-    by_number = ss.ShardMapDataset(folder, fields=("cls",), subset=[5, 9]).decode()
+    by_number = ss.ShardDataset(folder, fields=("cls",), subset=[5, 9]).by_number().decode()
     assert [by_number[0]["cls"], sorted(by_number[1])] == [5, ["__key__", "__url__", "cls"]]
     (tmp_path / "a.cls").write_text("3")
     (tmp_path / "a.txt").write_text("text")
@@ -146,7 +146,7 @@ def test_orders_and_random_numbers_do_not_depend_on_the_fields(
 
     assert items(fields=("cls",)) == items()
     by_number = [
-        list(ss.ShardMapDataset(folder, fields=fields).map(noise, rng=True))
+        list(ss.ShardDataset(folder, fields=fields).by_number().map(noise, rng=True))
         for fields in (None, ("cls",))
     ]
     assert by_number[0] == by_number[1]
@@ -219,8 +219,7 @@ def test_datasets_with_fields_are_pickled(folder: str) -> None:
     ],
 )
 def test_unknown_fields_are_refused(folder: str, fields: Any, message: str) -> None:
-    for kind in (ss.ShardDataset, ss.ShardMapDataset):
-        with pytest.raises(OptionError, match=message):
-            kind(folder, fields=fields)
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(folder, fields=fields)
     with pytest.raises(OptionError, match=message):
         ss.ShardDataset(folder, fields=fields, read=ss.ReadOptions(index="ignore"))

@@ -142,12 +142,14 @@ def test_workers_hand_files_out_and_orders_and_states_are_the_same(
 
 def test_other_readers_and_decoders(tmp_path: Path) -> None:
     folder = write(str(tmp_path / "data"))
-    by_number = ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]))
+    by_number = ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"])).by_number()
     assert by_number[4]["bin"].read() == FILE[4]
     assert "bytes in" in repr(by_number[4]["bin"])
     decoded = by_number.decode(fields={"bin": len})  # a decoder of one's own gets the bytes
     assert [sample["bin"] for sample in decoded] == [len(expected(n)) for n in range(COUNT)]
-    some = ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]), fields=["bin", "txt"])
+    some = ss.ShardDataset(
+        folder, read=ss.ReadOptions(lazy=["bin"]), fields=["bin", "txt"]
+    ).by_number()
     assert [*some[0]] == ["__key__", "__url__", "bin", "txt"]
     part = ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"]), subset=[4, 2])
     assert [sample["bin"][:5] for sample in part] == [FILE[4][:5], FILE[2][:5]]
@@ -189,7 +191,7 @@ def overwrite(tar: Path, change: Callable[[bytes], bytes]) -> None:
 def test_a_replaced_shard_is_noticed(tmp_path: Path) -> None:
     folder = write(str(tmp_path / "data"))
     tar = Path(folder) / "000000.tar"
-    dataset = ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]))
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"])).by_number()
     first, third = dataset[0]["bin"], dataset[2]["bin"]
     assert third[:4] == FILE[2][:4]
     whole = tar.read_bytes()
@@ -215,7 +217,7 @@ def test_names_with_capitals(tmp_path: Path) -> None:
                 member.size, member.pax_headers = len(data), {"comment": "x" * 600 * number}
                 tar.addfile(member, io.BytesIO(data))
     ss.index(str(tmp_path), members=True)
-    dataset = ss.ShardMapDataset(str(tmp_path), read=ss.ReadOptions(lazy=["left.bin"]))
+    dataset = ss.ShardDataset(str(tmp_path), read=ss.ReadOptions(lazy=["left.bin"])).by_number()
     assert [sample["left.bin"].read() for sample in dataset] == [FILE[n] for n in range(3)]
     assert [sample["txt"] for sample in dataset] == [b"text"] * 3
 
@@ -271,7 +273,9 @@ def test_a_field_cannot_pretend_to_be_a_place(tmp_path: Path) -> None:
     with ss.ShardWriter(folder) as writer:
         writer.write({"__key__": "a", "bin": bytes(16) + struct.pack("<5Q", 0, 0, 1 << 40, 0, 0)})
     ss.index(folder, members=True)
-    assert len(ss.ShardMapDataset(folder, read=ss.ReadOptions(lazy=["bin"]))[0]["bin"]) == 56
+    assert (
+        len(ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"])).by_number()[0]["bin"]) == 56
+    )
 
 
 @pytest.fixture(scope="module")

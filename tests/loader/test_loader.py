@@ -418,9 +418,9 @@ def test_repr_shows_dataset_and_options(folder: str) -> None:
         f"ShardLoader({dataset!r}, batch_size=8, num_workers=0, rank 1 of 2)"
     )
     assert "batch_size=None" in repr(ss.ShardLoader(dataset.select(selects), None))
-    shown = repr(ss.ShardMapDataset(folder).decode())
-    assert shown == repr(ss.ShardDataset(folder).decode()).replace("Shard", "ShardMap", 1)
-    assert "samples, 5 chosen)" in repr(ss.ShardMapDataset(folder)[:5])
+    shown = repr(ss.ShardDataset(folder).by_number().decode())
+    assert shown == repr(ss.ShardDataset(folder).decode()).replace("Shard", "Map", 1)
+    assert "samples, 5 chosen)" in repr(ss.ShardDataset(folder).by_number()[:5])
 
 
 @pytest.mark.parametrize("persistent", [False, True])

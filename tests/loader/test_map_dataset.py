@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -19,6 +20,7 @@ from torch.utils.data import (
 import shardstream as ss
 from shardstream.errors import OptionError
 from shardstream.storage import RangeResponse, Storage
+from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, numbered
 
@@ -35,11 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def dataset(folder: str) -> ss.ShardMapDataset:
-    return ss.ShardMapDataset(folder).decode()
+def dataset(folder: str) -> ss.loader.MapDataset:
+    return ss.ShardDataset(folder).by_number().decode()
 
 
-def test_map_dataset_is_a_sequence(dataset: ss.ShardMapDataset) -> None:
+def test_map_dataset_is_a_sequence(dataset: ss.loader.MapDataset) -> None:
     assert len(dataset) == 100
     assert [label(dataset[i]) for i in (0, 14, 15, 99, -1, -100)] == [0, 14, 15, 99, 99, 0]
     assert [label(sample) for sample in dataset[10:30:7]] == [10, 17, 24]
@@ -49,14 +51,14 @@ def test_map_dataset_is_a_sequence(dataset: ss.ShardMapDataset) -> None:
 
 
 @pytest.mark.parametrize("index", [100, -101])
-def test_number_out_of_range_is_refused(dataset: ss.ShardMapDataset, index: int) -> None:
+def test_number_out_of_range_is_refused(dataset: ss.loader.MapDataset, index: int) -> None:
     with pytest.raises(IndexError, match="-100 to 99"):
         dataset[index]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samplers_subsets_and_splits_of_torch_work(
-    dataset: ss.ShardMapDataset, workers: int
+    dataset: ss.loader.MapDataset, workers: int
 ) -> None:
     numbers = dataset.map(label)
 
@@ -86,7 +88,7 @@ def test_batch_of_neighbours_needs_few_range_requests(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 100, 50)
-    dataset = ss.ShardMapDataset(f"{bucket}/set").decode()
+    dataset = ss.ShardDataset(f"{bucket}/set").by_number().decode()
     asked: list[tuple[int, int | None]] = []
     real = Storage.read_once
 
@@ -108,7 +110,7 @@ def test_workers_read_from_s3_after_the_main_process(
     bucket: str, s3_env: None, workers: int
 ) -> None:
     numbered(f"{bucket}/set", 40, 15)
-    dataset = ss.ShardMapDataset(f"{bucket}/set").decode().map(label)
+    dataset = ss.ShardDataset(f"{bucket}/set").by_number().decode().map(label)
     assert dataset[7] == 7  # this opens connections and threads in this process
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=8, num_workers=workers, timeout=30 if workers else 0
@@ -125,7 +127,7 @@ def drawn(loader: Any) -> dict[int, float]:
 
 
 def test_random_augmentation_depends_on_epoch_number_and_times_read(folder: str) -> None:
-    dataset = ss.ShardMapDataset(folder, seed=3).decode().map(draw, rng=True)
+    dataset = ss.ShardDataset(folder, seed=3).by_number().decode().map(draw, rng=True)
     first: Sequence[tuple[int, float]] = [dataset[i] for i in (4, 5, 6)]
     again = dataset.__getitems__([4, 5, 6, 4])
     assert len({value for _, value in [*first, *again]}) == 7
@@ -145,8 +147,8 @@ def test_random_augmentation_depends_on_epoch_number_and_times_read(folder: str)
 def test_each_epoch_of_a_plain_loader_has_its_own_random_numbers(
     folder: str, workers: int, context: str | None, sets_epoch: bool
 ) -> None:
-    dataset = copy.deepcopy(ss.ShardMapDataset(folder)[:12].decode().map(draw, rng=True))
-    alone = ss.ShardMapDataset(folder)[:12].decode().map(draw, rng=True)
+    dataset = copy.deepcopy(ss.ShardDataset(folder).by_number()[:12].decode().map(draw, rng=True))
+    alone = ss.ShardDataset(folder).by_number()[:12].decode().map(draw, rng=True)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=3,
@@ -170,7 +172,7 @@ def test_spawned_workers_of_a_rank_draw_as_the_rank_itself(
 ) -> None:
     for name, value in (("is_initialized", True), ("get_rank", 1), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    dataset = ss.ShardMapDataset(folder)[:6].decode().map(draw, rng=True)
+    dataset = ss.ShardDataset(folder).by_number()[:6].decode().map(draw, rng=True)
     alone = dict(copy.copy(dataset))
     loader: DataLoader[Any] = DataLoader(
         dataset, 3, num_workers=1, collate_fn=list, multiprocessing_context="spawn"
@@ -181,8 +183,8 @@ def test_spawned_workers_of_a_rank_draw_as_the_rank_itself(
 def test_random_numbers_of_many_samples_do_not_depend_on_the_order_of_reading(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, ss.ShardMapDataset, MAX_COUNTERS=4)
-    dataset = ss.ShardMapDataset(folder).decode().map(draw, rng=True)
+    set_limits(monkeypatch, ss.loader.MapDataset, MAX_COUNTERS=4)
+    dataset = ss.ShardDataset(folder).by_number().decode().map(draw, rng=True)
     assert len({dataset[n] for n in (1, 5, 1, 5)}) == 4
     dataset.set_epoch(1)
     first = [dataset[n] for n in (1, 5)]
@@ -190,7 +192,9 @@ def test_random_numbers_of_many_samples_do_not_depend_on_the_order_of_reading(
     assert [dataset[n] for n in (5, 1)] == first[::-1]
 
 
-def test_datasets_chained_from_a_map_dataset_follow_its_epoch(dataset: ss.ShardMapDataset) -> None:
+def test_datasets_chained_from_a_map_dataset_follow_its_epoch(
+    dataset: ss.loader.MapDataset,
+) -> None:
     chained = dataset[:5].map(label)
     dataset.set_epoch(2)
     chained.set_epoch(chained.epoch + 1)
@@ -204,15 +208,118 @@ def test_datasets_chained_from_a_map_dataset_follow_its_epoch(dataset: ss.ShardM
 def test_a_copy_of_a_map_dataset_has_an_epoch_and_random_numbers_of_its_own(
     folder: str, travel: Any
 ) -> None:
-    dataset = ss.ShardMapDataset(folder).decode().map(draw, rng=True)
+    dataset = ss.ShardDataset(folder).by_number().decode().map(draw, rng=True)
     other = travel(dataset)
     assert dataset[3] == other[3]
     other.set_epoch(4)
     assert (dataset.epoch, other.epoch) == (0, 4)
 
 
-def test_steps_that_change_counts_are_refused(dataset: ss.ShardMapDataset) -> None:
+def test_steps_that_change_counts_are_refused(dataset: ss.loader.MapDataset) -> None:
     assert not hasattr(dataset, "select")
+
+
+def noise(item: Any, rng: np.random.Generator) -> tuple[int, float]:
+    return label(item), float(rng.random())
+
+
+def datasets_of(folder: str) -> Any:
+    """Return a dataset of each kind, with a step; its samples have the numbers 0 to n - 1 in ``cls``."""
+    whole = ss.ShardDataset(folder, shuffle=True, seed=4, order=ss.OrderOptions(window=16))
+    return {
+        "shuffled": whole.decode(),
+        "subset": ss.ShardDataset(folder, subset=range(40), on_error="skip").decode(),
+        "fields": ss.ShardDataset(folder, fields=["cls"]).decode(),
+        "join": ss.join(whole, {folder: {"other.npy": "npy"}}).decode(),
+        "mix": ss.mix(
+            [
+                ss.ShardDataset(folder, subset=range(60)).decode(),
+                ss.ShardDataset(folder, subset=range(60, 100)),
+            ]
+        ),
+        "mix of mixes": ss.mix([ss.mix([whole.decode()])]),
+        "samples": ss.loader.CatalogDataset(whole.samples).decode(),
+    }
+
+
+KINDS = ("shuffled", "subset", "fields", "join", "mix", "mix of mixes", "samples")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_dataset_is_read_by_number(folder: str, kind: str) -> None:
+    stream = datasets_of(folder)[kind]
+    numbered = stream.by_number()
+    expected = list(range(len(stream)))
+    assert [label(sample) for sample in numbered] == expected
+    assert sorted(label(sample) for sample in stream) == expected
+    assert len(numbered.samples) == len(stream.samples) == len(expected)
+    assert [label(one) for one in numbered.__getitems__([7, 3, 7, 7])] == [7, 3, 7, 7]
+    assert len(numbered[5:9].samples) == 4
+    assert next(iter(numbered)).keys() == next(iter(stream)).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_that_are_asked_for_twice_draw_twice(folder: str, kind: str) -> None:
+    stream = datasets_of(folder)[kind].map(noise, rng=True)
+    numbered = stream.by_number()
+    found = numbered.__getitems__([7, 3, 7, 7])
+    assert [number for number, _ in found] == [7, 3, 7, 7]
+    assert len({draw for _, draw in found}) == 4
+    other = datasets_of(folder)[kind].by_number().map(noise, rng=True)
+    assert other.__getitems__([7, 3, 7, 7]) == found
+
+
+def test_each_part_of_a_mix_applies_its_steps_to_samples_asked_for_twice(folder: str) -> None:
+    parts = {
+        "a": ss.ShardDataset(folder, subset=range(10)).map(lambda one: ("a", label(one))),
+        "b": ss.ShardDataset(folder, subset=range(10)).map(noise, rng=True),
+    }
+    found = ss.mix(parts).by_number().__getitems__([13, 3, 13, 3, 14])
+    assert [one[0] for one in found] == [3, "a", 3, "a", 4]
+    assert found[0][1] != found[2][1]
+
+
+def test_samples_by_number_begin_at_the_epoch_of_their_dataset(folder: str) -> None:
+    stream = ss.ShardDataset(folder)
+    stream.set_epoch(5)
+    numbered = stream.by_number().map(noise, rng=True)
+    assert numbered.epoch == 5
+    stream.set_epoch(6)
+    assert numbered.epoch == 5
+    direct = ss.ShardDataset(folder).by_number().map(noise, rng=True)
+    direct.set_epoch(5)
+    assert direct[4] == numbered[4]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.select(bool), "the step Select changes the number of items"),
+        (lambda one: one.decode().batched(4), "the step Batched changes the number of items"),
+        (lambda one: ss.mix([one], weights=[1.0]), "weights draw the samples of an epoch"),
+        (lambda one: ss.mix({"a": one}, weights=lambda _: {"a": 1.0}), "weights draw"),
+    ],
+)
+def test_items_without_numbers_are_refused(folder: str, change: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        change(ss.ShardDataset(folder)).by_number()
+
+
+def test_the_samples_of_one_rank_have_no_numbers_of_their_own(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, placement=ss.Placement(0, 2))
+    with pytest.raises(OptionError, match="leave it out, and use torch's DistributedSampler"):
+        dataset.by_number()
+    assert len(ss.ShardDataset(folder, placement=ss.Placement()).by_number()) == 100
+
+
+def test_a_bad_sample_is_an_error_by_number(tmp_path: Path) -> None:
+    folder = make_shards(
+        tmp_path, samples=[{"__key__": "a", "cls": 1}, {"__key__": "b", "json": b"{"}]
+    )
+    dataset = ss.ShardDataset(folder, on_error="skip").decode()
+    assert dataset.by_number()[0]["cls"] == 1
+    with pytest.raises(ss.errors.DecodeError):
+        dataset.by_number()[1]
 
 
 def test_remote_set_without_index_is_refused_with_the_command(tmp_path: Path) -> None:
@@ -222,4 +329,11 @@ def test_remote_set_without_index_is_refused_with_the_command(tmp_path: Path) ->
         if file.suffix != ".tar":
             Storage().resolve("memory://")[0].rm_file(f"/unindexed/{file.name}")
     with pytest.raises(OptionError, match="shardstream index"):
-        ss.ShardMapDataset("memory://unindexed")
+        ss.ShardDataset("memory://unindexed", read=ss.ReadOptions(index="require"))
+    with (
+        pytest.warns(ss.errors.NoIndexWarning),
+        pytest.raises(
+            OptionError, match="so their samples have no numbers; run 'shardstream index'"
+        ),
+    ):
+        ss.ShardDataset("memory://unindexed").by_number()

@@ -50,7 +50,7 @@ def test_only_wanted_members_of_large_samples_are_fetched(
             {name: one[name] for name in ("__key__", "__url__", *names)} for one in whole
         ]
         assert nbytes < COUNT * 10_000
-    by_number = ss.ShardMapDataset(folder, fields=["txt"])
+    by_number = ss.ShardDataset(folder, fields=["txt"]).by_number()
     assert [sample["txt"] for sample in by_number] == [b"text %d" % n for n in range(COUNT)]
     assert len(read(folder, "mp4")[0][0]["mp4"]) == LARGE
 

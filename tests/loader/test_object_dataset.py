@@ -68,8 +68,8 @@ def test_files_with_one_key_form_one_sample(folder: str) -> None:
         "bin": b"\0",
         "json": b"0",
     }
-    mapped = ss.ObjectMapDataset(folder).decode()
-    assert repr(mapped) == "ObjectMapDataset(60 files, 30 samples) > Decode"
+    mapped = ss.ObjectDataset(folder).by_number().decode()
+    assert repr(mapped) == "ObjectDataset(60 files, 30 samples).by_number() > Decode"
     assert repr(dataset.decode()) == "ObjectDataset(60 files, 30 samples) > Decode"
 
 
@@ -114,7 +114,7 @@ def test_label_function_gives_labels(folder: str) -> None:
 
 def test_list_of_file_urls_is_accepted(folder: str) -> None:
     names = [f"{folder}/dog/002.json", f"{folder}/cat/001.json"]
-    dataset = ss.ObjectDataset.from_objects(names)
+    dataset = ss.ObjectDataset(names)
     assert [sample["__key__"] for sample in dataset] == ["cat/001", "dog/002"]
     one = ss.ObjectDataset(names[0])
     assert [sample["__key__"] for sample in one] == ["002"]
@@ -126,7 +126,7 @@ def test_list_of_file_urls_is_accepted(folder: str) -> None:
 def test_prefix_may_end_inside_a_name(folder: str, tmp_path: Path) -> None:
     assert len(ss.ObjectDataset.from_prefix(folder)) == 30
     assert len(ss.ObjectDataset.from_prefix(f"{folder}/bi")) == 10
-    assert len(ss.ObjectMapDataset.from_prefix(f"{folder}/cat/00")) == 3
+    assert len(ss.ObjectDataset.from_prefix(f"{folder}/cat/00").by_number()) == 3
     with pytest.raises(ss.errors.NotFoundError, match="no file or folder begins with this prefix"):
         ss.ObjectDataset.from_prefix(f"{folder}/mouse")
 
@@ -227,7 +227,7 @@ def test_loose_files_can_be_mixed_with_shards(folder: str, tmp_path: Path) -> No
 
 
 def test_object_map_dataset_works_with_samplers(folder: str) -> None:
-    dataset = ss.ObjectMapDataset(folder, label="folder").decode()
+    dataset = ss.ObjectDataset(folder, label="folder").by_number().decode()
     assert (len(dataset), dataset.classes) == (30, CLASSES)
     assert [dataset[i]["cls"] for i in (0, 10, -1)] == [0, 1, 2]
     assert [sample["json"] for sample in dataset[3:5]] == [9, 12]
@@ -256,8 +256,8 @@ def test_packed_bucket_has_the_samples_of_the_loose_files(bucket: str, s3_env: N
     (batch,) = ss.ShardLoader(labelled, 12)
     assert (batch["json"] % 3).tolist() == batch["cls"].tolist()
     assert len(ss.ObjectDataset.from_prefix(f"{bucket}/tr")) == 12
-    assert ss.ObjectMapDataset.from_prefix(url).decode()[4]["json"] == 1
-    named = ss.ObjectDataset.from_objects([f"{url}/cat/001.json", f"{url}/dog/002.json"])
+    assert ss.ObjectDataset.from_prefix(url).by_number().decode()[4]["json"] == 1
+    named = ss.ObjectDataset([f"{url}/cat/001.json", f"{url}/dog/002.json"])
     assert list(by_key(named)) == ["cat/001", "dog/002"]
 
 
@@ -285,10 +285,12 @@ def test_state_depends_on_object_md5_and_labels(bucket: str, s3_env: None, tmp_p
         loader(url, label="folder").load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", [ss.ObjectDataset, ss.ObjectMapDataset])
-def test_objects_are_cached(kind: Any, bucket: str, s3_env: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_by_number", [False, True])
+def test_objects_are_cached(is_by_number: bool, bucket: str, s3_env: None, tmp_path: Path) -> None:
     url = unpacked(f"{bucket}/train", 6)
-    dataset = kind(url, read=ss.ReadOptions(cache_dir=tmp_path / "cache", cache_bytes="100MB"))
+    read = ss.ReadOptions(cache_dir=tmp_path / "cache", cache_bytes="100MB")
+    dataset: Any = ss.ObjectDataset(url, read=read)
+    dataset = dataset.by_number() if is_by_number else dataset
     first = by_key(dataset)
     fsspec.filesystem("s3").rm(url, recursive=True)
     assert by_key(dataset) == first
@@ -381,7 +383,7 @@ def test_packed_folder_is_refused(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ss.errors.OptionError, match=r"tar shards.*000000\.tar.*ss\.ShardDataset"):
         ss.ObjectDataset(str(tmp_path))
     with pytest.raises(ss.errors.OptionError, match="tar shards"):
-        ss.ObjectMapDataset.from_prefix(f"{tmp_path}/")
+        ss.ObjectDataset.from_prefix(f"{tmp_path}/").by_number()
     with pytest.raises(ss.errors.OptionError, match="pack them again as tars"):
         ss.pack(tmp_path, tmp_path / "again", kind="files")
     assert len(ss.ObjectDataset(str(tmp_path), suffixes=(".md", ".txt"))) == 2

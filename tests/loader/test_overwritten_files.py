@@ -118,13 +118,13 @@ def test_map_dataset_reads_one_version_of_the_files(
 ) -> None:
     for file in () if has_index else [*folder.glob("*.idx"), folder / "index.json"]:
         file.unlink()
-    dataset = ss.ShardMapDataset(folder).decode()
+    dataset = ss.ShardDataset(folder).by_number().decode()
     assert dataset[3]["cls"] == 1003
     overwrite(way, pair, folder)
     for number in (4, 33):  # for a mapped shard, and for one that is not mapped
         with pytest.raises(ChangedError, match="overwritten after the dataset was opened"):
             dataset[number]
-    assert ss.ShardMapDataset(folder).decode()[3]["cls"] == 1003 + NEW
+    assert ss.ShardDataset(folder).by_number().decode()[3]["cls"] == 1003 + NEW
 
 
 def test_local_part_of_a_mix_reads_one_version(folder: Path, pair: list[Path]) -> None:
@@ -169,7 +169,7 @@ def test_mapped_shard_that_is_cut_is_an_error_and_does_not_kill_the_process(
 def test_mapped_shard_that_is_cut_is_an_error_in_a_map_dataset(
     folder: Path, pair: list[Path]
 ) -> None:
-    dataset = ss.ShardMapDataset(folder).decode()
+    dataset = ss.ShardDataset(folder).by_number().decode()
     assert dataset[3]["cls"] == 1003
     overwrite(truncate, pair, folder)
     with pytest.raises(ChangedError, match=r"overwritten.*4096 now.*\.tar"):
@@ -177,7 +177,7 @@ def test_mapped_shard_that_is_cut_is_an_error_in_a_map_dataset(
 
 
 def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:
-    dataset = ss.ShardMapDataset(folder, read=ss.ReadOptions(verify="sha256")).decode()
+    dataset = ss.ShardDataset(folder, read=ss.ReadOptions(verify="sha256")).by_number().decode()
     assert dataset[3]["cls"] == 1003
     for tar in folder.glob("*.tar"):
         os.utime(tar)

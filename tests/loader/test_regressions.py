@@ -177,7 +177,11 @@ def test_failed_ranges_are_requested_again(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 20, 20)
-    dataset = ss.ShardMapDataset(f"{bucket}/set", storage_options={"retry_timeout_s": 1}).decode()
+    dataset = (
+        ss.ShardDataset(f"{bucket}/set", storage_options={"retry_timeout_s": 1})
+        .by_number()
+        .decode()
+    )
     dataset[19]  # reads the index
     with monkeypatch.context() as patch:
         patch.setattr("time.sleep", lambda _: None)

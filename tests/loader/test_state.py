@@ -178,7 +178,7 @@ def test_absurd_numbers_are_refused(name: str, value: Any, folder: str) -> None:
 @pytest.mark.parametrize("epoch", [1.5, "1", None, -1, 1 << 31, 1 << 70])
 def test_epoch_is_a_whole_number(epoch: Any, folder: str) -> None:
     fine: Any = np.int64(3)
-    for one in (loader(folder), ss.ShardDataset(folder), ss.ShardMapDataset(folder)):
+    for one in (loader(folder), ss.ShardDataset(folder), ss.ShardDataset(folder).by_number()):
         with pytest.raises(OptionError, match="epoch must be"):
             one.set_epoch(epoch)
         one.set_epoch(fine)

@@ -44,7 +44,7 @@ def mask_of(numbers: list[int]) -> np.ndarray:
 def test_a_subset_has_the_samples_that_are_named(folder: str, subset: Any) -> None:
     expected = CHOSEN if len(subset) < COUNT else sorted(CHOSEN)
     assert flat(labels(loader(folder, subset=subset))) == expected
-    by_number = ss.ShardMapDataset(folder, subset=subset).decode()
+    by_number = ss.ShardDataset(folder, subset=subset).by_number().decode()
     assert [int(by_number[n]["cls"]) for n in range(len(by_number))] == expected
     shuffled = flat(labels(loader(folder, subset=subset, shuffle=True)))
     assert sorted(shuffled) == sorted(CHOSEN) != shuffled
@@ -130,9 +130,8 @@ def test_repr_says_how_many_samples_were_chosen(folder: str) -> None:
     ],
 )
 def test_a_subset_that_is_wrong_is_refused(folder: str, subset: Any, message: str) -> None:
-    for kind in (ss.ShardDataset, ss.ShardMapDataset):
-        with pytest.raises(OptionError, match=message):
-            kind(folder, subset=subset)
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(folder, subset=subset)
 
 
 def test_a_file_that_is_no_array_is_refused(folder: str, tmp_path: Path) -> None:

@@ -29,40 +29,46 @@ def _switching() -> Iterator[None]:
 
 
 def shards(bucket: str, _: Path) -> Any:
-    return ss.ShardMapDataset(numbered(f"{bucket}/set", NSAMPLES, 7)).decode()
+    return ss.ShardDataset(numbered(f"{bucket}/set", NSAMPLES, 7)).by_number().decode()
 
 
 def cached(bucket: str, folder: Path) -> Any:
     url = numbered(f"{bucket}/set", NSAMPLES, 7)
-    return ss.ShardMapDataset(url, read=ss.ReadOptions(cache_dir=folder / "cache")).decode()
+    return (
+        ss.ShardDataset(url, read=ss.ReadOptions(cache_dir=folder / "cache")).by_number().decode()
+    )
 
 
 def verified(bucket: str, _: Path) -> Any:
-    return ss.ShardMapDataset(
-        numbered(f"{bucket}/set", NSAMPLES, 7), read=ss.ReadOptions(verify="sha256")
-    ).decode()
+    return (
+        ss.ShardDataset(
+            numbered(f"{bucket}/set", NSAMPLES, 7), read=ss.ReadOptions(verify="sha256")
+        )
+        .by_number()
+        .decode()
+    )
 
 
 def verified_on_disk(_: str, folder: Path) -> Any:
     url = numbered(folder / "set", NSAMPLES, 7)
-    return ss.ShardMapDataset(url, read=ss.ReadOptions(verify="sha256")).decode()
+    return ss.ShardDataset(url, read=ss.ReadOptions(verify="sha256")).by_number().decode()
 
 
 def on_disk(_: str, folder: Path) -> Any:
-    return ss.ShardMapDataset(numbered(folder / "set", NSAMPLES, 7)).decode()
+    return ss.ShardDataset(numbered(folder / "set", NSAMPLES, 7)).by_number().decode()
 
 
 def objects(bucket: str, _: Path) -> Any:
     for number in range(NSAMPLES):
         publish_bytes(Storage(), f"{bucket}/loose/{number:03d}.cls", b"%d" % number)
-    return ss.ObjectMapDataset.from_prefix(f"{bucket}/loose").decode()
+    return ss.ObjectDataset.from_prefix(f"{bucket}/loose").by_number().decode()
 
 
 def objects_on_disk(_: str, folder: Path) -> Any:
     (folder / "loose").mkdir()
     for number in range(NSAMPLES):
         (folder / "loose" / f"{number:03d}.cls").write_bytes(b"%d" % number)
-    return ss.ObjectMapDataset.from_prefix(str(folder / "loose")).decode()
+    return ss.ObjectDataset.from_prefix(str(folder / "loose")).by_number().decode()
 
 
 def read(dataset: Any, thread: int) -> list[tuple[list[int], list[int]]]:

@@ -367,6 +367,8 @@ def test_each_copy_of_a_bad_sample_is_skipped_or_replaced(folder: str, refill: b
     assert reader.skipped["SampleError"] >= 10
 
 
-def test_map_style_datasets_take_no_weights(folder: str) -> None:
-    with pytest.raises(TypeError, match="weights"):
-        ss.ShardMapDataset(folder, weights=WEIGHTS)  # type: ignore[call-arg]
+def test_samples_drawn_by_weights_have_no_numbers(folder: str) -> None:
+    with pytest.raises(
+        OptionError, match=r"leave weights out, and give torch's DataLoader a WeightedRandomSampler"
+    ):
+        ss.ShardDataset(folder, weights=WEIGHTS).by_number()

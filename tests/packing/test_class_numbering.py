@@ -169,7 +169,7 @@ def test_class_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) ->
         ss.pack(table, tmp_path / "out", fields={"png": "file"}, classes=["ant"])
     ss.pack(table, tmp_path / "out", fields=fields, classes=["bee", "ant"])
     assert labels(tmp_path / "out") == {"a": 1, "b": 0}
-    assert ss.ShardMapDataset(str(tmp_path / "out")).classes == ("bee", "ant")
+    assert ss.ShardDataset(str(tmp_path / "out")).by_number().classes == ("bee", "ant")
 
 
 def test_class_names_in_a_column_are_numbered_as_folders_are(splits: Path, tmp_path: Path) -> None:
@@ -224,9 +224,9 @@ def test_datasets_read_together_need_equal_class_numbers(splits: Path, tmp_path:
     for name in ("train", "val"):
         ss.pack(splits / name, tmp_path / name[0])
     folders = [f"{tmp_path}/t", f"{tmp_path}/v"]
-    for kind in (ss.ShardDataset, ss.ShardMapDataset):
-        with pytest.warns(ClassesWarning, match="'bee' is class 1 in .*/t, where .*/v has 'cat'"):
-            assert kind(folders).classes is None
+    with pytest.warns(ClassesWarning, match="'bee' is class 1 in .*/t, where .*/v has 'cat'"):
+        both = ss.ShardDataset(folders)
+    assert both.classes is both.by_number().classes is None
     with pytest.warns(ClassesWarning, match="in dataset '0', where dataset '1' has 'cat'"):
         assert ss.mix([ss.ShardDataset(one) for one in folders]).classes is None
     ss.pack(splits / "val", tmp_path / "v", classes=tmp_path / "t", overwrite=True)
@@ -302,7 +302,11 @@ def test_loose_files_take_class_numbers_from_a_list(splits: Path) -> None:
     assert val.classes == ("ant", "bee", "cat")
     assert {int(sample["cls"]) for sample in val} == {0, 2}
     assert (
-        int(ss.ObjectMapDataset(f"{splits}/val", label="folder", classes=val.classes)[3]["cls"])
+        int(
+            ss.ObjectDataset(f"{splits}/val", label="folder", classes=val.classes).by_number()[3][
+                "cls"
+            ]
+        )
         == 2
     )
     refused: Sequence[tuple[dict[str, Any], str]] = [

@@ -52,7 +52,7 @@ def test_tars_of_a_folder_that_is_read_only_are_read_by_number(
     assert report.manifest_url == str(tmp_path / "mine" / "index.json")
     shuffled = flat(labels(loader("mine", shuffle=True, num_workers=1)))
     assert sorted(shuffled) == list(range(COUNT)) != shuffled
-    assert int(ss.ShardMapDataset("mine").decode()[41]["cls"]) == 41
+    assert int(ss.ShardDataset("mine").by_number().decode()[41]["cls"]) == 41
     assert ss.verify("mine").problems == ()
     listed = json.loads(Path("mine/index.json").read_text())["shardlist"]
     assert [("sha256" in shard) for shard in listed] == [sha256] * 3

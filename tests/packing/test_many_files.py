@@ -207,7 +207,7 @@ def test_splits_in_folders_keep_their_classes(on_disk: None, tree: Path, tmp_pat
     for split in ("train", "val"):
         one, some = Storage().read(f"{tmp_path}/one/classes.json"), f"{tmp_path}/out/{split}"
         assert Storage().read(f"{some}/classes.json") == one
-        assert len(ss.ShardMapDataset(some)) == 60
+        assert len(ss.ShardDataset(some).by_number()) == 60
 
 
 def _threads() -> Executor:

@@ -47,11 +47,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def keys_of(folder: Path | str) -> list[str]:
-    return [sample["__key__"] for sample in ss.ShardMapDataset(str(folder))]
+    return [sample["__key__"] for sample in ss.ShardDataset(str(folder)).by_number()]
 
 
 def fields_of(folder: Path | str) -> list[tuple[str, bytes]]:
-    return [(sample["__key__"], sample["bin"]) for sample in ss.ShardMapDataset(str(folder))]
+    return [
+        (sample["__key__"], sample["bin"]) for sample in ss.ShardDataset(str(folder)).by_number()
+    ]
 
 
 def is_even(sample: Mapping[str, Any]) -> bool:
@@ -188,7 +190,7 @@ def test_field_that_only_the_function_makes_can_be_kept(source: str, tmp_path: P
 def test_a_class_is_instantiated_once_and_gets_batches(source: str, tmp_path: Path) -> None:
     CountedModel.loaded = 0
     ss.reshard(source, tmp_path / "new", max_samples=50, map=CountedModel, batch_size=20)
-    samples = list(ss.ShardMapDataset(str(tmp_path / "new")))
+    samples = list(ss.ShardDataset(str(tmp_path / "new")).by_number())
     assert {sample["id"] for sample in samples} == {b"1"}
     assert [int(sample["count"]) for sample in samples[:50]] == [20] * 40 + [10] * 10
 
@@ -422,7 +424,7 @@ class Adds:
 
 
 def classes_of(folder: Path) -> set[bytes]:
-    return {sample["cls"] for sample in ss.ShardMapDataset(str(folder))}
+    return {sample["cls"] for sample in ss.ShardDataset(str(folder)).by_number()}
 
 
 def test_stopped_job_with_functions_and_no_version_begins_again(

@@ -107,7 +107,7 @@ class SlowMap:
 
 
 def samples_of(folder: Path | str) -> list[dict[str, Any]]:
-    return list(ss.ShardMapDataset(str(folder)))
+    return list(ss.ShardDataset(str(folder)).by_number())
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

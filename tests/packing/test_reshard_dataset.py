@@ -88,7 +88,7 @@ DATASETS: dict[str, Callable[[str, str], Any]] = {
         .map(partial(add_text, text="a"), threads=2)
         .map(add_noise, rng=True)
     ),
-    "by number": lambda images, _: ss.ShardMapDataset(images)[50:3:-2],
+    "by number": lambda images, _: ss.ShardDataset(images).by_number()[50:3:-2],
     "join": joined,
     "epoch": noise_of_epoch,
     "decode": lambda images, _: ss.ShardDataset(images).decode(only=("json", "cls")),
@@ -104,7 +104,7 @@ def test_samples_are_those_of_the_dataset_with_any_executor(
     ss.reshard(make(), tmp_path / "one", **limits)
     expected = list(make())
     if name != "decode":
-        assert fields_of(ss.ShardMapDataset(str(tmp_path / "one"))) == fields_of(expected)
+        assert fields_of(ss.ShardDataset(str(tmp_path / "one")).by_number()) == fields_of(expected)
     raw = {one["__key__"]: one.get("jpg") for one in ss.ShardDataset(images)}
     for sample in ss.ShardDataset(str(tmp_path / "one")):
         assert sample.get("jpg", raw[sample["__key__"]]) == raw[sample["__key__"]]

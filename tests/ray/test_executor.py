@@ -172,7 +172,7 @@ def test_fields_are_added_on_ray_as_here(
     ss.reshard("source", "ray", executor=RayExecutor(), **options)
     ss.reshard("source", "here", **options)
     assert files_of(tmp_path / "here") == files_of(tmp_path / "ray")
-    for sample in ss.ShardMapDataset("ray"):
+    for sample in ss.ShardDataset("ray").by_number():
         number = int(sample["__key__"])
         assert (int(sample["label.cls"]), sample["txt"]) == (number % 5, b"tag %d" % number)
 

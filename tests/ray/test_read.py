@@ -185,10 +185,8 @@ def test_arguments_are_checked_before_anything_is_read(folder: str, tmp_path: Pa
         ss.ray.read(dataset, storage_options={})
     with pytest.raises(ss.errors.OptionError, match=r"streaming_split\(\)"):
         ss.ray.read(ss.ShardDataset(folder, placement=ss.Placement(0, 2)))
-    with pytest.raises(
-        ss.errors.OptionError, match="ShardMapDataset reads single samples by number"
-    ):
-        ss.ray.read(ss.ShardMapDataset(folder))  # type: ignore[arg-type]
+    with pytest.raises(ss.errors.OptionError, match="MapDataset reads single samples by number"):
+        ss.ray.read(ss.ShardDataset(folder).by_number())  # type: ignore[arg-type]
     with pytest.raises(ss.errors.OptionError, match="'many' is not a size"):
         ss.ray.read(folder, task_bytes="many")
     with pytest.raises(TypeError, match="nonsense"):

@@ -159,7 +159,7 @@ def test_transforms_of_torchvision_are_applied(folder: str, tmp_path: Path) -> N
 
     rows = ss.ray.read(ss.ShardDataset(folder).decode("pil")).map(apply)
     first = next(iter(rows.iter_torch_batches(batch_size=5)))
-    image = ss.ShardMapDataset(folder).decode("pil")[0]["png"]
+    image = ss.ShardDataset(folder).by_number().decode("pil")[0]["png"]
     assert first["x"].shape == (5, 3, 4, 4)
     assert torch.equal(first["x"][0], v2.Compose(compose)(image).as_subclass(torch.Tensor))
 
@@ -191,7 +191,7 @@ def test_predictions_of_an_actor_pool_are_written(folder: str, tmp_path: Path) -
 
 
 def test_our_torch_datasets_are_taken_by_from_torch(folder: str) -> None:
-    by_number = ss.ShardMapDataset(folder).decode().rename(cls="cls", keep=False)
+    by_number = ss.ShardDataset(folder).by_number().decode().rename(cls="cls", keep=False)
     items = ray.data.from_torch(by_number).take_all()
     assert [row["item"]["cls"] for row in items] == [n % 3 for n in range(50)]
     stream = ss.ShardDataset(folder).decode().rename(cls="cls", keep=False)

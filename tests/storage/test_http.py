@@ -184,7 +184,7 @@ def test_server_that_ignores_ranges_is_reported(start: int, end: int, server: st
     [
         lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar"),
         lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar", read=ss.ReadOptions(index="ignore")),
-        lambda url, _: ss.ObjectDataset.from_objects([f"{url}/unsaid.txt"]),
+        lambda url, _: ss.ObjectDataset([f"{url}/unsaid.txt"]),
         lambda url, folder: ss.pack(f"{url}/unsaid.tar", folder),
         lambda url, _: ss.verify(f"{url}/unsaid.tar"),
     ],

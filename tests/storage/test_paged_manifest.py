@@ -83,7 +83,7 @@ def test_samples_are_those_of_the_dataset_in_any_order(folder: str) -> None:
     assert flat(labels(loader(folder))) == list(range(COUNT))
     shuffled = flat(labels(loader(folder, shuffle=True)))
     assert sorted(shuffled) == list(range(COUNT)) != shuffled
-    assert int(ss.ShardMapDataset(folder).decode()[57]["cls"]) == 57
+    assert int(ss.ShardDataset(folder).by_number().decode()[57]["cls"]) == 57
 
 
 def test_order_and_state_are_those_of_a_manifest_that_lists_all_shards(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_glob_finds_a_shard_beside_a_folder_of_its_name(
     for below in ("000001.tar/x.txt", "000002.tar/"):  # an unpacked copy; the mark of a folder
         storage.resolve(bucket)[0].pipe_file(f"{bucket}/m/{below}", b"")
     for pattern in ("m/*.tar", "m/00000?.tar", "**/*.tar", "*/*.tar", "m"):
-        data = ss.ShardMapDataset(f"{bucket}/{pattern}", storage_options=options)
+        data = ss.ShardDataset(f"{bucket}/{pattern}", storage_options=options).by_number()
         assert len(data) == 12, pattern
 
 
@@ -65,18 +65,18 @@ def test_folder_with_signs_of_a_glob_is_opened_by_its_name(
 ) -> None:
     make_shards(tmp_path / "outv", samples=3)
     make_shards(tmp_path / name, samples=4, per_shard=2)
-    assert len(ss.ShardMapDataset(f"{tmp_path}/{name}{pattern}")) == 4
+    assert len(ss.ShardDataset(f"{tmp_path}/{name}{pattern}").by_number()) == 4
 
 
 def test_files_with_signs_of_a_glob_are_packed_and_indexed_by_their_names(tmp_path: Path) -> None:
     make_shards(tmp_path / "in", samples=4)
     tar = (tmp_path / "in" / "000000.tar").rename(tmp_path / "in" / "x[1].tar")
     ss.index(tar, to=tmp_path / "mine")
-    assert len(ss.ShardMapDataset(tmp_path / "mine")) == 4
+    assert len(ss.ShardDataset(tmp_path / "mine").by_number()) == 4
     table = tmp_path / "t[1].csv"
     table.write_text("cls\n1\n2\n")
     ss.pack(table, tmp_path / "out")
-    assert len(ss.ShardMapDataset(tmp_path / "out")) == 2
+    assert len(ss.ShardDataset(tmp_path / "out").by_number()) == 2
     with pytest.raises(NotFoundError, match="no shard matches this pattern"):
         ss.ShardDataset(tmp_path / "x[2].tar")
 
@@ -89,8 +89,8 @@ def test_empty_url_is_refused(url: str | list[str]) -> None:
 
 def test_url_of_the_local_protocol_is_absolute(tmp_path: Path) -> None:
     make_shards(tmp_path / "data", samples=4)
-    assert len(ss.ShardMapDataset(f"local://{tmp_path}/data")) == 4
-    assert len(ss.ShardMapDataset(f"local://{tmp_path}/data/*.tar")) == 4
+    assert len(ss.ShardDataset(f"local://{tmp_path}/data").by_number()) == 4
+    assert len(ss.ShardDataset(f"local://{tmp_path}/data/*.tar").by_number()) == 4
 
 
 def test_home_folder_is_expanded_by_every_door(
@@ -102,7 +102,7 @@ def test_home_folder_is_expanded_by_every_door(
     ss.index("~/data", to="~/mine")
     assert ss.verify("~/again", executor=ss.tasks.LocalExecutor(processes=1)).samples == 4
     for folder in ("~/data", "~/mine"):
-        assert len(ss.ShardMapDataset(folder)) == 4
+        assert len(ss.ShardDataset(folder).by_number()) == 4
 
 
 @pytest.mark.parametrize("job", ["index", "verify", "reshard", "pack"])

@@ -100,7 +100,7 @@ def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> No
         page.fill("#number", "77")
         page.press("#number", "Enter")
         page.wait_for_selector("#details h2")
-        sample = ss.ShardMapDataset(folder)[77]
+        sample = ss.ShardDataset(folder).by_number()[77]
         assert page.inner_text("#details h2") == f"77 · {sample['__key__']}"
         assert page.inner_text("#cat") == f"shardstream cat {folder} --number 77"
         assert page.locator("#details svg rect").count() == 1
@@ -199,8 +199,11 @@ def test_a_selection_is_saved(browser: Browser, tmp_path: Path) -> None:
         with page.expect_download() as found:
             page.click("#save:has-text('15 numbers')")
         found.value.save_as(tmp_path / "subset.npy")
-    keys = [one["__key__"] for one in ss.ShardMapDataset(folder, subset=tmp_path / "subset.npy")]
-    assert keys == [one["__key__"] for one in ss.ShardMapDataset(folder, where="cls = 3")]
+    keys = [
+        one["__key__"]
+        for one in ss.ShardDataset(folder, subset=tmp_path / "subset.npy").by_number()
+    ]
+    assert keys == [one["__key__"] for one in ss.ShardDataset(folder, where="cls = 3").by_number()]
 
 
 def test_a_bar_of_a_histogram_shows_its_samples(browser: Browser, tmp_path: Path) -> None:

@@ -171,7 +171,8 @@ def test_a_saved_selection_is_the_subset_that_a_dataset_reads(tmp_path: Path) ->
         (tmp_path / "subset.npy").write_bytes(saved.body)
         shown = running.get(f"/api/page?{asked}&count=200")["samples"]
         keys = [
-            one["__key__"] for one in ss.ShardMapDataset(folder, subset=tmp_path / "subset.npy")
+            one["__key__"]
+            for one in ss.ShardDataset(folder, subset=tmp_path / "subset.npy").by_number()
         ]
         assert keys == [one["key"] for one in shown]
         assert len(keys) == 30
@@ -240,7 +241,7 @@ def test_strange_requests_are_answered_clearly(
 
 def test_players_get_the_parts_that_they_ask_for(tmp_path: Path) -> None:
     datasets.kinds(tmp_path)
-    sound = ss.ShardMapDataset(str(tmp_path))[0]["flac"]
+    sound = ss.ShardDataset(str(tmp_path)).by_number()[0]["flac"]
     with running_viewer(str(tmp_path)) as running:
         whole = running.ask("/media/0/0")
         assert (whole.status, whole.body) == (200, sound)

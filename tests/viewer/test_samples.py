@@ -26,7 +26,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_each_sample_is_that_of_the_dataset(shapes: str) -> None:
-    viewed, dataset = session(shapes), ss.ShardMapDataset(shapes)
+    viewed, dataset = session(shapes), ss.ShardDataset(shapes).by_number()
     assert len(viewed.samples) == len(dataset)
     for number in (0, 49, 50, 77, 119):
         details, sample = viewed.details(number), dataset[number]
@@ -58,7 +58,9 @@ def test_a_page_has_the_samples_from_its_start(shapes: str, first: int) -> None:
 def test_a_condition_chooses_the_samples_of_the_dataset(shapes: str, where: str) -> None:
     page = session(shapes).page(0, 200, Choice(where=where))
     try:
-        expected = [sample["__key__"] for sample in ss.ShardMapDataset(shapes, where=where)]
+        expected = [
+            sample["__key__"] for sample in ss.ShardDataset(shapes, where=where).by_number()
+        ]
     except ss.errors.OptionError:  # it chooses no sample
         expected = []
     assert [one["key"] for one in page["samples"]] == expected
@@ -177,7 +179,7 @@ def test_a_damaged_sample_has_the_message_of_the_dataset(tmp_path: Path) -> None
     index(str(tmp_path), sha256=False)
     offset = int(np.fromfile(tmp_path / "train-000000.tar.idx", "<u8")[2])
     flip(tmp_path / "train-000000.tar", offset + 100)
-    viewed, dataset = session(str(tmp_path)), ss.ShardMapDataset(str(tmp_path))
+    viewed, dataset = session(str(tmp_path)), ss.ShardDataset(str(tmp_path)).by_number()
     cards = viewed.page(0, 50)["samples"]
     assert ["error" in one for one in cards] == [False, False, True, False]
     with pytest.raises(ss.errors.ShardError) as caught:

@@ -52,6 +52,9 @@ def check(case: Case, target: str) -> str:
     written = sum(path.stat().st_size for path in Path(target).glob("*.tar"))
     if written < case.payload_bytes:
         return f"tars of {written} bytes for {case.payload_bytes} bytes of fields"
-    if case.contestant == "shardstream" and len(ss.ShardMapDataset(target)) != case.samples:
+    if (
+        case.contestant == "shardstream"
+        and len(ss.ShardDataset(target).by_number()) != case.samples
+    ):
         return f"the dataset does not have {case.samples} samples"
     return ""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import BinaryIO, cast
 
-from shardstream.catalog import ClassNames
+from shardstream.catalog import StoredClassNames
 from shardstream.errors import (
     AccessDeniedError,
     IndexMismatchError,
@@ -76,7 +76,7 @@ class TarSource(SequentialSource):
             storage,
         )
         self._shards = located.shards
-        self._class_names = ClassNames(located, storage)
+        self._class_names = StoredClassNames(located, storage)
         self._last_index: tuple[int, Offsets | None] = (-1, None)
         self.reads_remote = any(storage.local_path(shard.url) is None for shard in self._shards)
         self.folders = frozenset(parent_url(shard.url) for shard in self._shards)
