@@ -69,7 +69,7 @@ def test_files_with_one_key_form_one_sample(folder: str) -> None:
         "json": b"0",
     }
     mapped = ss.ObjectDataset(folder).by_number().decode()
-    assert repr(mapped) == "ObjectDataset(60 files, 30 samples).by_number() > Decode"
+    assert repr(mapped) == "MapDataset(60 files, 30 samples) > Decode"
     assert repr(dataset.decode()) == "ObjectDataset(60 files, 30 samples) > Decode"
 
 

@@ -87,7 +87,7 @@ def test_map_dataset_accepts_only_item_stages(folder: str) -> None:
     dataset = ss.ShardDataset(folder).by_number().decode().then(Scale(factor=2))
     item = dataset[5]
     assert (item["cls"], item["n"]) == (10, 5)
-    with pytest.raises(OptionError, match="a map-style dataset cannot use Drop"):
+    with pytest.raises(OptionError, match="samples by number cannot use Drop"):
         dataset.then(Drop(divisor=2))
 
 
