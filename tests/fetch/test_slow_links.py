@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,51 @@ def test_process_ends_after_an_interrupt(folder: Path) -> None:
                 ended.set()
     assert errors.count(b"\nKeyboardInterrupt") == 2
     assert process.returncode == -signal.SIGINT
+
+
+LOADING = """
+import json, sys
+import shardstream as ss
+url, options, how = json.loads(sys.argv[1])
+dataset = ss.ShardDataset(url, storage_options=options)
+for batch in ss.ShardLoader(dataset, batch_size=1, num_workers=1):
+    print(len(batch["bin"][0]), flush=True)
+    if how == "break":
+        break
+    if how == "error":
+        raise ValueError
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("break", 0), ("error", 1), ("interrupt", -signal.SIGINT)]
+)
+def test_loader_whose_worker_waits_for_a_response_ends(how: str, code: int, folder: Path) -> None:
+    """The response would take an hour."""
+    ended = threading.Event()
+
+    def pause(_: int) -> None:
+        ended.wait(3600)
+
+    with raw_server(functools.partial(slow_link, folder, pause)) as server:
+        url, options = where("http", server, read_timeout_s=3600)
+        command = [sys.executable, "-c", LOADING, json.dumps([url, options, how])]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"10\n"
+            if how == "interrupt":
+                os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+            try:
+                process.communicate(
+                    timeout=60
+                )  # waits for the worker, too, which has the same pipes
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                ended.set()
+    assert process.returncode == code
 
 
 def waits_in_verify(requests: list[Request]) -> bool:
