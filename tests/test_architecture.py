@@ -111,7 +111,7 @@ HOMES = {
     **dict.fromkeys(
         ("soundfile", "soxr", "torchcodec", "av", "msgpack", "cbor2", "safetensors"), ()
     ),
-    "huggingface_hub": ("storage/fsspec_readers.py",),
+    "huggingface_hub": ("storage/fsspec_clients.py",),
     "accelerate": ("loader/accelerate.py",),
     "transformers": ("integrations/hf.py",),
     "torch": (

@@ -1,20 +1,8 @@
 """Bytes by URL: the only room that imports fsspec and s3fs."""
 
-from shardstream.storage.atomic_write import (
-    PendingFile,
-    final_name,
-    is_part,
-    open_pending,
-    publish,
-    publish_bytes,
-    publish_bytes_over,
-    remove,
-)
-from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, open_cache, version_of
-from shardstream.storage.cache_space import CacheSpace, load_usage
-from shardstream.storage.check_manifest_urls import check_names, is_under
-from shardstream.storage.clients import Clients, protocol_of
+from shardstream.storage.cache_space import CacheSpace, load_usage, parse_bytes
+from shardstream.storage.clients import Clients
 from shardstream.storage.concurrency import (
     DEFAULT_REQUESTS,
     AdaptiveLimit,
@@ -26,24 +14,19 @@ from shardstream.storage.concurrency import (
 from shardstream.storage.discover import (
     LocatedShards,
     absolute_urls,
+    cached_look_up,
     check_folder_finished,
+    find_tars,
     locate_shards,
     read_manifest,
 )
 from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
-from shardstream.storage.file_list import FileList, FileRows, ListedFile
-from shardstream.storage.find_tars import cached_look_up, find_tars
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.http_status import ErrorMeaning
-from shardstream.storage.journal_marker import (
-    JOURNAL_NAME,
-    check_finished,
-    is_journal,
-    is_part_record,
-    part_record_name,
-)
 from shardstream.storage.listing import (
+    FileList,
+    FileRows,
+    ListedFile,
     iter_members,
     list_all,
     list_beginning,
@@ -74,22 +57,42 @@ from shardstream.storage.paged_shards import (
     checksum_of_shards,
     fingerprint_of_shards,
 )
+from shardstream.storage.publish import (
+    JOURNAL_NAME,
+    PendingFile,
+    check_finished,
+    final_name,
+    is_journal,
+    is_part,
+    is_part_record,
+    open_pending,
+    part_record_name,
+    publish,
+    publish_bytes,
+    publish_bytes_over,
+    remove,
+)
 from shardstream.storage.range_file import RangeStream
-from shardstream.storage.response import RangeResponse, ReceiveBuffer
+from shardstream.storage.response import ErrorMeaning, RangeResponse, ReceiveBuffer
 from shardstream.storage.retry import TruncatedResponseError, retry_call
-from shardstream.storage.row_file import RowFile, sort_rows
+from shardstream.storage.row_file import RowFile, TemporaryFile, sort_rows
 from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
-from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url, parent_url
-from shardstream.storage.temporary_file import TemporaryFile
+from shardstream.storage.store import FileInfo, Storage
 from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
 from shardstream.storage.url_globs import is_glob
-from shardstream.storage.url_patterns import (
+from shardstream.storage.urls import (
     TAR_SUFFIXES,
     Urls,
+    absolute_url,
+    check_names,
     expand_braces,
     expand_urls,
     is_compressed,
     is_tar,
+    is_under,
+    join_url,
+    parent_url,
+    protocol_of,
 )
 
 __all__ = [

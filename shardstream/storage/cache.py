@@ -23,11 +23,11 @@ from datetime import datetime
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import CacheWarning, OptionError, get_logger, redact
-from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.cache_space import (
     CacheSpace,
     on_disk,
     open_record,
+    parse_bytes,
     record_bytes,
     seal_record,
 )

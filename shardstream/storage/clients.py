@@ -5,19 +5,17 @@ from __future__ import annotations
 import copy
 import math
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
-import fsspec
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError, how_to_install
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
-from shardstream.storage.fsspec_readers import (
+from shardstream.storage.fsspec_clients import (
     AzureReader,
     FilesystemReader,
     HttpReader,
@@ -34,12 +32,9 @@ from shardstream.storage.s3_config import (
 from shardstream.storage.s3_http_client import S3HttpReader
 from shardstream.storage.s3_request import s3fs_only, s3fs_only_path
 from shardstream.storage.transfer import Transfer
+from shardstream.storage.urls import ALIASES, HTTP, check_slashes, is_chain, protocol_of
 
 S3 = ("s3", "s3a")
-_HTTP = ("http", "https")
-# Other names of a protocol.
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
-_UNCHAINED = {*_ALIASES, *_ALIASES.values(), *_HTTP, "file", "local"}  # they open no other URL
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
 _UNKNOWN_OPTION = "only s3fs knows one of the storage options, or of the AWS profile"
 _SECRET_NAMES = (
@@ -48,8 +43,6 @@ _SECRET_NAMES = (
 )  # fmt: skip
 _MIN_SECRET_CHARACTERS = 4  # shorter values would be found in any message
 _opening_lock = fork_safety.new_lock()  # held while a thread drops the clients of a parent
-
-_PROTOCOL = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|hf|https?|s?ftp|memory):", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +151,8 @@ class Clients:
         if self._filesystem is not None or is_chain(url):
             return None
         protocol = protocol_of(url)
-        name = _ALIASES.get(protocol, protocol)
-        return name if name in _ALIASES.values() else None
+        name = ALIASES.get(protocol, protocol)
+        return name if name in ALIASES.values() else None
 
     def reader(self, url: str) -> tuple[RangeReader, str]:
         """Return the reader of a URL, and the path to request from it.
@@ -282,14 +275,14 @@ class Clients:
                 )
 
                 options["config_kwargs"].setdefault("http_session_cls", SessionWithoutRedirects)
-            elif protocol in _HTTP:
+            elif protocol in HTTP:
                 options = self._http_options()
             # fsspec takes any "::" for a chain.
             begin = url if is_chain(url) else url.partition("::")[0]
             filesystem, path = cast("tuple[Any, str]", url_to_fs(begin, **options))
             path = path if begin == url else filesystem._strip_protocol(url)
         except ImportError as error:
-            extra = _EXTRAS.get(_ALIASES.get(protocol, protocol))
+            extra = _EXTRAS.get(ALIASES.get(protocol, protocol))
             install = how_to_install(extra) if extra else "install the package it names"
             raise OptionError(
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
@@ -320,51 +313,6 @@ def _is_http(filesystem: Any) -> bool:
     """Return whether a file system is fsspec's own for HTTP: its module needs aiohttp, and is slow to import."""
     http = sys.modules.get("fsspec.implementations.http")
     return http is not None and type(filesystem) is http.HTTPFileSystem
-
-
-def check_slashes(path: str) -> None:
-    """Refuse ``s3:/bucket``, which would be a folder of this machine named ``s3:``.
-
-    Raises:
-        OptionError: If a path begins like that.
-    """
-    if match := _PROTOCOL.match(path):
-        raise OptionError(
-            f"{path} is a path of this machine, not a URL: a URL begins with {match[0]}//; "
-            f"for a folder of that name, write ./{path}"
-        )
-
-
-def protocol_of(url: str) -> str:
-    """Return the protocol of a URL, "file" for a path."""
-    return url.split("://", 1)[0] if "://" in url else "file"
-
-
-def with_one_protocol(url: str) -> str:
-    """Return a URL with the first of the names of its protocol.
-
-    >>> with_one_protocol("s3a://b/a.tar")
-    's3://b/a.tar'
-    """
-    name, sign, path = url.partition("://")
-    return f"{_ALIASES.get(name, name)}{sign}{path}"
-
-
-def is_chain(url: str) -> bool:
-    """Return whether a URL is a chain of fsspec; paths and keys of objects may hold ``::``, too.
-
-    >>> [is_chain(url) for url in ("simplecache::s3://b/a", "zip://a::b.zip", "/data/a::b", "s3://b/::/a")]
-    [True, True, False, False]
-    """
-    head, sign, _ = url.partition("::")
-    if not sign:
-        return False
-    return protocol_of(head) not in _UNCHAINED if "://" in head else is_known_protocol(head)
-
-
-def is_known_protocol(name: str) -> bool:
-    """Return whether fsspec has a file system of that name."""
-    return name in fsspec.available_protocols()
 
 
 def _secret_values(options: Mapping[str, Any]) -> set[str]:

@@ -18,7 +18,7 @@ from shardstream.errors import (
     StorageError,
     redact,
 )
-from shardstream.storage.http_status import (
+from shardstream.storage.response import (
     CHANGED,
     NOT_FOUND,
     PAST_END,

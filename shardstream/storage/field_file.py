@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from shardstream.errors import ChangedError, ShardError, redact, shown
 from shardstream.format import iter_members, split_member_name
 from shardstream.storage.local_files import FileVersion, stat_version
+from shardstream.storage.store import Storage
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
-
-    from shardstream.storage.store import Storage
 
 _BLOCK_BYTES, _BLOCKS_KEPT = 1 << 20, 32  # of each file
 _MARKER_BYTES = 16

@@ -14,8 +14,7 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from shardstream.storage.http_status import HttpStatusError
-from shardstream.storage.response import ReceiveBuffer
+from shardstream.storage.response import HttpStatusError, ReceiveBuffer
 from shardstream.storage.transfer import Transfer
 
 # Limit of a response's headers, of the trailers of its body, and of an error's body.

@@ -1,4 +1,4 @@
-"""List all files under a folder or prefix, and group them into samples."""
+"""List all files under a folder or prefix, sorted by path, and group them into samples."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias, overload
 
-from shardstream.errors import NotFoundError, OptionError, SourceError, get_logger, plural
+from shardstream.errors import (
+    NotFoundError,
+    OptionError,
+    SourceError,
+    StorageError,
+    get_logger,
+    plural,
+)
 from shardstream.format import (
     COLUMNS_SUFFIX,
     IMAGE_FORMATS,
@@ -19,13 +27,99 @@ from shardstream.format import (
     is_meta_name,
     split_member_name,
 )
-from shardstream.storage.atomic_write import is_part
-from shardstream.storage.file_list import FileList, FileRows, ListedFile
-from shardstream.storage.journal_marker import check_finished, is_journal
-from shardstream.storage.row_file import sort_rows
-from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.publish import check_finished, is_journal, is_part
+from shardstream.storage.row_file import RowFile, sort_rows
+from shardstream.storage.store import LISTED_TWICE, FileInfo, Storage
 from shardstream.storage.url_globs import relative_paths
-from shardstream.storage.url_patterns import is_tar
+from shardstream.storage.urls import is_tar, join_url, parent_url
+
+FileRow: TypeAlias = Sequence[Any]
+"""Path, size, URL ("": the prefix and the path) and, if there is one, version: None cannot be compared with text."""
+
+
+class ListedFile(NamedTuple):
+    """A file under the folder that was listed."""
+
+    path: str
+    """Relative to that folder."""
+    url: str
+    size: int
+    version: str | None = None
+    """Changes with the bytes, if the file system lists a version."""
+
+
+class FileRows:
+    """Converts files to rows of a `RowFile`, which share the beginning of their URLs, and back."""
+
+    def __init__(self) -> None:
+        self._prefix: str | None = None
+
+    def row(self, file: ListedFile) -> FileRow:
+        """Return the row of a file; rows with different paths are in the order of their paths."""
+        path, url, size, version = file
+        if self._prefix is None:
+            self._prefix = url.removesuffix(path)
+        row = (path, size, "" if url == self._prefix + path else url)
+        return row if version is None else (*row, version)
+
+    def file(self, row: FileRow) -> ListedFile:
+        """Return the file of a row that this object has made."""
+        path, size, url, *version = row
+        return ListedFile(
+            path, url or f"{self._prefix}{path}", size, version[0] if version else None
+        )
+
+
+class FileList(Sequence[ListedFile]):
+    """Files sorted by path, that is by its bytes in UTF-8; a `ListedFile` is made when it is asked for.
+
+    Args:
+        files: The files; they are read once.
+        is_sorted: Whether they are sorted already.
+
+    Raises:
+        StorageError: If a file is listed twice, or the temporary folder is full.
+    """
+
+    def __init__(self, files: Iterable[ListedFile], *, is_sorted: bool = False) -> None:
+        convert = FileRows()
+        self._file = convert.file
+        rows = map(convert.row, files)
+        self._rows = RowFile(self._each_once(rows if is_sorted else sort_rows(rows)))
+
+    def _each_once(self, rows: Iterable[FileRow]) -> Iterator[FileRow]:
+        before = None
+        for row in rows:
+            if row[0] == before:
+                raise StorageError(LISTED_TWICE, shard=self._file(row).url)
+            before = row[0]
+            yield row
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> ListedFile: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[ListedFile]: ...
+
+    def __getitem__(self, at: int | slice) -> ListedFile | list[ListedFile]:
+        if isinstance(at, slice):
+            return [*map(self._file, self._rows[at])]
+        return self._file(self._rows[at])
+
+    def __iter__(self) -> Iterator[ListedFile]:
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[ListedFile]:
+        """Yield the files from a number on."""
+        return map(self._file, self._rows.iter_from(first))
+
+    def paths(self, first: int = 0) -> Iterator[str]:
+        """Yield the paths from a number on, in order."""
+        return map(itemgetter(0), self._rows.iter_from(first))
+
 
 _log = get_logger(__name__)
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardstream.errors import NotFoundError, StorageError, get_logger
-from shardstream.storage.atomic_write import (
+from shardstream.storage.error_messages import translate_errors
+from shardstream.storage.local_files import scan_folder
+from shardstream.storage.publish import (
     LocalFile,
     PendingFile,
     open_pending,
@@ -25,9 +27,8 @@ from shardstream.storage.atomic_write import (
     remove,
     sync_folder,
 )
-from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.local_files import scan_folder
-from shardstream.storage.store import FileInfo, Storage, join_url
+from shardstream.storage.store import FileInfo, Storage
+from shardstream.storage.urls import join_url
 
 _log = get_logger(__name__)
 

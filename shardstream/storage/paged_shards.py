@@ -28,7 +28,8 @@ from shardstream.format import (
     fingerprint,
 )
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.store import Storage, join_url, parent_url
+from shardstream.storage.store import Storage
+from shardstream.storage.urls import join_url, parent_url
 
 PAGES_KEPT = 128  # of 1,024 shards each: about 16 MB
 _TRIES = 4

@@ -18,7 +18,7 @@ from shardstream.storage.error_messages import (
     http_status,
     safe_cause,
 )
-from shardstream.storage.response_head import ranges_ignored_error, response_version
+from shardstream.storage.response import ranges_ignored_error, response_version
 from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
 
 if TYPE_CHECKING:

@@ -30,14 +30,16 @@ from shardstream.storage.http_connection import (
     receive_error,
     receive_head,
 )
-from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response import (
+    FileFacts,
+    HttpStatusError,
     RangeResponse,
     ReceiveBuffer,
     RequestOptions,
+    check_head,
     max_response_bytes,
+    ranges_ignored_error,
 )
-from shardstream.storage.response_head import FileFacts, check_head, ranges_ignored_error
 from shardstream.storage.s3_config import S3Settings
 from shardstream.storage.s3_request import S3Requests, Server, UploadPart, tls_context
 from shardstream.storage.transfer import Transfer

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from shardstream.storage.http_status import HttpStatusError
-from shardstream.storage.response_head import range_header
+from shardstream.storage.response import HttpStatusError, range_header
 from shardstream.storage.s3_config import S3Settings
 
 _T = TypeVar("_T")

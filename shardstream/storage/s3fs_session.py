@@ -10,7 +10,7 @@ from typing import Any
 from aiobotocore.httpsession import AIOHTTPSession
 
 from shardstream.storage.aiohttp_limits import read_whole
-from shardstream.storage.http_status import HttpStatusError
+from shardstream.storage.response import HttpStatusError
 
 
 class SessionWithoutRedirects(AIOHTTPSession):  # type: ignore[misc]

@@ -16,11 +16,10 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
 from shardstream.storage.cache import Cache, version_of
-from shardstream.storage.clients import Clients, check_slashes, is_chain
+from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.listing_pages import Page, endless_error, open_listing
+from shardstream.storage.fsspec_clients import Page, endless_error, open_listing
 from shardstream.storage.local_files import (
     check_regular,
     folder_pages,
@@ -29,12 +28,16 @@ from shardstream.storage.local_files import (
     tree_pages,
 )
 from shardstream.storage.range_file import open_ranges
-from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
-from shardstream.storage.response_head import response_version
+from shardstream.storage.response import (
+    RangeResponse,
+    ReceiveBuffer,
+    RequestOptions,
+    response_version,
+)
 from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
 from shardstream.storage.s3_http_client import S3HttpReader
 from shardstream.storage.url_globs import matching_files
-from shardstream.storage.url_patterns import simplify_glob
+from shardstream.storage.urls import check_slashes, is_chain, simplify_glob
 
 _log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
@@ -50,6 +53,10 @@ _NO_PATH = (
     "file:",
     "local:",
     "pipe:",
+)
+LISTED_TWICE = (
+    "the store lists this file twice, so its samples would be read twice; list it again, and report it to the "
+    "operator of the store if it stays so"
 )
 _pinning = new_lock()
 
@@ -539,37 +546,3 @@ def _is_file(entry: Mapping[str, Any]) -> bool:
 def _local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
     version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
     return FileInfo(url=path, size_or_none=size, version=version)  # as `version_of`
-
-
-def join_url(folder: str, name: str) -> str:
-    """Append a relative name to the URL of a folder; an absolute name stays as it is.
-
-    >>> join_url("s3://b/train/", "a.tar"), join_url("x", "s3://b/a.tar")
-    ('s3://b/train/a.tar', 's3://b/a.tar')
-    """
-    if "://" in name or name.startswith("/"):
-        return name
-    return f"{folder.rstrip('/')}/{name}"
-
-
-def absolute_url(url: str | os.PathLike[str]) -> str:
-    """Return a path of this machine as an absolute one, for processes with another current folder; other URLs stay as they are.
-
-    >>> absolute_url("s3://b/train/"), absolute_url("/data/../train/")
-    ('s3://b/train/', '/train/')
-    """
-    text = os.fspath(url)
-    if "://" in text or ("::" in text and not os.path.exists(text)):
-        return text
-    check_slashes(text)
-    return os.path.abspath(os.path.expanduser(text)) + "/" * (text.endswith("/") and text != "/")
-
-
-def parent_url(url: str) -> str:
-    """Return the URL of the folder that a file is in.
-
-    >>> parent_url("s3://b/train/a.tar"), parent_url("a.tar")
-    ('s3://b/train', '.')
-    """
-    folder, slash, _ = url.rpartition("/")
-    return folder if slash else "."

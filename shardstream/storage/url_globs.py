@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fsspec.utils import glob_translate
 
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError
-from shardstream.storage.url_patterns import has_glob_signs, simplify_glob
+from shardstream.storage.urls import has_glob_signs, simplify_glob
 
 if TYPE_CHECKING:
     from shardstream.storage.store import FileInfo, Storage
