@@ -54,8 +54,8 @@ LIMITS = {
     "first state_dict": (11, 20),
     "next state_dict": (5, 9),
     "with one worker": (38, 167),
-    "ShardWriter, 40 samples": (19, 94),
-    "pack of four photos": (50, 366),
+    "ShardWriter, 40 samples": (18, 92),
+    "pack of four photos": (50, 364),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

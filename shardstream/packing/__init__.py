@@ -17,7 +17,7 @@ from shardstream.packing.job.cut import (
     shuffled_order,
     split_counts,
 )
-from shardstream.packing.job.destination import Destination, ShardNames, claim_destination
+from shardstream.packing.job.destination import Claim, ShardNames, claim_destination
 from shardstream.packing.job.folder_state import Journal, Task, read_journal
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
@@ -54,7 +54,7 @@ __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_MAX_SAMPLES",
     "TEXT_FIELDS",
-    "Destination",
+    "Claim",
     "Encoded",
     "FileRef",
     "ImageOptions",

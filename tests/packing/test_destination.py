@@ -11,7 +11,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError
-from shardstream.packing import Destination, Journal, ShardNames, Task, claim_destination
+from shardstream.packing import Claim, Journal, ShardNames, Task, claim_destination
 from shardstream.storage import JOURNAL_NAME, LocalFolder, part_record_name
 
 TASK = Task(source="files", options={"template": "{shard:06d}.tar"})
@@ -60,7 +60,7 @@ def fill(
     return folder
 
 
-def claim(folder: LocalFolder, task: Task = TASK, *, overwrite: bool = False) -> Destination:
+def claim(folder: LocalFolder, task: Task = TASK, *, overwrite: bool = False) -> Claim:
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
     journal = Journal(folder=folder, task=task)
     return claim_destination(journal, names, overwrite=overwrite)
@@ -149,9 +149,7 @@ def test_shards_of_the_earlier_dataset_and_no_other_tars_are_stale(
     assert found.journal.stale == stale
     head = tmp_path / "out" / JOURNAL_NAME
     assert found.journal.head == (head.read_bytes() if head.exists() else None)
-    assert not found.is_free
     assert found.replaces
-    assert found.has_manifest == (manifest != "none")
 
 
 @pytest.mark.parametrize(
@@ -162,12 +160,12 @@ def test_files_that_are_left_of_a_shard_may_be_replaced(
     name: str, *, replaces: bool, tmp_path: Path
 ) -> None:
     found = claim(fill(tmp_path / "out", files=(name,)))
-    assert (found.action, found.is_free, found.replaces) == ("take", True, replaces)
+    assert (found.action, found.replaces) == ("take", replaces)
 
 
 def test_a_folder_with_the_journal_of_another_job_is_not_free(tmp_path: Path) -> None:
     found = claim(fill(tmp_path / "out", journal="other job"))
-    assert (found.action, found.is_free) == ("take", False)
+    assert found.action == "take"
 
 
 def test_only_what_killed_writers_have_left_is_deleted_at_once(tmp_path: Path) -> None:
@@ -186,7 +184,7 @@ def test_only_what_killed_writers_have_left_is_deleted_at_once(tmp_path: Path) -
     extras = frozenset({"classes.json"})
     claim_destination(
         Journal(folder=folder, task=TASK), names, overwrite=True, extras=extras
-    ).remove_parts()
+    ).take()
     assert set(folder.list_files()) == {*kept, JOURNAL_NAME}
 
 
@@ -198,8 +196,8 @@ def test_class_names_that_are_not_written_again_are_kept_with_a_warning(
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
     claim_destination(
         Journal(folder=folder, task=TASK), names, overwrite=True, extras=extras
-    ).unpublish()
-    assert set(folder.list_files()) == {"classes.json"}
+    ).take().check_owner()
+    assert set(folder.list_files()) == {"classes.json", JOURNAL_NAME}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (not extras)
 
 

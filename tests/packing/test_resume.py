@@ -22,7 +22,6 @@ from PIL import Image
 import shardstream as ss
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.packing import (
-    Destination,
     Encoded,
     Journal,
     PackReport,
@@ -584,11 +583,12 @@ def test_overwrite_stopped_before_its_first_shard_keeps_the_old_dataset(
 ) -> None:
     pack(files, tmp_path / "out", max_samples=10)
 
-    def stop(_: Destination) -> None:
-        raise StoppedError
+    def stop(_: LocalFolder, name: str) -> None:
+        if name == "index.json":
+            raise StoppedError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Destination, "unpublish", stop)
+        patched.setattr(LocalFolder, "remove", stop)
         with pytest.raises(StoppedError):
             pack(files, tmp_path / "out", max_samples=50, overwrite=True)
     before = contents(tmp_path / "out")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from shardstream.errors import NotFoundError, OptionError, StorageError
 from shardstream.format import MANIFEST_NAME
 from shardstream.packing.job.destination import (
-    Destination,
+    Claim,
     ShardNames,
     claim_destination,
-    is_deletable,
     is_half_written,
     published_sha256,
 )
@@ -97,71 +95,6 @@ class PartJob:
         return Journal(folder=folder, task=self.task, parts=self.parts, run=self.run)
 
 
-class Claim:
-    """A destination that belongs to a job or a `ShardWriter`.
-
-    Args:
-        destination: Its folder, as it was before, and the journal.
-    """
-
-    def __init__(self, destination: Destination) -> None:
-        self.destination, self.journal = destination, destination.journal
-        self.replaces = bool(self.journal.stale) or destination.replaces
-        """Whether shards of the names that are written may exist."""
-        self._lock = threading.Lock()
-        self._is_changed = False
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the dataset is published already, and only the files of the job are left to delete."""
-        return self.destination.action == "tidy"
-
-    def take(self) -> Self:
-        """Write the journal to the locked folder, unless it is there; no shard or manifest is changed yet.
-
-        Raises:
-            StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
-        """
-        if self.destination.action in ("take", "replace"):
-            self.journal.write()
-            if self.destination.files:
-                self.destination.remove_parts()
-        return self
-
-    def check_owner(self) -> None:
-        """Check that the folder is still that of the claim; before the first change, unpublish the dataset it replaces.
-
-        Raises:
-            StorageError: If another run has taken the folder over.
-        """
-        with self._lock:
-            self.journal.check_owner()
-            if self._is_changed:
-                return
-            self._is_changed = True
-            if self.destination.has_manifest and not self.is_published:
-                self.destination.unpublish()
-                # A run that took the folder in between may rely on the manifest that is gone now.
-                self.journal.check_owner()
-
-    def release(self) -> None:
-        """Leave the folder as it was before the claim, if nothing was changed since."""
-        destination = self.destination
-        if self._is_changed or destination.action in ("join", "tidy"):
-            return
-        with suppress(StorageError):  # the earlier error is the one to report
-            folder = self.journal.folder
-            files = folder.list_files()
-            if destination.has_manifest:
-                is_as_before = MANIFEST_NAME in files
-            else:
-                is_as_before = destination.is_free and not any(map(is_deletable, files))
-            if is_as_before:
-                for name in filter(is_part_record, files):  # of parts without samples
-                    folder.remove(name)
-                self.journal.remove()
-
-
 @contextmanager
 def claimed(jobs: Sequence[PartJob], *, overwrite: bool) -> Iterator[list[Claim]]:
     """Claim the destinations of jobs, or none, and lock out all others until the end; an error before the first change undoes it.
@@ -227,9 +160,7 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
                 for claim in claims:
                     claim.release()
                 raise
-            claims.append(
-                Claim(Destination(names=job.names, action="tidy", files={}, journal=journal))
-            )
+            claims.append(Claim(journal, job.names, "tidy"))
     return claims
 
 
@@ -247,7 +178,7 @@ def restore_journal(folder: OutputFolder, task: Task, run: str) -> Journal | Non
 def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
     """Claim a locked folder (see `decide`)."""
     new, extras = job.new_journal(folder), frozenset(job.extras)
-    claim = Claim(claim_destination(new, job.names, overwrite=overwrite, extras=extras))
+    claim = claim_destination(new, job.names, overwrite=overwrite, extras=extras)
     if job.parts and not claim.journal.parts:  # of a run that did not know it
         claim.journal.parts = job.parts
         claim.journal.write()
@@ -268,7 +199,7 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
         try:
             folder.read(MANIFEST_NAME, 0, 1)  # of the dataset to replace
         except NotFoundError:
-            return Claim(Destination(names=job.names, action="join", files={}, journal=journal))
+            return Claim(journal, job.names, "join")
     return None
 
 

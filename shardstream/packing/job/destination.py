@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from string import Formatter
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, Self
 
-from shardstream.errors import OptionError, get_logger
+from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import (
     CLASSES_NAME,
     COLUMNS_SUFFIX,
@@ -224,58 +227,93 @@ def _refusal(found: Found) -> Refusal | None:
     return "job" if found.journal == "other job" and found.tars else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Destination:
-    """A folder that may be written to, with its files before the first change.
+class Claim:
+    """A folder that belongs to a job or a `ShardWriter`, once `take` has written its journal; until the first shard, `release` undoes it.
 
     Args:
-        names: Names of its shards.
-        action: What the job does with it (see `decide`).
-        files: Its files, by name.
         journal: The journal of the job: that which is there, if the job joins or tidies up, else a new one, which is not written yet.
+        names: Names of its shards.
+        action: What the job does with the folder (see `decide`).
+        files: The files there before, by name.
         extras: Names of small files that the job writes, too.
     """
 
-    names: ShardNames
-    action: Action
-    files: Mapping[str, FileInfo]
-    journal: Journal
-    extras: frozenset[str] = frozenset()
+    def __init__(
+        self,
+        journal: Journal,
+        names: ShardNames,
+        action: Action,
+        files: Mapping[str, FileInfo] = MappingProxyType({}),
+        extras: frozenset[str] = frozenset(),
+    ) -> None:
+        self.journal, self.names, self.action, self.files = journal, names, action, files
+        self.replaces = bool(journal.stale) or any(names.is_ours(shard_of(name)) for name in files)
+        """Whether shards of the names that are written may exist."""
+        self._extras = extras
+        self._lock = threading.Lock()
+        self._is_changed = False
 
     @property
-    def is_free(self) -> bool:
-        """Whether the folder has no files of a dataset, finished or not; it may have other files."""
-        return not (self.journal.stale or self.has_manifest or JOURNAL_NAME in self.files)
+    def is_published(self) -> bool:
+        """Whether the dataset is published already, and only the files of the job are left to delete."""
+        return self.action == "tidy"
 
-    @property
-    def replaces(self) -> bool:
-        """Whether shards of these names may exist."""
-        return any(self.names.is_ours(shard_of(name)) for name in self.files)
+    def take(self) -> Self:
+        """Write the journal to the locked folder, unless it is there, and delete half-written files of killed writers, and records of another job.
 
-    @property
-    def has_manifest(self) -> bool:
-        """Whether a dataset is published in the folder."""
-        return MANIFEST_NAME in self.files
+        Raises:
+            StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
+        """
+        if self.action in ("take", "replace"):
+            self.journal.write()
+            for name in self.files:
+                if is_part_record(name) or is_half_written(name, self.names, self._extras):
+                    self.journal.folder.remove(name)
+        return self
 
-    def unpublish(self) -> None:
-        """Delete the existing manifest; its shards are deleted or replaced later."""
-        self.journal.folder.remove(MANIFEST_NAME)
-        if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
-            _log.warning(
-                "%s belongs to the replaced dataset and is kept; delete it if its names do not match the new class numbers",
-                self.names.url(CLASSES_NAME),
-            )
+    def check_owner(self) -> None:
+        """Check that the folder is still that of the claim; before the first change, unpublish the dataset it replaces.
 
-    def remove_parts(self) -> None:
-        """Delete half-written files of killed writers, and the records of another job."""
-        for name in self.files:
-            if is_part_record(name) or is_half_written(name, self.names, self.extras):
-                self.journal.folder.remove(name)
+        Raises:
+            StorageError: If another run has taken the folder over.
+        """
+        with self._lock:
+            self.journal.check_owner()
+            if self._is_changed:
+                return
+            self._is_changed = True
+            if MANIFEST_NAME not in self.files or self.is_published:
+                return
+            self.journal.folder.remove(MANIFEST_NAME)  # its shards are deleted or replaced later
+            if CLASSES_NAME in self.files and CLASSES_NAME not in self._extras:
+                _log.warning(
+                    "%s belongs to the replaced dataset and is kept; delete it if its names do not match the new class numbers",
+                    self.names.url(CLASSES_NAME),
+                )
+            # A run that took the folder in between may rely on the manifest that is gone now.
+            self.journal.check_owner()
+
+    def release(self) -> None:
+        """Leave the folder as it was before the claim, if nothing was changed since."""
+        if self._is_changed or self.action in ("join", "tidy"):
+            return
+        with suppress(StorageError):  # the earlier error is the one to report
+            folder, before = self.journal.folder, self.files
+            files = folder.list_files()
+            if MANIFEST_NAME in before:
+                is_as_before = MANIFEST_NAME in files
+            else:  # it may have had files that are not of a dataset
+                is_free = not (self.journal.stale or JOURNAL_NAME in before)
+                is_as_before = is_free and not any(map(is_deletable, files))
+            if is_as_before:
+                for name in filter(is_part_record, files):  # of parts without samples
+                    folder.remove(name)
+                self.journal.remove()
 
 
 def claim_destination(
     new: Journal, names: ShardNames, *, overwrite: bool, extras: frozenset[str] = frozenset()
-) -> Destination:
+) -> Claim:
     """Decide which files of the folder are kept or replaced (see `decide`); nothing is changed yet.
 
     Args:
@@ -291,7 +329,7 @@ def claim_destination(
     folder, task = new.folder, new.task
     files = folder.list_files()
     if not files:  # nothing is to be decided
-        return Destination(names=names, action="take", files={}, journal=new, extras=extras)
+        return Claim(new, names, "take", extras=extras)
     found, unreadable = None, None
     try:
         found = read_journal(folder, files)
@@ -314,7 +352,7 @@ def claim_destination(
     elif MANIFEST_NAME in files:
         stale |= {shard.url for shard in read_old_manifest(folder).shards}
     journal.stale = frozenset(filter(is_deletable, stale))
-    return Destination(names=names, action=action, files=files, journal=journal, extras=extras)
+    return Claim(journal, names, action, files, extras)
 
 
 def _look(

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardstream.errors import OptionError
-from shardstream.packing.job.claim import Claim, PartJob, claimed, join
+from shardstream.packing.job.claim import PartJob, claimed, join
 from shardstream.packing.job.cut import Place
+from shardstream.packing.job.destination import Claim
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.part_record import (
     EncodedPart,
@@ -148,7 +149,7 @@ def run_jobs(
         runs, todo = list[_JobRun](), list[int]()
         for number, (job, claim) in enumerate(zip(jobs, claims, strict=True)):
             counts.splits.append(SplitReport(name=job.split, url=job.names.folder))
-            has_records = any(map(is_part_record, claim.destination.files))
+            has_records = any(map(is_part_record, claim.files))
             runs.append(_JobRun(job=job, claim=claim, has_records=has_records))
             if not runs[number].check_published():
                 todo.append(number)

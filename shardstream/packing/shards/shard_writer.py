@@ -12,7 +12,6 @@ from typing import Any, Self
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger
 from shardstream.format import Manifest
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.job.claim import Claim
 from shardstream.packing.job.destination import ShardNames, claim_destination, remove_replaced
 from shardstream.packing.job.folder_state import WRITER_TASK, Journal, ManifestFiles
 from shardstream.packing.job.key_hashes import refuse_repeated_keys
@@ -80,7 +79,7 @@ class ShardWriter:
         self._folder.lock()
         try:
             journal = Journal(folder=self._folder, task=WRITER_TASK)
-            self._claim = Claim(claim_destination(journal, names, overwrite=overwrite)).take()
+            self._claim = claim_destination(journal, names, overwrite=overwrite).take()
         except BaseException:
             self._folder.unlock()
             raise
@@ -89,7 +88,7 @@ class ShardWriter:
             self._limits,
             name=names.name,
             check_owner=self._claim.check_owner,
-            replaces=self._claim.destination.replaces,
+            replaces=self._claim.replaces,
             keeps_keys=True,
         )
 
@@ -207,7 +206,7 @@ class ShardWriter:
         manifest = Manifest(
             shards=tuple(self._part.shards), name=self._limits.name, fields=dict(self._part.fields)
         )
-        before = self._claim.destination
+        before = self._claim
         if before.files:
             remove_replaced(
                 self._folder,
