@@ -163,11 +163,6 @@ def test_files_that_are_left_of_a_shard_may_be_replaced(
     assert (found.action, found.replaces) == ("take", replaces)
 
 
-def test_a_folder_with_the_journal_of_another_job_is_not_free(tmp_path: Path) -> None:
-    found = claim(fill(tmp_path / "out", journal="other job"))
-    assert found.action == "take"
-
-
 def test_only_what_killed_writers_have_left_is_deleted_at_once(tmp_path: Path) -> None:
     half = ".part-0123456789ab"
     gone = [
