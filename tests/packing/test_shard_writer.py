@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,32 @@ def test_existing_dataset_is_replaced_only_with_overwrite(tmp_path: Path) -> Non
         "000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "classes.json", "index.json",
     ]  # fmt: skip
     assert len(samples_of(tmp_path / "000001.tar")) == 2
+
+
+def test_a_writer_killed_at_any_deletion_leaves_no_file_of_the_replaced_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = LocalFolder.remove
+    write_some(tmp_path / "clean", 5)
+    for number in range(20):
+        dest, left = tmp_path / f"{number}", number
+        write_some(dest, 45, columns="__key__")
+
+        def stop(folder: LocalFolder, name: str) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:  # nothing is changed afterwards, as by a killed process
+                raise RuntimeError("killed")
+            remove(folder, name)
+
+        with monkeypatch.context() as patch, suppress(RuntimeError):
+            patch.setattr(LocalFolder, "remove", stop)
+            write_some(dest, 5, overwrite=True)
+        write_some(dest, 5, overwrite=True)
+        assert names(dest) == names(tmp_path / "clean")
+        if left >= 0:
+            break
+    assert left >= 0
 
 
 def test_shards_without_a_manifest_are_replaced_only_with_overwrite(tmp_path: Path) -> None:

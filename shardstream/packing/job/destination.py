@@ -431,11 +431,11 @@ def is_half_written(name: str, names: ShardNames, extras: Container[str]) -> boo
 
 
 def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None:
-    """Delete a shard, its index, and its columns if they are among some files."""
-    folder.remove(name)
-    folder.remove(name + INDEX_SUFFIX)
+    """Delete a shard, its index, and its columns if they are among some files; the tar last: by it the next run finds what a killed one has left."""
     if name + COLUMNS_SUFFIX in files:
         folder.remove(name + COLUMNS_SUFFIX)
+    folder.remove(name + INDEX_SUFFIX)
+    folder.remove(name)
 
 
 def remove_replaced(
