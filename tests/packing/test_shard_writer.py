@@ -210,7 +210,7 @@ def test_existing_dataset_is_replaced_only_with_overwrite(tmp_path: Path) -> Non
 def test_a_writer_killed_at_any_deletion_leaves_no_file_of_the_replaced_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove = LocalFolder.remove
+    remove, left = LocalFolder.remove, 0
     write_some(tmp_path / "clean", 5)
     for number in range(20):
         dest, left = tmp_path / f"{number}", number
