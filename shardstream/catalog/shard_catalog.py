@@ -188,15 +188,17 @@ class ShardCatalog(Catalog):
         part._scanned = {places[n]: offsets for n, offsets in self._scanned.items() if n in places}
         if self._verified_reader is not None:
             part._verified_reader = open_verified_reader("sha256", part.shards, self._storage)
-        firsts = (
-            self.shards.first_samples(kept)
-            if isinstance(self.shards, PagedShards)
-            else self._firsts[kept]
-        )
-        part._firsts = np.append(firsts, self._nsamples)  # with gaps
+        part._firsts = np.append(self.first_samples(kept), self._nsamples)  # with gaps
         part._kept, part._kept_bytes = OrderedDict(), 0
         part._mmap_pool = MmapPool()
         return part
+
+    def first_samples(self, shards: Sequence[int]) -> Numbers:
+        """Return the number of the first sample of each shard, shape (n,)."""
+        if isinstance(self.shards, PagedShards):
+            return self.shards.first_samples(shards)
+        firsts: Numbers = self._firsts[shards]
+        return firsts
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a shard."""

@@ -42,6 +42,15 @@ _Decode = Annotated[
 ]
 
 
+_Dataset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="Function that returns the dataset of a training (a mix, a join, weights, a subset, ...), whose epochs are shown. Imports torch.",
+    ),
+]
+
+
 def view(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
@@ -50,6 +59,7 @@ def view(  # noqa: PLR0913  (the options of a command)
     no_browser: _NoBrowser = False,
     bad: _Bad = None,
     decode: _Decode = None,
+    dataset: _Dataset = None,
     option: StorageOption = None,
 ) -> None:
     """Look at a dataset in the browser: samples, histograms, epochs, bad samples.
@@ -61,19 +71,21 @@ def view(  # noqa: PLR0913  (the options of a command)
       shardstream view data/train/
       shardstream view s3://bucket/train/ --port 8900 --no-browser
       shardstream view data/train/ --bad bad.jsonl --decode my_formats:decode_dicom
+      shardstream view data/photos/ data/drawings/ --dataset train:make_dataset
     """
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise OptionError(f"the viewer needs {' and '.join(missing)}: {how_to_install('view')}")
-    from shardstream.viewer import Address, ViewOptions, load_function, serve  # noqa: PLC0415
+    from shardstream.viewer import Address, ViewOptions, load_function, open_source, serve  # noqa: PLC0415
 
-    if decode is not None:
+    if decode is not None or dataset is not None:
         sys.path.insert(0, "")  # functions in the folder where the command runs
     options = ViewOptions(
         urls=tuple(urls),
         storage_options=parse_options(option, *urls, *(bad or ())),
         bad=tuple(bad or ()),
-        decode=None if decode is None else load_function(decode),
+        decode=None if decode is None else load_function(decode, "--decode"),
+        training=None if dataset is None else open_source(load_function(dataset, "--dataset")),
     )
     if host not in ("127.0.0.1", "localhost", "::1"):
         typer.echo(

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardstream.viewer.epoch_view import Training, read_state, view_epoch
+from shardstream.viewer.epoch_view import Stored, Training, read_state, view_epoch
 from shardstream.viewer.guard import Address, Guard
 from shardstream.viewer.session import Choice, Session, ViewOptions
-from shardstream.viewer.user_decode import load_function
+from shardstream.viewer.user_functions import load_function, open_source
 
 if TYPE_CHECKING:
     from shardstream.viewer.server import serve
@@ -15,9 +15,11 @@ __all__ = [
     "Choice",
     "Guard",
     "Session",
+    "Stored",
     "Training",
     "ViewOptions",
     "load_function",
+    "open_source",
     "read_state",
     "serve",
     "view_epoch",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,17 @@ from shardstream.order import (
     find_even_lane_counts,
     uneven_effect,
 )
-from shardstream.pipeline import OrderOptions, SamplesSource, check_state
+from shardstream.pipeline import (
+    IndexedSource,
+    MixIndexedSource,
+    SamplesSource,
+    check_state,
+    data_identity,
+)
 from shardstream.samples import Numbers, Samples
 
 _ORDER = ("microbatch", "lanes", "window", "block")
+_OPTIONS = ("remainder", *_ORDER)
 _MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
 _PATH_STEPS, _PATH_SAMPLES = 240, 16
 _CLASSES = 24
@@ -89,13 +96,19 @@ class Training:
             )
 
     @classmethod
-    def parse(cls, values: Mapping[str, str]) -> Training:
+    def parse(cls, values: Mapping[str, str], source: IndexedSource) -> Training:
         """Return the training that the form of the page describes.
+
+        Args:
+            values: The fields of the form; of the order, an empty one is a default computed from the data.
+            source: Has the values of fields that are missing.
 
         Raises:
             OptionError: If a value is not a number, or a name is unknown.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {name: getattr(source.options, name) for name in _OPTIONS}
+        found |= {"seed": source.seed, "shuffle": source.shuffle}
+        found["batch_size"] = source.options.microbatch or 32
         for name, text in values.items():
             if name in ("shuffle", "drop_last"):
                 found[name] = text in ("true", "on", "1")
@@ -104,29 +117,21 @@ class Training:
             elif name in _WHOLE_NUMBERS or name in _ORDER:
                 if text.strip():
                     found[name] = _whole(name, text)
+                elif name in _ORDER:
+                    found[name] = None
             else:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
-    def config(self, samples: Samples) -> PartitionConfig:
-        """Return the partition of an epoch over the ranks, as a ``ShardLoader`` makes it."""
-        return PartitionConfig(
+    def partitions(self, source: IndexedSource) -> list[RankPartition]:
+        """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
+        source = self._with_order(source)
+        config = PartitionConfig(
             world_size=self.ranks,
             microbatches=self.batch_size // (self.microbatch or self.batch_size),
             remainder=self.remainder,
             drop_last=self.drop_last,
-            whole_lanes=samples.has_costly_windows,
-        )
-
-    def partitions(self, samples: Samples) -> list[RankPartition]:
-        """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
-        config = self.config(samples)
-        options = {name: getattr(self, name) for name in _ORDER}
-        source = SamplesSource(
-            samples=samples,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            options=OrderOptions(remainder=self.remainder, **options),
+            whole_lanes=source.samples.has_costly_windows,
         )
         order = source.order(
             batch=self.microbatch or self.batch_size,
@@ -139,6 +144,15 @@ class Training:
             for rank in range(self.ranks)
         ]
 
+    def _with_order(self, source: IndexedSource) -> IndexedSource:
+        source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
+        if isinstance(source, SamplesSource):
+            return replace(source, seed=self.seed, shuffle=self.shuffle)
+        assert isinstance(source, MixIndexedSource)  # noqa: S101  (there are no others)
+        if not self.shuffle:
+            raise OptionError("a mix is always shuffled")
+        return replace(source, seed=self.seed)
+
 
 def _whole(name: str, text: str) -> int:
     try:
@@ -147,26 +161,29 @@ def _whole(name: str, text: str) -> int:
         raise OptionError(f"{name} must be a whole number, not {text[:40]!r}") from error
 
 
-def view_epoch(
-    training: Training,
-    samples: Samples,
-    whole_numbers: Numbers | None,
-    classes: Numbers | None,
-    names: Sequence[str] | None,
-) -> dict[str, Any]:
+class Stored(NamedTuple):
+    """The dataset that the page shows, in which a training finds its samples."""
+
+    number_of: Callable[[Numbers], Numbers]
+    """Numbers of the training's samples -> their numbers in this dataset, -1 for those of other shards; shape (n,)."""
+    classes: Numbers | None
+    """Class of each sample, -1 where it is unknown; None if there are no columns."""
+    names: Sequence[str] | None
+    """Names of the classes."""
+
+
+def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dict[str, Any]:
     """Return what each rank reads at a step, and the path of one rank through the data, as JSON values.
 
     Args:
         training: Order, topology and step.
-        samples: The samples that the training reads.
-        whole_numbers: Number in the whole dataset of each of these samples; None if they are all.
-        classes: Class number of each of these samples, -1 where it is unknown; None if there are no columns.
-        names: Names of the classes.
+        source: The samples that the training reads, and how.
+        stored: The dataset that the page shows.
 
     Raises:
         OptionError: If the training has no such step.
     """
-    partitions = training.partitions(samples)
+    partitions, samples = training.partitions(source), source.samples
     first = partitions[0]
     if not first.max_steps:
         raise OptionError(
@@ -177,15 +194,17 @@ def view_epoch(
             f"there is no step {training.step}: they are numbered from 0 to {first.max_steps - 1}"
         )
     steps = np.array([training.step], dtype=np.int64)
-    batches = [
-        one.samples(steps)[0] if training.step < one.num_steps else np.empty(0, np.int64)
+    batches = [  # copies of a sample that is drawn several times have its number
+        (one.samples(steps)[0] if training.step < one.num_steps else np.empty(0, np.int64))
+        % len(samples)
         for one in partitions
     ]
+    shards = samples.shards_of(np.concatenate(batches))
     order = first.plan.order
     found: dict[str, Any] = {
         "step": training.step,
         "steps": first.max_steps,
-        "samples": len(samples),
+        "samples": order.nsamples,
         "order": {
             name: getattr(order, name if name != "microbatch" else "batch") for name in _ORDER
         },
@@ -193,30 +212,34 @@ def view_epoch(
         if training.step
         else training.consumed,
         "consumed_after": first.consumed_after(training.step + 1),
-        "ranks": _describe_ranks(batches, training, first, samples, whole_numbers),
-        "path": _path(partitions[training.rank], whole_numbers),
+        "ranks": _describe_ranks(batches, training, first, samples, stored),
+        "path": _path(partitions[training.rank], len(samples), stored),
         "notes": _notes(training, first),
+        "shards": {
+            "count": len(shards),
+            "of": samples.num_shards,
+            "first": [redact(samples.url_of(shard)) for shard in shards[:_NAMED_SHARDS]],
+        },
     }
-    joined = np.concatenate(batches)
-    urls = [redact(samples.url_of(n)) for n in _shards(samples, joined)[:_NAMED_SHARDS]]
-    found["shards"] = {
-        "count": len(_shards(samples, joined)),
-        "of": samples.num_shards,
-        "first": urls,
-    }
-    if classes is not None:
-        found["classes"] = _class_shares(batches, classes, names)
+    if stored.classes is not None:
+        known = np.append(stored.classes, -1)  # the last is that of samples elsewhere
+        whole = known[stored.number_of(np.arange(len(samples)))]
+        found["classes"] = _class_shares([whole[one] for one in batches], whole, stored.names)
+        if {"weights", "mix"} & set(source.describe(steps=False)):
+            found["notes"].append(
+                "The shares of the classes are those of the stored samples; weights give the batches others."
+            )
     return found
 
 
-def read_state(text: str, samples: Samples) -> tuple[Training, dict[str, Any]]:
-    """Return the training that a saved state of a ``ShardLoader`` continues, and the state.
+def read_state(text: str, source: IndexedSource) -> Training:
+    """Return the training that a saved state of a ``ShardLoader`` continues.
 
     Topology and batch size are not in a state: those of the result are defaults.
 
     Args:
         text: The state as JSON, as ``json.dumps(loader.state_dict())`` writes it, or an object that contains it.
-        samples: The samples that the training reads.
+        source: The samples that the training reads.
 
     Raises:
         StateError: If it is no state, was edited, or is one of other data or of another kind of loader.
@@ -227,20 +250,10 @@ def read_state(text: str, samples: Samples) -> tuple[Training, dict[str, Any]]:
             f"this state is of kind {state['kind']!r}: the steps of its pipeline change counts, so its positions are those of "
             "workers, and no plan says what comes next"
         )
-    extra = sorted({"weights", "mix", "parts", "recipe", "datasets"} & set(state))
-    if extra:
-        raise StateError(
-            f"this state is of a dataset with {', '.join(extra)}, whose order needs more than this folder; the viewer shows one dataset"
-        )
-    check_state(
-        state, expected={"fingerprint": samples.fingerprint, "checksums": samples.checksums}
-    )
-    if state["consumed"] > len(samples):
-        raise StateError(f"{state['consumed']} of {len(samples)} samples are consumed")
+    check_state(state, expected=data_identity(source))
     # Without shuffle, window and block do not affect the order.
     names = ("epoch", "seed", "shuffle", "consumed", *(_ORDER if state["shuffle"] else _ORDER[:2]))
-    training = Training(batch_size=state["microbatch"], **{name: state[name] for name in names})
-    return training, state
+    return Training(batch_size=state["microbatch"], **{name: state[name] for name in names})
 
 
 def continued(training: Training, shown: Training) -> Training:
@@ -287,7 +300,7 @@ def _describe_ranks(
     training: Training,
     partition: RankPartition,
     samples: Samples,
-    whole: Numbers | None,
+    stored: Stored,
 ) -> list[dict[str, Any]]:
     worker = None
     if training.workers:
@@ -299,27 +312,22 @@ def _describe_ranks(
             {
                 "rank": rank,
                 "worker": worker,
-                "numbers": (numbers if whole is None else whole[numbers]).tolist(),
+                "numbers": stored.number_of(numbers).tolist(),
                 "shards": dict(zip(map(str, shards.tolist()), counts.tolist(), strict=True)),
             }
         )
     return found
 
 
-def _path(partition: RankPartition, whole: Numbers | None) -> dict[str, Any]:
+def _path(partition: RankPartition, nsamples: int, stored: Stored) -> dict[str, Any]:
     """Return the samples of some steps, spread over the epoch: the path of a rank through the stored data."""
     count = partition.num_steps
     steps = np.unique(np.linspace(0, max(0, count - 1), min(count, _PATH_STEPS)).astype(np.int64))
     points = []
     for numbers in partition.samples(steps):
         spread = np.linspace(0, max(0, len(numbers) - 1), min(len(numbers), _PATH_SAMPLES))
-        chosen = numbers[spread.astype(np.int64)]
-        points.append((chosen if whole is None else whole[chosen]).tolist())
+        points.append(stored.number_of(numbers[spread.astype(np.int64)] % nsamples).tolist())
     return {"steps": steps.tolist(), "numbers": points, "of_steps": count}
-
-
-def _shards(samples: Samples, numbers: Numbers) -> list[int]:
-    return samples.shards_of(numbers)
 
 
 def _notes(training: Training, partition: RankPartition) -> list[str]:
@@ -350,8 +358,7 @@ def _class_shares(
     shares = counts / counts.sum()
     got = []
     for batch in batches:
-        mine = classes[batch]
-        mine = mine[mine >= 0]
+        mine = batch[batch >= 0]
         got.append(np.bincount(np.searchsorted(numbers, mine), minlength=len(numbers)))
     total = np.sum(got, axis=0)
     size = max(1, int(total.sum()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,9 @@ from shardstream.format import (
     iter_members,
     read_sample,
 )
-from shardstream.samples import Numbers
+from shardstream.samples import Numbers, Samples, View
 from shardstream.storage import (
     LocatedShards,
-    PagedShards,
     Storage,
     Urls,
     is_compressed,
@@ -170,6 +171,10 @@ class ViewedSamples(ABC):
         """Return the number of the sample at an offset of a shard; None if unknown."""
         return None
 
+    def numbers_of(self, samples: Samples, numbers: Numbers) -> Numbers:  # noqa: ARG002
+        """Return the numbers here of samples of another dataset, -1 for those that are not here; shape (n,)."""
+        return np.full_like(numbers, -1)
+
 
 class IndexedSamples(ViewedSamples):
     """Samples of shards with an index, or of local tars, by range reads.
@@ -186,7 +191,6 @@ class IndexedSamples(ViewedSamples):
         self._kept: OrderedDict[int, FoundSample] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
-        self._shard_of: dict[str, int] | None = None
 
     def __len__(self) -> int:
         return len(self.catalog)
@@ -219,23 +223,49 @@ class IndexedSamples(ViewedSamples):
 
     def number_at(self, url: str, offset: int) -> int | None:
         """Return the number of the sample at an offset of a shard; None if there is no such shard."""
-        if self._shard_of is None:
-            names = [shard.url for shard in self.catalog.shards]
-            self._shard_of = {name: number for number, name in enumerate(names)}
-        shard = self._shard_of.get(url)
+        shard = self._shard_of.get(self._identity(url, self.storage))
         if shard is None:
             return None
         offsets = self.catalog.offsets(shard)
         within = int(np.searchsorted(offsets, offset, "right")) - 1
         if not 0 <= within < len(offsets) - 1:
             return None
-        return self._first_of(shard) + within
+        return int(self.catalog.first_samples([shard])[0]) + within
 
-    def _first_of(self, shard: int) -> int:
-        shards = self.catalog.shards
-        if isinstance(shards, PagedShards):
-            return int(shards.first_samples([shard])[0])
-        return sum(one.nsamples or 0 for one in shards[:shard])
+    def numbers_of(self, samples: Samples, numbers: Numbers) -> Numbers:
+        """Return the numbers here of samples of another dataset that are stored in these shards, -1 for others; shape (n,).
+
+        Args:
+            samples: The other dataset: a view of this one, or one that is opened from the same shards.
+            numbers: Numbers of its samples.
+        """
+        if samples is self.catalog:
+            return numbers
+        found = np.full_like(numbers, -1)
+        if isinstance(samples, View):
+            places, own = samples.find(numbers)
+            for place in np.unique(places).tolist():
+                inner, mine = samples.inner[place], places == place
+                found[mine] = self.numbers_of(inner, own[mine] % len(inner))
+        elif isinstance(samples, ShardCatalog):
+            shards, of_shard = np.unique(samples.find_shards(numbers), return_inverse=True)
+            urls = [self._identity(samples.url_of(one), samples.storage) for one in shards.tolist()]
+            here = np.array([self._shard_of.get(url, -1) for url in urls], np.int64)
+            firsts = samples.first_samples(shards.tolist())
+            moved = self.catalog.first_samples(here.clip(0).tolist()) - firsts
+            found = np.where(here[of_shard] < 0, -1, numbers + moved[of_shard])
+        return found
+
+    @cached_property
+    def _shard_of(self) -> dict[str, int]:
+        urls = (shard.url for shard in self.catalog.shards)
+        return {self._identity(url, self.storage): number for number, url in enumerate(urls)}
+
+    @staticmethod
+    def _identity(url: str, storage: Storage) -> str:
+        """Return the same text for all names of a local file."""
+        path = storage.local_path(url)
+        return url if path is None else os.path.realpath(path)
 
     def _read_whole(self, numbers: Numbers) -> Iterator[Shown]:
         """Read all bytes of samples; neighbours together."""

@@ -6,7 +6,7 @@ import io
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,11 @@ from shardstream.display import (
     render_value,
 )
 from shardstream.errors import OptionError, ShardStreamError, describe_error, get_logger, redact
-from shardstream.pipeline import BASIC, BadSample
+from shardstream.pipeline import BASIC, BadSample, IndexedSource, SamplesSource
 from shardstream.samples import Numbers
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
-from shardstream.viewer.epoch_view import Training, continued, read_state, view_epoch
+from shardstream.viewer.epoch_view import Stored, Training, continued, read_state, view_epoch
 from shardstream.viewer.histograms import histograms_of_samples, histograms_of_table
 from shardstream.viewer.page import (
     boxes_of,
@@ -48,7 +48,7 @@ from shardstream.viewer.samples import (
     read_class_names,
 )
 from shardstream.viewer.selection import NO_COLUMNS, Selections
-from shardstream.viewer.user_decode import UserDecode, call
+from shardstream.viewer.user_functions import UserDecode, call
 
 _log = get_logger(__name__)
 
@@ -69,12 +69,14 @@ class ViewOptions:
         storage_options: ``storage_options`` of fsspec.
         bad: Reports of bad samples.
         decode: The user's function; None for none.
+        training: Source of the dataset whose epochs are shown; None for all samples, or those of a condition.
     """
 
     urls: tuple[str, ...]
     storage_options: Mapping[str, Any]
     bad: tuple[str, ...] = ()
     decode: UserDecode | None = None
+    training: IndexedSource | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +279,8 @@ class Session:
             values: Fields of the form, see `Training`.
             where: The condition of ``ShardDataset(where=)``.
         """
-        return self._view(Training.parse(values), where)
+        source = self._source(where)
+        return self._view(Training.parse(values, source), source)
 
     def resume(self, state: str, values: Mapping[str, str], where: str = "") -> dict[str, Any]:
         """Return what comes after a saved state, on the topology that the page shows.
@@ -287,30 +290,35 @@ class Session:
             values: Fields of the form; those of the order are replaced by the state's.
             where: The condition of ``ShardDataset(where=)``.
         """
-        shown = Training.parse(values)
-        training, _ = read_state(state, self._plannable().samples(where))
-        return self._view(continued(training, shown), where)
+        source = self._source(where)
+        training = read_state(state, source)
+        return self._view(continued(training, Training.parse(values, source)), source)
 
-    def _view(self, training: Training, where: str) -> dict[str, Any]:
-        selections = self._plannable()
-        catalog = selections.samples(where)
-        whole = selections.choose(where) if where else None
-        classes = selections.classes_of()
-        if classes is not None and whole is not None:
-            classes = classes[whole]
-        found = view_epoch(training, catalog, whole, classes, self.classes)
+    def _view(self, training: Training, source: IndexedSource) -> dict[str, Any]:
+        assert self._selections is not None  # noqa: S101  (checked by `_source`)
+        classes = self._selections.classes_of()
+        stored = Stored(partial(self.samples.numbers_of, source.samples), classes, self.classes)
+        found = view_epoch(training, source, stored)
         shown = {field.name: getattr(training, field.name) for field in fields(training)}
         hint = "" if classes is not None else f"Classes are unknown: {NO_COLUMNS}."
-        return found | {"training": shown, "hint": hint, "of_samples": len(self.samples)}
+        is_given = self.options.training is not None
+        more = {"training": shown, "hint": hint, "of_samples": len(self.samples)}
+        return found | more | {"is_given": is_given}
 
-    def _plannable(self) -> Selections:
+    def _source(self, where: str) -> IndexedSource:
+        """Return the samples of a training and the options of their order."""
         if self._selections is None:
             raise OptionError(
                 "without an index shards are dealt out to workers, and no plan says which sample comes when; run 'shardstream index'"
             )
         if not len(self.samples):
             raise OptionError("the dataset has no samples")
-        return self._selections
+        if self.options.training is None:
+            samples = self._selections.samples(where)
+            return SamplesSource(samples=samples, shuffle=True)
+        if where:
+            raise OptionError("the dataset of --dataset chooses its samples; leave where empty")
+        return self.options.training
 
     def picture(self, number: int, place: int, side: int, *, overlay: bool = False) -> Picture:
         """Return the picture of a field.

@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,9 +222,10 @@ def test_the_epoch_view_is_what_loaders_yield(
     folder = numbered(tmp_path, 203, columns="cls")
     options: dict[str, Any] = {"shuffle": True, "seed": 5, "lanes": 8, "microbatch": 8}
     made = loader(folder, 8, num_workers=workers, placement=ss.Placement(1, 2), **options)
-    batches = iter(made)
+    batches: Any = iter(made)
     taken = list(islice(batches, 3))
-    with running_viewer(folder) as viewer, opened(browser, viewer) as page:
+    # Workers that a fork left running would keep the pipe of the browser's driver open.
+    with closing(batches), running_viewer(folder) as viewer, opened(browser, viewer) as page:
         page.click("[data-view=epoch]")
         page.wait_for_selector("[data-rank='1']")
         page.click("summary:has-text('microbatch')")

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, sampled_from
 
 import shardstream as ss
-from shardstream.catalog import ShardCatalog
-from shardstream.storage import Storage, locate_shards
-from shardstream.viewer import Session, Training, ViewOptions, read_state, view_epoch
+from shardstream.pipeline import IndexedSource
+from shardstream.viewer import Session, Stored, Training, ViewOptions, read_state, view_epoch
 from tests.small_datasets import FEW_CORES, labels, loader, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=")
 
 
-def viewed(folder: str) -> Session:
-    return Session(ViewOptions(urls=(folder,), storage_options={}))
+def viewed(*folders: str, training: Any = None) -> Session:
+    source = None if training is None else training.pipeline.indexed_source
+    return Session(ViewOptions(urls=folders, storage_options={}, training=source))
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +34,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def catalog(folder: str) -> ShardCatalog:
-    storage = Storage()
-    return ShardCatalog(locate_shards(folder, storage), storage)
+def source(folder: str) -> IndexedSource:
+    found = ss.ShardDataset(folder).pipeline.indexed_source
+    assert found is not None
+    return found
 
 
 def seen_by_ranks(session: Session, values: dict[str, Any], **more: Any) -> list[list[list[int]]]:
@@ -118,39 +122,118 @@ def test_only_the_numbers_of_a_plan_without_shuffle(folder: str) -> None:
     ],
 )
 def test_a_state_that_no_plan_continues_is_refused(
-    folder: str, catalog: ShardCatalog, change: dict[str, Any], message: str
+    folder: str, source: IndexedSource, change: dict[str, Any], message: str
 ) -> None:
     state = loader(folder, 8).state_dict() | change
     with pytest.raises(ss.errors.StateError, match=message):
-        read_state(json.dumps(state), catalog)
+        read_state(json.dumps(state), source)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kind": "plan"}', "[" * 5000])
-def test_what_is_no_state_is_refused(catalog: ShardCatalog, text: str) -> None:
+def test_what_is_no_state_is_refused(source: IndexedSource, text: str) -> None:
     with pytest.raises(ss.errors.StateError, match="JSON|not a state"):
-        read_state(text, catalog)
+        read_state(text, source)
 
 
 def test_a_state_of_other_data_names_both_fingerprints(
-    tmp_path: Path, catalog: ShardCatalog
+    tmp_path: Path, source: IndexedSource
 ) -> None:
     state = loader(numbered(tmp_path, 50), 8).state_dict()
-    with pytest.raises(
-        ss.errors.StateError, match=f"{state['fingerprint']}.*{catalog.fingerprint}"
-    ):
-        read_state(json.dumps(state), catalog)
+    with pytest.raises(ss.errors.StateError, match=f"{state['fingerprint']}.*{source.fingerprint}"):
+        read_state(json.dumps(state), source)
 
 
-def test_shards_and_shares_of_classes_are_those_of_the_step(catalog: ShardCatalog) -> None:
-    import numpy as np  # noqa: PLC0415
-
-    classes = np.arange(len(catalog)) % 4
-    found = view_epoch(Training(ranks=2, batch_size=20, step=1), catalog, None, classes, ["a"])
+def test_shards_and_shares_of_classes_are_those_of_the_step(source: IndexedSource) -> None:
+    classes = np.arange(len(source.samples)) % 4
+    training = Training(ranks=2, batch_size=20, step=1)
+    found = view_epoch(training, source, Stored(lambda numbers: numbers, classes, ["a"]))
     numbers = [number for rank in found["ranks"] for number in rank["numbers"]]
     assert found["shards"]["count"] == len({number // 15 for number in numbers})
     rows = {row["number"]: row["count"] for row in found["classes"]["rows"]}
     assert rows == {kind: sum(number % 4 == kind for number in numbers) for kind in range(4)}
     assert [row["name"] for row in found["classes"]["rows"]] == ["a", None, None, None]
+
+
+def letters(folder: Path, letter: str, count: int) -> str:
+    """Write samples with the keys a0, a1, ...; the names and sizes of shards are those of other letters."""
+    with ss.ShardWriter(f"{folder}/{{shard:06d}}.tar", columns="cls", max_samples=15) as writer:
+        for number in range(count):
+            writer.write({"__key__": f"{letter}{number}", "cls": number % 5})
+    return str(folder)
+
+
+def read(folder: str, at: ss.Placement | None, **options: Any) -> ss.ShardDataset:
+    return ss.ShardDataset(folder, placement=at, **options)
+
+
+COMPOSED: dict[str, Callable[[str, str, ss.Placement | None], Any]] = {
+    "mix": lambda a, b, at: ss.mix([read(a, at), read(b, at)], [3, 1], seed=4),
+    "mix that repeats": lambda a, b, at: ss.mix(
+        [read(a, at), read(b, at, subset=slice(20))], [1, 1], stop="all_exhausted"
+    ),
+    "mix without weights": lambda a, b, at: ss.mix([read(a, at), read(b, at)], seed=1),
+    "weights": lambda a, _, at: read(a, at, shuffle=True, weights={0: 9, 1: 1, 2: 1, 3: 1, 4: 0}),
+    "subset": lambda a, _, at: read(a, at, shuffle=True, seed=3, subset=range(150, 20, -1)),
+    "weights of a condition": lambda _, b, at: read(
+        b, at, shuffle=True, where="cls < 3", weights=ss.Weights("balanced", num_samples=70)
+    ),
+    "join": lambda a, _, at: ss.join(read(a, at, shuffle=True, seed=9), {a: {"other": "cls"}}),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_epochs_of_a_dataset_of_any_kind_are_those_of_its_loaders(
+    tmp_path: Path, name: str
+) -> None:
+    a, b = letters(tmp_path / "a", "a", 160), letters(tmp_path / "b", "b", 160)
+    keys = [one["__key__"] for one in ss.ShardMapDataset([a, b])]
+    # Another name of the same files.
+    session = viewed(os.path.relpath(a), b, training=COMPOSED[name](a, b, None))
+    form = {"ranks": 2, "batch_size": 8, "workers": 2, "epoch": 1}
+    found = seen_by_ranks(session, form)
+    loaders = [
+        ss.ShardLoader(COMPOSED[name](a, b, ss.Placement(rank, 2)), 8, num_workers=2)
+        for rank in range(2)
+    ]
+    for rank, made in enumerate(loaders):
+        made.set_epoch(1)
+        loaded = [batch["__key__"] for batch in made]
+        assert loaded == [[keys[number] for number in step] for step in found[rank]]
+    batches = iter(loaders[0])
+    list(islice(batches, 2))
+    state = json.dumps(loaders[0].state_dict())
+    values = {key: str(value) for key, value in (form | {"epoch": 0}).items()}
+    resumed = session.resume(state, values)["ranks"][0]["numbers"]
+    assert next(batches)["__key__"] == [keys[number] for number in resumed]
+    if name == "weights":
+        with pytest.raises(ss.errors.StateError, match="weights"):
+            viewed(a).resume(state, {})
+
+
+def test_samples_in_other_shards_have_no_number_here(tmp_path: Path) -> None:
+    a, b = letters(tmp_path / "a", "a", 80), letters(tmp_path / "b", "b", 80)
+    mix = COMPOSED["mix without weights"](a, b, None)
+    (numbers,) = viewed(a, training=mix).epoch({"batch_size": "160"})["ranks"]
+    assert sorted(numbers["numbers"]) == [
+        *[-1] * 80,
+        *range(80),
+    ]  # though names and sizes are equal
+
+
+def test_the_order_of_the_dataset_is_that_of_the_form(tmp_path: Path) -> None:
+    a, b = letters(tmp_path / "a", "a", 80), letters(tmp_path / "b", "b", 80)
+    order = ss.OrderOptions(microbatch=12, lanes=3)
+    dataset = ss.ShardDataset(a, shuffle=True, seed=5, order=order)
+    shown = viewed(a, training=dataset).epoch({})["training"]
+    names = ("seed", "shuffle", "microbatch", "lanes", "window", "batch_size")
+    assert [shown[name] for name in names] == [5, True, 12, 3, None, 12]
+    changed = viewed(a, training=dataset).epoch({"lanes": "", "seed": "6"})["training"]
+    assert (changed["lanes"], changed["seed"]) == (None, 6)
+    mix = viewed(a, b, training=COMPOSED["mix"](a, b, None))
+    with pytest.raises(ss.errors.OptionError, match="a mix is always shuffled"):
+        mix.epoch({"shuffle": "false"})
+    with pytest.raises(ss.errors.OptionError, match="leave where empty"):
+        mix.epoch({}, "cls = 1")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -263,7 +264,27 @@ def test_a_missing_dataset_ends_the_command(capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_wrong_function_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ss.errors.OptionError, match=message):
-        load_function(name)
+        load_function(name, "--decode")
+
+
+def test_a_dataset_of_the_user_is_shown_by_the_command(tmp_path: Path) -> None:
+    folder = datasets.pictures(tmp_path / "data", 60)
+    (tmp_path / "train.py").write_text(
+        "import shardstream as ss\n"
+        f"def make(): return ss.ShardDataset({folder!r}, shuffle=True, seed=7, where='cls = 1')\n"
+        "def changes(): return make().decode().select(bool)\n"
+    )
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with running_viewer(folder, "--dataset", "train:make", environment=environment) as running:
+        found = running.get("/api/epoch?ranks=2&workers=1")
+        assert (found["samples"], found["training"]["seed"]) == (15, 7)
+        assert {n % 4 for rank in found["ranks"] for n in rank["numbers"]} == {1}
+    command = [sys.executable, "-m", "shardstream", "view", folder, "--dataset", "train:changes"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+    assert ended.returncode == 1
+    assert "no step of it may change the number of samples" in ended.stderr.replace("\n", " ")
 
 
 def test_the_process_does_not_import_torch(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def running_viewer(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(environment or {}), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
     )
     try:
         assert process.stdout is not None and process.stderr is not None  # noqa: PT018

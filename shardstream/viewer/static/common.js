@@ -23,9 +23,7 @@ export class RequestError extends Error {
 }
 
 async function send(path, values, options) {
-  const query = new URLSearchParams(
-    Object.entries(values).filter(([, value]) => value !== "" && value !== null),
-  );
+  const query = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== null));
   let response;
   try {
     response = await fetch(query.size ? `${path}?${query}` : path, options);

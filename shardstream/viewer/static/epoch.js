@@ -2,20 +2,10 @@
 import { jump } from "./address.js";
 import { ask, byId, count, element, emit, plural } from "./common.js";
 
-const FIELDS = [
-  ["epoch", 0],
-  ["seed", 0],
-  ["ranks", 4],
-  ["workers", 2],
-  ["batch_size", 32],
-];
-const MORE = [
-  ["microbatch", ""],
-  ["lanes", ""],
-  ["window", ""],
-  ["block", ""],
-  ["consumed", 0],
-];
+const FIELDS = ["epoch", "seed", "ranks", "workers", "batch_size"];
+const MORE = ["microbatch", "lanes", "window", "block", "consumed"];
+const ELSEWHERE =
+  "Samples of this step are in shards that this page does not show: start it with the URLs of all datasets.";
 const trainings = [];
 const results = [null, null];
 const RANKS_SHOWN = 64,
@@ -56,14 +46,9 @@ export function openEpoch() {
 
 function training(number) {
   const inputs = {};
-  const input = (name, value) => {
-    inputs[name] = element("input", {
-      name,
-      value,
-      inputmode: "numeric",
-      size: 6,
-      placeholder: value === "" ? "default" : "",
-    });
+  const input = (name) => {
+    const placeholder = "default";
+    inputs[name] = element("input", { name, inputmode: "numeric", size: 6, placeholder });
     return element("label", {}, name, inputs[name]);
   };
   const check = (name, on) => {
@@ -90,7 +75,7 @@ function training(number) {
   const form = element(
     "form",
     {},
-    FIELDS.map(([name, value]) => input(name, value)),
+    FIELDS.map(input),
     check("shuffle", true),
     check("drop_last", false),
     element("label", {}, "remainder", inputs.remainder),
@@ -101,8 +86,8 @@ function training(number) {
       element(
         "div",
         { class: "fields" },
-        MORE.map(([name, value]) => input(name, value)),
-        element("label", {}, "where", inputs.where),
+        MORE.map(input),
+        element("label", { class: "where" }, "where", inputs.where),
       ),
     ),
     element(
@@ -159,14 +144,19 @@ function training(number) {
     steps,
     result,
   );
+  inputs.ranks.value = 4;
+  inputs.workers.value = 2;
   let pasted = "",
-    request = 0;
+    request = 0,
+    isFilled = false; // else the server says what the dataset has
 
   function values() {
     const found = {};
-    for (const [name, one] of Object.entries(inputs))
-      if (name !== "where")
-        found[name] = one.type === "checkbox" ? String(one.checked) : one.value.trim();
+    for (const [name, one] of Object.entries(inputs)) {
+      const value = one.type === "checkbox" ? String(one.checked) : one.value.trim();
+      const isTyped = value && [...FIELDS, ...MORE].includes(name);
+      if (name !== "where" && (isFilled || isTyped)) found[name] = value;
+    }
     return { ...found, step: step.value.trim() || "0", rank: rank.value.trim() || "0" };
   }
   async function show() {
@@ -186,22 +176,18 @@ function training(number) {
     slider.max = found.steps - 1;
     slider.value = step.value = found.step;
     steps.children[5].textContent = `of 0 to ${count(found.steps - 1)}`;
-    if (pasted)
-      for (const name of [
-        "epoch",
-        "seed",
-        "batch_size",
-        "microbatch",
-        "lanes",
-        "window",
-        "block",
-        "consumed",
-      ])
-        inputs[name].value = found.training[name] ?? "";
-    if (pasted) inputs.shuffle.checked = found.training.shuffle;
+    if (pasted || !isFilled) fill(found.training);
+    root.querySelector(".where").hidden = found.is_given;
     draw(result, found, Boolean(pasted));
     results[number] = found;
     tellDifference();
+  }
+  function fill(values) {
+    isFilled = true;
+    for (const [name, one] of Object.entries(inputs)) {
+      if (one.type === "checkbox") one.checked = values[name];
+      else if (name !== "where") one.value = values[name] ?? "";
+    }
   }
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -220,13 +206,12 @@ function training(number) {
   });
   for (const one of [step, rank]) one.addEventListener("change", show);
   function copy(other) {
-    for (const [name, one] of Object.entries(other.inputs)) {
-      if (one.type === "checkbox") inputs[name].checked = one.checked;
-      else inputs[name].value = one.value;
-    }
+    fill(other.values());
+    for (const name of ["shuffle", "drop_last"]) inputs[name].checked = other.inputs[name].checked;
+    inputs.where.value = other.inputs.where.value;
     inputs.ranks.value = Number(inputs.ranks.value) * 2 || 2;
   }
-  return { root, show, inputs, copy };
+  return { root, show, inputs, values, copy };
 }
 
 function tellDifference() {
@@ -238,6 +223,10 @@ function tellDifference() {
   }
   const first = one.ranks.flatMap((rank) => rank.numbers),
     second = new Set(two.ranks.flatMap((rank) => rank.numbers));
+  if ([...first, ...second].some((number) => number < 0)) {
+    verdict.textContent = ELSEWHERE;
+    return;
+  }
   const common = new Set(first.filter((number) => second.has(number))).size;
   const isSame = common === new Set(first).size && common === second.size;
   verdict.replaceChildren(
@@ -316,7 +305,11 @@ function ranksPanel(found) {
         { class: "numbers" },
         one.numbers
           .slice(0, NUMBERS_SHOWN)
-          .map((number) => element("button", { onclick: () => jump(number) }, `${number}`)),
+          .map((number) =>
+            number < 0
+              ? element("span", { class: "quiet", title: ELSEWHERE }, "elsewhere ")
+              : element("button", { onclick: () => jump(number) }, `${number}`),
+          ),
         one.numbers.length > NUMBERS_SHOWN ? "…" : one.numbers.length ? "" : "none",
       ),
     ),
@@ -377,7 +370,7 @@ function plot(canvas, found) {
   context.stroke();
   context.fillStyle = style.getPropertyValue("--bar");
   found.path.steps.forEach((step, place) => {
-    for (const number of found.path.numbers[place])
+    for (const number of found.path.numbers[place].filter((one) => one >= 0))
       context.fillRect(
         x(step) - 1,
         height - 4 - ((height - 8) * number) / Math.max(1, found.of_samples - 1),
