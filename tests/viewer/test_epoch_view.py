@@ -186,7 +186,7 @@ def test_epochs_of_a_dataset_of_any_kind_are_those_of_its_loaders(
     tmp_path: Path, name: str
 ) -> None:
     a, b = letters(tmp_path / "a", "a", 160), letters(tmp_path / "b", "b", 160)
-    keys = [one["__key__"] for one in ss.ShardMapDataset([a, b])]
+    keys = [one["__key__"] for one in ss.ShardDataset([a, b]).by_number()]
     # Another name of the same files.
     session = viewed(os.path.relpath(a), b, training=COMPOSED[name](a, b, None))
     form = {"ranks": 2, "batch_size": 8, "workers": 2, "epoch": 1}
