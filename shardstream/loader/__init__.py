@@ -9,6 +9,7 @@ from shardstream.loader.collation import (
     load_tensors,
     to_tensor,
 )
+from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import (
     CatalogDataset,
     ShardDataset,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_TENSOR_BYTES",
     "CatalogDataset",
+    "Cursor",
     "DeviceCopies",
     "EpochAgreement",
     "MapDataset",
