@@ -22,6 +22,7 @@ from shardstream.loader.device_transfer import (
     check_same_device,
     prefetch,
 )
+from shardstream.loader.epochs import Epochs
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.join_dataset import join
 from shardstream.loader.loader import ShardLoader
@@ -45,7 +46,11 @@ __all__ = [
     "Cursor",
     "DeviceCopies",
     "EpochAgreement",
+<<<<<<< HEAD
     "MapDataset",
+=======
+    "Epochs",
+>>>>>>> c5f3f1d (Tests of the epochs that processes count together)
     "ObjectDataset",
     "PinnedMemory",
     "RingBuffer",
