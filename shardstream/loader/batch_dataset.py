@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
@@ -145,9 +146,10 @@ class BatchDataset(SplitDataset):
         raise OptionError(_NOT_FOR_OTHERS)
 
     def read(self, position: LoaderPosition) -> Generator[WorkerBatch]:
-        """Yield the batches of this process from a position on: of one worker, or of the whole rank outside of workers."""
+        """Return the batches of this process from a position on: of one worker, or of the whole rank outside of workers."""
         info, source = current_worker_info(self, self.placement), self.indexed_source
         pipeline, partition = self.source_dataset.pipeline, self.partition(position)
+        make_batch = self.collate_fn
         if source is None or partition is None:
             # Worker 0 is read first, so after a resume parts are rotated: worker 0 takes part `next_part`.
             number = (info.worker + position.next_part) % info.num_workers
@@ -159,24 +161,19 @@ class BatchDataset(SplitDataset):
             part = WorkerPart(number=number, run=run, skips=context.skips)
             drop_last = self.partition_config.drop_last
             items = read_stream(part, self.batch_size or 1, drop_last=drop_last)
-        else:
-            skips, by_column = SkipTracker(pipeline.on_error), self.collate_fn is collate
-            steps = IndexedRun(source, partition, info, skips, pipeline.kept_fields)
-            runner = pipeline.open_runner(position.epoch, skips, by_column=by_column)
-            part = WorkerPart(
-                number=info.worker,
-                run=steps,
-                skips=skips,
-                source=source,
-                read_stats=steps.read_stats,
-            )
-            items = read_steps(part, steps, runner, partition, info)
-        yield from part.batches(items, self._collate)
-
-    def _collate(self, items: Sequence[Any]) -> Any:
-        if self.batch_size is None:
-            return items[0]
-        return self.collate_fn(items if self.collate_fn is collate else list(items))
+            return part.batches(items, itemgetter(0) if self.batch_size is None else make_batch)
+        skips, by_column = SkipTracker(pipeline.on_error), make_batch is collate
+        steps = IndexedRun(source, partition, info, skips, pipeline.kept_fields)
+        part = WorkerPart(
+            number=info.worker,
+            run=steps,
+            skips=skips,
+            source=source,
+            read_stats=steps.read_stats,
+        )
+        runner = pipeline.open_runner(position.epoch, skips, by_column=by_column)
+        items = read_steps(part, steps, runner, partition, info)
+        return part.batches(items, collate if by_column else lambda rows: make_batch(list(rows)))
 
     def topology(self, epoch: int) -> State:
         """Return the fields that a state with a position for each worker must match."""

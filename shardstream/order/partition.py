@@ -83,22 +83,20 @@ class RankPartition:
         self.rank = Placement(rank, config.world_size).rank
         done = consumed >= order.nsamples
         self._first = order.num_batches if done else consumed // order.batch
-        self.full_steps = (order.num_batches - self._first) // config.batches_per_step
-        tail_batch = self._first + self.full_steps * config.batches_per_step
+        self._batches_per_step = config.batches_per_step
+        self.full_steps = (order.num_batches - self._first) // self._batches_per_step
+        tail_batch = self._first + self.full_steps * self._batches_per_step
         samples_left = 0 if done else order.nsamples - tail_batch * order.batch
         self._tail_batch, self._left = tail_batch, samples_left
         self._tail_start, self._tail_size = (
             (0, 0) if config.drop_last else _tail_range(samples_left, config, rank)
         )
+        self.num_steps = self.full_steps + (self._tail_size > 0)
+        """Steps of this rank; the same for all ranks unless the remainder is kept."""
         # With "keep" this rank may get none of the last samples; other ranks then have one more step.
         self._is_short = (
             config.remainder == "keep" and not config.drop_last and 0 < samples_left <= rank
         )
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of this rank; the same for all ranks unless the remainder is kept."""
-        return self.full_steps + (self._tail_size > 0)
 
     @property
     def max_steps(self) -> int:
@@ -125,7 +123,7 @@ class RankPartition:
         """Return the samples of the epoch that all ranks together have consumed after ``steps`` steps."""
         if steps >= self.num_steps and not self._is_short:
             return self.plan.order.nsamples
-        return (self._first + steps * self.config.batches_per_step) * self.plan.order.batch
+        return (self._first + steps * self._batches_per_step) * self.plan.order.batch
 
     def worker_of(self, step: int, num_workers: int) -> tuple[int, int]:
         """Return the worker of a step, and which of the worker's own steps it is, from 0."""
