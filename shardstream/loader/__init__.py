@@ -46,11 +46,8 @@ __all__ = [
     "Cursor",
     "DeviceCopies",
     "EpochAgreement",
-<<<<<<< HEAD
-    "MapDataset",
-=======
     "Epochs",
->>>>>>> c5f3f1d (Tests of the epochs that processes count together)
+    "MapDataset",
     "ObjectDataset",
     "PinnedMemory",
     "RingBuffer",
