@@ -118,7 +118,7 @@ HOMES = {
         "integrations/hf.py",
         "loader/accelerate.py",
         "loader/serialize.py",
-        "loader/worker.py",
+        "loader/epochs.py",
         "loader/worker_pool.py",
         "loader/worker_process.py",
         "loader/worker_thread.py",
