@@ -37,6 +37,7 @@ from shardstream.storage.publish import JOURNAL_NAME, check_finished
 from shardstream.storage.store import FileInfo, Storage
 from shardstream.storage.url_globs import explain_web_folder, is_glob
 from shardstream.storage.urls import (
+    WEB,
     Urls,
     absolute_url,
     check_names,
@@ -49,7 +50,6 @@ from shardstream.storage.urls import (
 )
 
 _log = get_logger(__name__)
-_HTTP = ("http://", "https://")
 # Limits of the indexes that are read with the manifest; workers read further or larger ones themselves.
 INDEXES, INDEXES_BYTES = 48, 1 << 20
 _KIND_BYTES = 256  # of index.json, which begins with its kind
@@ -114,9 +114,7 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         StorageError: If nothing is found, or the store cannot be reached.
         ManifestError: If a manifest is invalid.
     """
-    expanded = expand_urls(urls)
-    if not expanded:
-        raise OptionError("no shards: the list of URLs is empty")
+    expanded = _expanded(urls)
     located: list[LocatedShards] = []
     tars: list[str] = []
     globbed: set[str] = set()
@@ -153,6 +151,13 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         ),
         fields=_joined_fields(one.fields for one in located),
     )
+
+
+def _expanded(urls: Urls) -> list[str]:
+    expanded = expand_urls(urls)
+    if not expanded:
+        raise OptionError("no shards: the list of URLs is empty")
+    return expanded
 
 
 def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:
@@ -260,7 +265,7 @@ def _from_manifest(
             shard=url,
         )
     for one, in_folder in folders.items():
-        if one.startswith(_HTTP):  # cannot be listed: the first index decides for all
+        if one.startswith(WEB):  # cannot be listed: the first index decides for all
             is_there = storage.exists(in_folder[0].index_url)
             indexed.update([shard.url for shard in in_folder] if is_there else ())
             continue
@@ -342,7 +347,7 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     found = _read_first(url, storage)
     if found is not None and isinstance(found[0].shards, PagedShards):
         return _in_pages(found[0], found[0].shards, found[1])
-    if found is not None and url.startswith(_HTTP):  # the folder need not be listed
+    if found is not None and url.startswith(WEB):  # the folder need not be listed
         manifest_file = FileInfo(url=join_url(url, MANIFEST_NAME), size_or_none=None)
         return _from_manifest(manifest_file, storage, found=found)
     with explain_web_folder(url):
@@ -353,7 +358,7 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     _check_finished(url, by_name, storage)
     tars = tars_of_folder(url, files)
     warn_of_links(url, tars)
-    if tars and url.startswith(_HTTP):  # the page has no sizes
+    if tars and url.startswith(WEB):  # the page has no sizes
         return _from_tars([tar.url for tar in tars], storage, ())
     if tars:
         return _with_indexes(tars, by_name, storage)
@@ -366,7 +371,7 @@ def check_folder_finished(folder: str, storage: Storage) -> None:
     Raises:
         UnfinishedError: If it is one.
     """
-    if folder.startswith(_HTTP):
+    if folder.startswith(WEB):
         names = [MANIFEST_NAME] * storage.exists(join_url(folder, MANIFEST_NAME))
     else:
         names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(folder)[0]]
@@ -375,7 +380,7 @@ def check_folder_finished(folder: str, storage: Storage) -> None:
 
 def _check_finished(folder: str, names: Collection[str], storage: Storage) -> None:
     check_finished(folder, names)
-    if folder.startswith(_HTTP):  # web servers list no hidden files
+    if folder.startswith(WEB):  # web servers list no hidden files
         with suppress(StorageError):  # or refuse the request
             if storage.exists(join_url(folder, JOURNAL_NAME)):
                 names = [*names, JOURNAL_NAME]
@@ -437,7 +442,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
 
 def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:
     """List the folder of some tars; if folders cannot be listed (http), look up each file."""
-    if not folder.startswith(_HTTP):
+    if not folder.startswith(WEB):
         return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
     # A query (such as a signature) is valid for one file; those of the index and manifest are unknown.
     plain_urls = [url for url in names.values() if "?" not in url]
@@ -469,10 +474,6 @@ def _with_indexes(
     return LocatedShards(shards=tuple(shards), indexed=frozenset(indexed))
 
 
-_log = get_logger(__name__)
-_HTTP = ("http://", "https://")
-
-
 def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
     """Find tars by the same URLs as `locate_shards`; a manifest only names its folder, since it may be the one to repair.
 
@@ -480,10 +481,7 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
         OptionError: If the list of URLs is empty, or a brace is not closed.
         StorageError: If nothing is found, or the store cannot be reached.
     """
-    expanded = expand_urls(urls)
-    if not expanded:
-        raise OptionError("no shards: the list of URLs is empty")
-
+    expanded = _expanded(urls)
     look_up = cached_look_up(storage)
     tars: list[FileInfo] = []
     for url in expanded:
@@ -513,9 +511,7 @@ def cached_look_up(storage: Storage) -> Callable[[str], FileInfo]:
 
     def look_up(url: str) -> FileInfo:
         # Few web servers list a folder.
-        file = (
-            None if url.startswith(_HTTP) else listed(parent_url(url)).get(url.rsplit("/", 1)[-1])
-        )
+        file = None if url.startswith(WEB) else listed(parent_url(url)).get(url.rsplit("/", 1)[-1])
         return file or storage.info(url)
 
     return look_up
@@ -529,7 +525,7 @@ def glob_tars(pattern: str, storage: Storage) -> list[FileInfo]:
     """
     with explain_web_folder(pattern):
         folder = parent_url(pattern)
-        if pattern.startswith(_HTTP) and not has_glob_signs(folder):  # the links of the folder
+        if pattern.startswith(WEB) and not has_glob_signs(folder):  # the links of the folder
             linked = tars_of_folder(folder, storage.list_folder(folder)[0])
             name = pattern.rsplit("/", 1)[-1]
             found = [file for file in linked if fnmatchcase(file.url.rsplit("/", 1)[-1], name)]
@@ -547,7 +543,7 @@ def glob_tars(pattern: str, storage: Storage) -> list[FileInfo]:
 def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
     """Return the tars right in a folder; those that a web page links to, each once, whatever the links look like."""
     tars = [file for file in files if is_tar(file.url)]
-    if not folder.startswith(_HTTP):
+    if not folder.startswith(WEB):
         return tars
     host, path = urlsplit(folder)[1:3]
     by_path: dict[str, FileInfo] = {}
@@ -562,7 +558,7 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
 
 def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
     """Warn that the tars of a web folder are those that a page links to, which is no exact list."""
-    if tars and url.startswith(_HTTP):
+    if tars and url.startswith(WEB):
         _log.warning(
             "%s: the tars are the %d that this page links to, and a page may leave some out. Compare their number, "
             "name them by a pattern such as {000000..000099}.tar, or put an index.json there",

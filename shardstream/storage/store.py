@@ -37,7 +37,7 @@ from shardstream.storage.response import (
 from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
 from shardstream.storage.s3_http_client import S3HttpReader
 from shardstream.storage.url_globs import matching_files
-from shardstream.storage.urls import check_slashes, is_chain, simplify_glob
+from shardstream.storage.urls import WEB, check_slashes, is_chain, simplify_glob
 
 _log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
@@ -348,7 +348,7 @@ class Storage:
         Raises:
             OptionError: If it would take too long (see `simplify_glob`).
         """
-        if not pattern.startswith(("http://", "https://")):
+        if not pattern.startswith(WEB):
             return matching_files(pattern, self)
         pattern = simplify_glob(pattern)
         found = self._call_uncached(pattern, "glob", detail=True).values()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fsspec.utils import glob_translate
 
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError
-from shardstream.storage.urls import has_glob_signs, simplify_glob
+from shardstream.storage.urls import WEB, has_glob_signs, simplify_glob
 
 if TYPE_CHECKING:
     from shardstream.storage.store import FileInfo, Storage
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def is_glob(url: str, storage: Storage) -> bool:
     """Return whether a URL is a glob; not if there is a file or folder of exactly this name."""
-    is_web = url.startswith(("http://", "https://"))
+    is_web = url.startswith(WEB)
     return has_glob_signs(url) and (is_web or not storage.exists(url))
 
 
@@ -94,7 +94,7 @@ def explain_web_folder(url: str) -> Iterator[None]:
     try:
         yield
     except (NotFoundError, AccessDeniedError) as error:
-        if not url.startswith(("http://", "https://")):
+        if not url.startswith(WEB):
             raise
         raise type(error)(
             "this folder has no index.json, and the web server does not list it (or refuses access)",

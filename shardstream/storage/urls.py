@@ -31,6 +31,8 @@ TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 
 HTTP = ("http", "https")
+WEB = ("http://", "https://")
+"""The beginnings of the URLs of web servers, which seldom list a folder."""
 # Other names of a protocol.
 ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
 _UNCHAINED = {*ALIASES, *ALIASES.values(), *HTTP, "file", "local"}  # they open no other URL
@@ -133,7 +135,7 @@ def has_glob_signs(url: str) -> bool:
 
 def without_query(url: str) -> str:
     """Remove the query of an HTTP URL: its "?" is not a glob, and the suffix is in the path."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    return url.partition("?")[0] if url.startswith(WEB) else url
 
 
 def simplify_glob(pattern: str) -> str:
@@ -281,8 +283,7 @@ def parent_url(url: str) -> str:
     return folder if slash else "."
 
 
-_BUCKETS = frozenset({"s3", "gs", "abfs", "az", "adl", "oss", "hf", "memory"})
-_SAME = {"s3a": "s3", "gcs": "gs"}
+_BUCKETS = frozenset({*ALIASES.values(), "adl", "oss", "hf", "memory"})
 # Clients disagree on where the server's name ends in an authority with one of these.
 _AMBIGUOUS = re.compile(r"[?#@\\\s\x00-\x20\x7f-\x9f]")
 
@@ -362,5 +363,5 @@ def _split(url: str) -> tuple[str, str]:
     protocol, separator, rest = url.partition("://")
     protocol = protocol.lower()
     return (
-        (_SAME.get(protocol, protocol), rest.partition("/")[0].lower()) if separator else ("", "")
+        (ALIASES.get(protocol, protocol), rest.partition("/")[0].lower()) if separator else ("", "")
     )

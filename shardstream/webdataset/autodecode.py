@@ -178,9 +178,7 @@ def _open_image(key: str, data: bytes, imagespec: str) -> PIL.Image.Image:
     return image
 
 
-def imagehandler(imagespec: str, extensions: Iterable[str] = IMAGE_EXTENSIONS) -> ImageHandler:
-    """Return an `ImageHandler`."""
-    return ImageHandler(imagespec, extensions)
+imagehandler = ImageHandler
 
 
 def torch_video(key: str, data: bytes) -> Any:

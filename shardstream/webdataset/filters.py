@@ -11,13 +11,7 @@ from webdataset import filters as _theirs
 from webdataset.filters import FilterFunction, RestCurried, decode_bin, decode_text, pipelinefilter
 
 from shardstream.webdataset import autodecode
-from shardstream.webdataset.handlers import (
-    Handler,
-    UnsafeError,
-    apply_each,
-    goes_on,
-    reraise_exception,
-)
+from shardstream.webdataset.handlers import Handler, UnsafeError, goes_on, reraise_exception
 from shardstream.webdataset.utils import PipelineStage
 
 Items = Iterable[Any]
@@ -56,7 +50,15 @@ def _decode(
 ) -> Iterator[Any]:
     """Yield decoded samples; arguments as in `autodecode.Decoder`, image names as text."""
     handlers = [autodecode.imagehandler(one) if isinstance(one, str) else one for one in args]
-    return apply_each(data, autodecode.Decoder(handlers, **kw), handler)
+    decoder = autodecode.Decoder(handlers, **kw)
+    for sample in data:
+        try:
+            decoded = decoder(sample)
+        except Exception as error:  # noqa: BLE001  (the handler decides)
+            if goes_on(error, handler):
+                continue
+            break
+        yield decoded
 
 
 decode = pipelinefilter(_decode)

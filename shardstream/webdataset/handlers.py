@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from webdataset.handlers import ignore_and_continue, ignore_and_stop, reraise_exception
@@ -39,17 +39,3 @@ def goes_on(exn: Exception, handler: Handler) -> bool:
     if isinstance(exn, OptionError):
         raise exn
     return bool(handler(exn))
-
-
-def apply_each(
-    data: Iterable[Any], function: Callable[[Any], Any], handler: Handler
-) -> Iterator[Any]:
-    """Yield ``function(item)`` for each item; the handler decides about exceptions."""
-    for item in data:
-        try:
-            result = function(item)
-        except Exception as error:  # noqa: BLE001  (the handler decides)
-            if goes_on(error, handler):
-                continue
-            break
-        yield result

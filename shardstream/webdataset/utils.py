@@ -9,7 +9,7 @@ from typing import Any
 
 from webdataset.utils import PipelineStage, guess_batchsize, identity, is_iterable
 
-from shardstream.webdataset.environment import worker_numbers
+from shardstream.webdataset.environment import worker_numbers as pytorch_worker_info
 
 enforce_security = False
 """True also refuses local files and GOPEN_REWRITE, as ``WDS_SECURE=1`` does. Commands and pickles are refused either way."""
@@ -25,14 +25,9 @@ def make_seed(*args: Any) -> int:
     return seed
 
 
-def pytorch_worker_info(group: Any = None) -> tuple[int, int, int, int]:
-    """Return rank, world size, number of the loader worker, and number of workers."""
-    return worker_numbers(group)
-
-
 def pytorch_worker_seed(group: Any = None) -> int:
     """Return a number that differs between all workers of all ranks, while a rank has under 1000."""
-    rank, _, worker, _ = worker_numbers(group)
+    rank, _, worker, _ = pytorch_worker_info(group)
     return rank * 1000 + worker
 
 
