@@ -61,9 +61,9 @@ from shardstream.samples import (
     JoinPart,
     Numbers,
     Samples,
-    View,
     check_missing,
     join_samples,
+    leaves_of,
     open_part,
 )
 from shardstream.storage import Storage, Urls, locate_shards, parent_url, parse_bytes
@@ -314,7 +314,7 @@ def _plan_job(
 ) -> PartJob:
     """Return the job and the work of its parts."""
     samples, limits = records.samples, plan.limits
-    leaves = _leaves_of(samples)
+    leaves = leaves_of(samples)
     names = _shard_names(plan.dest, leaves)
     sizes = _measure(records, kept, is_mapped=bool(stages))
     first = samples.first if isinstance(samples, Join) else samples
@@ -361,13 +361,6 @@ def _plan_job(
     )
 
 
-def _leaves_of(samples: Samples) -> list[Samples]:
-    """Return the samples that a view consists of, through all views."""
-    if not isinstance(samples, View):
-        return [samples]
-    return [leaf for one in samples.inner for leaf in _leaves_of(one)]
-
-
 def _title(leaves: Sequence[Samples]) -> str:
     """Return the number of shards and their folder, for reports."""
     more = f" and {plural(len(leaves) - 1, 'joined dataset')}" if len(leaves) > 1 else ""
@@ -394,7 +387,7 @@ def _warn_of_unused(samples: Samples) -> tuple[str, ...]:
     warnings = []
     for part in samples.parts:
         if part.num_unused:
-            leaf = _leaves_of(part.samples)[0]
+            leaf = leaves_of(part.samples)[0]
             url = leaf.url_of(0)
             place = redact(parent_url(url) if isinstance(leaf, ShardCatalog) else url)
             warnings.append(

@@ -6,11 +6,12 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from shardstream.catalog import Catalog
 from shardstream.errors import (
     OptionError,
     SampleError,
@@ -38,11 +39,12 @@ from shardstream.pipeline import (
     function_name,
     open_stages,
 )
-from shardstream.samples import FetchOptions, Join, JoinPart, Numbers, Samples, Subset, Table
+from shardstream.samples import FetchOptions, Numbers, Samples, leaves_of, replace_leaves
 
 _PREFETCH_BYTES = 64 << 20
 _CHUNK_BYTES = 4 << 20  # of samples in memory as Python objects
 _CHUNK_SAMPLES = 4096
+_SMALL_PART = 4  # a range that needs up to a quarter of a catalog gets a copy of that
 _PURPOSE = 0x7E5A  # separates this permutation from those of epochs
 
 T = TypeVar("T")
@@ -96,11 +98,11 @@ class SampleRange:
     """Some samples of a dataset and the steps that they pass. Pickled, it has what these samples need, not the whole dataset.
 
     Args:
-        samples: The samples of the dataset; or those of this range, if ``is_part``.
+        samples: The samples of the dataset, or some with those of this range.
         order: Which of them.
         stages: The steps.
         job: Identity of the call.
-        is_part: Whether these are the samples of this range only, in their order.
+        is_part: Whether there may be only the samples of this range.
     """
 
     samples: Samples
@@ -117,11 +119,13 @@ class SampleRange:
             SampleError: If a joined sample lacks a field.
             StorageError: If they cannot be read.
         """
-        samples = self.samples
-        numbers = np.arange(len(samples)) if self.is_part else self.order.numbers()
+        samples, numbers = self.samples, self.order.numbers()
         size = max(1, min(_CHUNK_SAMPLES, int(_CHUNK_BYTES / samples.mean_bytes)))
         chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        opened = samples.open_fetcher(chunks, FetchOptions(prefetch_bytes=_PREFETCH_BYTES))
+        options = FetchOptions(
+            prefetch_bytes=_PREFETCH_BYTES, is_sparse=self.order.seed is not None
+        )
+        opened = samples.open_fetcher(chunks, options)
         with closing(opened) as fetcher:
             for chunk in chunks:
                 for row in fetcher.samples(chunk):
@@ -130,80 +134,34 @@ class SampleRange:
                     yield row
 
     def __reduce__(self) -> tuple[Any, ...]:
-        samples, numbers, job = self.samples, self.order.numbers(), self.job
-        join = samples if isinstance(samples, Join) else None
-        parts = [] if join is None else [_sent(part, numbers, len(join)) for part in join.parts]
-        leaf, own = _leaf_of(samples if join is None else join.first, numbers)
-        if join is None and self.order.seed is None:  # each shard is of few parts
-            leaf, job = leaf.restrict_to(own), ""
-        sent = _Sent(
-            catalogs=Kept(job, "catalogs", (leaf, *(other for _, other in parts))),
-            own=_compressed(own),
-            parts=tuple(part for part, _ in parts),
-            left_out=frozenset() if join is None else join.left_out,
-            order=self.order,
-            stages=self.stages,
-            job=self.job,
-        )
-        return _received, (sent,)
-
-
-class _Sent(NamedTuple):
-    """What is pickled of a range."""
-
-    catalogs: Kept[tuple[Any, ...]]
-    """The first dataset and the joined ones, without choices of samples; None for tables."""
-    own: Numbers | range
-    """Numbers of the samples in the first dataset."""
-    parts: tuple[JoinPart, ...]
-    """The joined datasets for these samples; those of shards without the shards."""
-    left_out: frozenset[str]
-    order: Order
-    stages: Kept[tuple[Stage, ...]]
-    job: str
-
-
-def _sent(part: JoinPart, numbers: Numbers, nsamples: int) -> tuple[JoinPart, Samples | None]:
-    """Return the part of a join for some samples, without its shards, which all tasks share; rows of a table go with it."""
-    theirs = part.numbers_of(numbers, nsamples)
-    has = theirs >= 0
-    leaf, found = _leaf_of(part.samples, theirs[has])
-    table = None
-    if isinstance(leaf, Table):
-        table, found = leaf.take(found), np.arange(len(found))
-    theirs = np.full(len(numbers), -1, dtype=np.int64)
-    theirs[has] = found
-    part = replace(part, samples=cast("Samples", table), numbers=theirs)
-    return part, None if table is not None else leaf
-
-
-def _leaf_of(samples: Samples, numbers: Numbers) -> tuple[Samples, Numbers]:
-    """Return the samples that a subset is of, and the numbers of samples there."""
-    while isinstance(samples, Subset):
-        numbers = samples.whole_numbers(numbers)
-        samples = samples.whole
-    return samples, numbers
-
-
-def _compressed(numbers: Numbers) -> Numbers | range:
-    first, last = int(numbers[0]), int(numbers[-1])
-    is_run = last - first == len(numbers) - 1 and bool((np.diff(numbers) == 1).all())
-    return range(first, last + 1) if is_run else numbers
-
-
-def _received(sent: _Sent) -> SampleRange:
-    """Return the range in the process that has received it."""
-    leaf, *others = sent.catalogs.value
-    samples: Samples = Subset(leaf, np.asarray(sent.own, dtype=np.int64))
-    if sent.parts:
-        joined = [
-            part if other is None else replace(part, samples=other)
-            for part, other in zip(sent.parts, others, strict=True)
+        samples = self.samples.restrict_to(self.order.numbers())
+        leaves = [
+            self._kept(place, whole, part)
+            for place, (whole, part) in enumerate(
+                zip(leaves_of(self.samples), leaves_of(samples), strict=True)
+            )
         ]
-        samples = Join(samples, joined, sent.left_out)
-    return SampleRange(
-        samples=samples, order=sent.order, stages=sent.stages, job=sent.job, is_part=True
-    )
+        views = replace_leaves(samples, cast("Iterator[Samples]", itertools.repeat(None)))
+        return _received, (views, leaves, self.order, self.stages, self.job)
+
+    def _kept(self, place: int, whole: Samples, part: Samples) -> Kept[Samples]:
+        """Return the catalog of all samples if most of it is needed: other ranges need it, too, with its indexes. Else some of it."""
+        is_shared = isinstance(whole, Catalog) and part.num_shards > whole.num_shards // _SMALL_PART
+        if self.is_part or not is_shared:
+            return Kept("", "", part)
+        return Kept(self.job, f"catalog {place}", whole)
+
+
+def _received(
+    views: Samples,
+    leaves: Sequence[Kept[Samples]],
+    order: Order,
+    stages: Kept[tuple[Stage, ...]],
+    job: str,
+) -> SampleRange:
+    """Return the range in the process that has received it."""
+    samples = replace_leaves(views, (leaf.value for leaf in leaves))
+    return SampleRange(samples=samples, order=order, stages=stages, job=job, is_part=True)
 
 
 def user_stages(

@@ -23,7 +23,7 @@ from shardstream.samples.join_samples import (
 )
 from shardstream.samples.subset import Choice, Subset, read_array, select_subset
 from shardstream.samples.table import Table
-from shardstream.samples.view import View
+from shardstream.samples.view import View, leaves_of, replace_leaves
 
 __all__ = [
     "Choice",
@@ -45,9 +45,11 @@ __all__ = [
     "check_numbers",
     "chunk_steps",
     "join_samples",
+    "leaves_of",
     "open_part",
     "places_in",
     "read_array",
+    "replace_leaves",
     "select_subset",
     "split_by_step",
 ]

@@ -63,13 +63,11 @@ class JoinPart:
             theirs = self.numbers[places_in(self.kept, numbers)].astype(np.int64)
         return np.where(theirs < 0, -1, theirs + copies * len(self.samples))
 
-    def restrict_to(self, kept: Numbers, samples: Samples) -> JoinPart:
-        """Return the part for some samples of the join, ascending, which has these samples here."""
+    def restrict_to(self, kept: Numbers) -> JoinPart:
+        """Return the part for some samples of the join, ascending."""
         if self.numbers is None:
-            return replace(self, samples=samples)
-        return replace(
-            self, samples=samples, kept=kept, numbers=self.numbers[places_in(self.kept, kept)]
-        )
+            return self
+        return replace(self, kept=kept, numbers=self.numbers[places_in(self.kept, kept)])
 
 
 class Join(View):
@@ -153,11 +151,16 @@ class Join(View):
 
     def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""
-        part = super().restrict_to(numbers)
-        kept = np.unique(numbers % len(self))
-        others = zip(self.parts, part.inner[1:], strict=True)
-        part.parts = tuple([one.restrict_to(kept, samples) for one, samples in others])
+        part, kept = super().restrict_to(numbers), np.unique(numbers % len(self))
+        part.parts = tuple([one.restrict_to(kept) for one in part.parts])
         return part
+
+    def with_inner(self, inner: Sequence[Samples]) -> Self:
+        """Return the join of others, which have the same numbers as the inner samples."""
+        made = super().with_inner(inner)
+        others = zip(self.parts, made.inner[1:], strict=True)
+        made.parts = tuple([replace(part, samples=samples) for part, samples in others])
+        return made
 
     def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of the first dataset; row i is sample i."""

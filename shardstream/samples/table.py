@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -40,7 +41,6 @@ class Table(Samples):
         keys: Name of the column of keys, which are text.
         url: URL of the tables.
         encoder: Encodes rows.
-        places: Numbers of the rows in all tables, shape (n,); None for all of them.
     """
 
     is_local = True
@@ -51,11 +51,9 @@ class Table(Samples):
         keys: str,
         url: str,
         encoder: RowEncoder,
-        places: Numbers | None = None,
     ) -> None:
         self._table, self._key_column, self._url = table, keys, url
-        self._encoder, self._places = encoder, places
-        self._length = int(table.num_rows)
+        self._encoder, self._length = encoder, int(table.num_rows)
         self._kept: Numbers | None = None  # numbers of these rows, after `restrict_to`
 
     def __len__(self) -> int:
@@ -75,9 +73,8 @@ class Table(Samples):
     def fingerprint(self) -> str:
         """16 hex digits that change with the values, and with the fields they go to."""
         digest = hashlib.sha256(f"table {sorted(self._encoder.columns.items())}\n".encode())
-        for first in range(
-            0, self._table.num_rows, _ROWS_AT_ONCE
-        ):  # a copy of all would double the memory
+        # A copy of all would double the memory.
+        for first in range(0, self._table.num_rows, _ROWS_AT_ONCE):
             (rows,) = self._table.slice(first, _ROWS_AT_ONCE).combine_chunks().to_batches()
             digest.update(rows.serialize())
         return digest.hexdigest()[:16]
@@ -97,10 +94,7 @@ class Table(Samples):
 
     def place_of(self, number: int) -> tuple[str, int | None]:
         """Return the table of a row and its number there."""
-        place = int(places_in(self._kept, np.array([number % len(self)]))[0])
-        return self._encoder.where(
-            place if self._places is None else int(self._places[place])
-        ), None
+        return self._encoder.where(number % len(self)), None
 
     def column_names(self) -> list[str]:
         """Return the name of the column of keys; other columns are fields."""
@@ -116,18 +110,13 @@ class Table(Samples):
             return super().read_columns(names, scans=scans)
         return self._table.select([self._key_column]).rename_columns([KEY_COLUMN])
 
-    def take(self, numbers: Numbers) -> Table:
-        """Return a table of some rows, which is smaller when it is pickled."""
-        places = numbers if self._places is None else self._places[numbers]
-        rows = self._table.take(numbers)
-        return Table(rows, self._key_column, self._url, self._encoder, places)
-
     def restrict_to(self, numbers: Numbers) -> Table:
         """Return some rows under the same numbers (see `Samples.restrict_to`)."""
         kept = np.unique(numbers % max(1, len(self)))
-        part = self.take(places_in(self._kept, kept))
-        part._kept, part._length = kept, len(self)
+        part = copy.copy(self)
+        part.__dict__.pop("fingerprint", None)
         part.__dict__["total_bytes"] = self.total_bytes
+        part._table, part._kept = self._table.take(places_in(self._kept, kept)), kept
         return part
 
     def open_fetcher(
@@ -140,10 +129,9 @@ class Table(Samples):
 
     def rows(self, numbers: Numbers) -> list[Sample | Exception]:
         """Return rows as samples of bytes, or what is wrong with them; null is a missing field."""
-        numbers = places_in(self._kept, numbers % max(1, len(self)))
-        taken = self._table.take(numbers)
-        places = numbers if self._places is None else self._places[numbers]
-        found = self._encoder.encode(taken, places)
+        numbers = numbers % max(1, len(self))
+        taken = self._table.take(places_in(self._kept, numbers))
+        found = self._encoder.encode(taken, numbers)
         for row, key in zip(found, taken[self._key_column].to_pylist(), strict=True):
             if not isinstance(row, Exception):
                 row |= {"__key__": key, "__url__": self._url}

@@ -101,13 +101,17 @@ class View(Samples):
 
     def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""
-        part = copy.copy(self)
-        for name in ("fingerprint", "_first_shards"):  # cached, of all inner samples
-            part.__dict__.pop(name, None)
-        part.inner = tuple(
+        return self.with_inner(
             [one.restrict_to(self.numbers_in(n, numbers)) for n, one in enumerate(self.inner)]
         )
-        return part
+
+    def with_inner(self, inner: Sequence[Samples]) -> Self:
+        """Return the view of others, which have the same numbers as the inner samples."""
+        made = copy.copy(self)
+        for name in ("fingerprint", "_first_shards"):  # cached, of the inner samples
+            made.__dict__.pop(name, None)
+        made.inner = tuple(inner)
+        return made
 
     def column_names(self) -> list[str]:
         """Return the names of the columns of the first inner samples."""
@@ -132,6 +136,20 @@ class View(Samples):
             is_mine = places == place
             found[is_mine] = ask(place, own[is_mine])
         return found
+
+
+def leaves_of(samples: Samples) -> list[Samples]:
+    """Return the samples that a view consists of, through all views; those that are no view are their own."""
+    if not isinstance(samples, View):
+        return [samples]
+    return [leaf for one in samples.inner for leaf in leaves_of(one)]
+
+
+def replace_leaves(samples: Samples, leaves: Iterator[Samples]) -> Samples:
+    """Return a view with others in place of its `leaves_of`, in their order."""
+    if not isinstance(samples, View):
+        return next(leaves)
+    return samples.with_inner([replace_leaves(one, leaves) for one in samples.inner])
 
 
 class ViewFetcher(Fetcher):

@@ -277,3 +277,21 @@ def test_tasks_of_a_dataset_hold_what_their_samples_need(images: str, tmp_path: 
     ss.reshard(dataset, tmp_path / "new", max_samples=5, executor=Measures())
     assert len(sizes) == COUNT // 5
     assert max(sizes) < 4_000
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("name", ["join", "where", "fields"])
+def test_ranges_of_one_process_share_catalogs_and_may_travel_twice(
+    name: str, seed: int | None, images: str, scores: str, tmp_path: Path
+) -> None:
+    class Travels:
+        def run(self, tasks: Iterable[ss.tasks.Task], done: Callable[..., None]) -> None:
+            for task in tasks:
+                once = pickle.loads(pickle.dumps(task))  # noqa: S301  (made in the same line)
+                twice = pickle.loads(pickle.dumps(once))  # noqa: S301  (made in the same line)
+                done(task, twice.run())
+
+    dataset = DATASETS[name](images, scores)
+    ss.reshard(dataset, tmp_path / "here", max_samples=8, seed=seed)
+    ss.reshard(dataset, tmp_path / "there", max_samples=8, seed=seed, executor=Travels())
+    assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
