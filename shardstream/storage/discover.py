@@ -114,7 +114,7 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         StorageError: If nothing is found, or the store cannot be reached.
         ManifestError: If a manifest is invalid.
     """
-    expanded = _expanded(urls)
+    expanded = expand_urls(urls)
     located: list[LocatedShards] = []
     tars: list[str] = []
     globbed: set[str] = set()
@@ -151,13 +151,6 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         ),
         fields=_joined_fields(one.fields for one in located),
     )
-
-
-def _expanded(urls: Urls) -> list[str]:
-    expanded = expand_urls(urls)
-    if not expanded:
-        raise OptionError("no shards: the list of URLs is empty")
-    return expanded
 
 
 def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:
@@ -481,7 +474,7 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
         OptionError: If the list of URLs is empty, or a brace is not closed.
         StorageError: If nothing is found, or the store cannot be reached.
     """
-    expanded = _expanded(urls)
+    expanded = expand_urls(urls)
     look_up = cached_look_up(storage)
     tars: list[FileInfo] = []
     for url in expanded:

@@ -58,13 +58,15 @@ def expand_urls(urls: Urls) -> list[str]:
     ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
 
     Raises:
-        OptionError: If a brace is not closed, or the patterns expand to too many URLs (see `expand_braces`).
+        OptionError: If there is no URL, a brace is not closed, or the patterns expand to too many URLs (see `expand_braces`).
     """
     expanded: list[str] = []
     for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
         text = os.fspath(part)
         patterns = _split_join(text) if "::" in text and not _is_path(text) else [text]
         expanded += expand_braces(*patterns) if "{" in text else patterns
+    if not expanded:
+        raise OptionError("no shards: the list of URLs is empty")
     return expanded
 
 

@@ -325,7 +325,6 @@ def test_chain_of_fsspec_is_one_url(tmp_path: Path) -> None:
         ("data", ["data"]),  # also a protocol name of fsspec
         ("a.tar::memory", ["a.tar", "memory"]),
         (["b.tar", "a.tar", "b.tar"], ["b.tar", "a.tar", "b.tar"]),
-        ([], []),
     ],
 )
 def test_urls_expand_in_order(urls: str | list[str], expanded: list[str]) -> None:
