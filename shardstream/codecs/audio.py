@@ -1,4 +1,4 @@
-"""Decode sound to samples with libsndfile, and resample it with soxr."""
+"""Decode sound to samples with libsndfile, what it does not read with PyAV, and resample it with soxr."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardstream.codecs.optional import import_extra
+from shardstream.codecs.video_container import container_of
+from shardstream.codecs.video_readers import AUDIO_LIMIT_BYTES, read_sound
 from shardstream.errors import OptionError
 
 _READ = (
@@ -29,10 +31,9 @@ _READ = (
     "w64",
     "rf64",
 )
-_NOT_READ = ("aac", "m4a", "sox", "wma")
-
-AUDIO_LIMIT_BYTES = 2 << 30
-"""Decoded size of a field, as float32; about 93 minutes of 48 kHz stereo."""
+_READ_BY_PYAV = ("aac", "m4a", "wma")
+_CONTAINERS = ("aac", "mov", "asf")
+"""Those of sound that PyAV reads and libsndfile does not, by FFmpeg's names."""
 
 _CUT = "the file is cut short: "
 # libsndfile reads what is there of a cut file, and writes to its log which length the header declares.
@@ -103,27 +104,17 @@ class AudioDecoder:
         """Decode the bytes of a sound file.
 
         Raises:
-            OptionError: If soundfile, or soxr for another rate, is not installed.
-            ValueError: If the file is damaged, cut short, of a format that libsndfile does not read, or over `AUDIO_LIMIT_BYTES`
-                of samples.
+            OptionError: If soundfile (PyAV for aac, m4a and wma), or soxr for another rate, is not installed.
+            ValueError: If the file is damaged, cut short, of a format that neither libsndfile nor PyAV reads, or over
+                `AUDIO_LIMIT_BYTES` of samples.
         """
         audio = convert_audio(*_read(data), rate_to=self.rate, mono=self.mono)
         return audio if self.to_tensor is None else audio._replace(samples=self.to_tensor(audio[0]))
 
 
 def audio_decoders(decoder: AudioDecoder) -> dict[str, Callable[[bytes], Any]]:
-    """Return the decoders of sound fields by the last part of their names.
-
-    Names of formats that libsndfile does not read get a function that raises an `OptionError`.
-    """
-    return {**dict.fromkeys(_READ, decoder), **dict.fromkeys(_NOT_READ, _refuse)}
-
-
-def _refuse(data: bytes) -> NoReturn:  # noqa: ARG001  (the signature of a decoder)
-    raise OptionError(
-        f"libsndfile does not read {', '.join(_NOT_READ)}: convert these fields to flac, mp3 or opus, leave them as bytes with "
-        "decode(only=[...]), or pass a function of bytes: decode(fields={'m4a': function})"
-    )
+    """Return the decoders of sound fields by the last part of their names."""
+    return dict.fromkeys((*_READ, *_READ_BY_PYAV), decoder)
 
 
 def convert_audio(
@@ -174,6 +165,9 @@ def sound_peaks(data: bytes, count: int) -> np.ndarray[Any, Any]:
     Raises:
         OptionError, ValueError: As `AudioDecoder`.
     """
+    if _needs_pyav(data):
+        samples, _ = _read_with_pyav(data)
+        return _peaks(samples.mean(axis=0), max(1, -(-samples.shape[1] // count)))
     with _opened(data) as file:
         length = max(1, -(-file.frames // count))
         found, frames = [], 0
@@ -181,19 +175,49 @@ def sound_peaks(data: bytes, count: int) -> np.ndarray[Any, Any]:
             length * max(1, _BLOCK // length), dtype="float32", always_2d=True
         ):
             frames += len(block)
-            mono = block.mean(axis=1)
-            starts = np.arange(0, len(mono), length)
-            found.append([np.minimum.reduceat(mono, starts), np.maximum.reduceat(mono, starts)])
+            found.append(_peaks(block.mean(axis=1), length))
         _check_read(file, data, frames)
         return np.concatenate(found, axis=1) if found else np.zeros((2, 1), np.float32)
 
 
+def _peaks(mono: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
+    starts = np.arange(0, len(mono), length)
+    return np.stack([np.minimum.reduceat(mono, starts), np.maximum.reduceat(mono, starts)])
+
+
 def _read(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
     """Return the samples of a file, shape (C, T), float32, and its rate."""
+    if _needs_pyav(data):
+        return _read_with_pyav(data)
     with _opened(data) as file:
         samples = file.read(dtype="float32", always_2d=True)
         _check_read(file, data, len(samples))
         return samples.T, file.samplerate
+
+
+def _needs_pyav(data: bytes) -> bool:
+    """Return whether a file has a format that libsndfile does not read, by its first bytes."""
+    try:
+        return container_of(data) in _CONTAINERS
+    except ValueError:  # none of FFmpeg's containers that are read: libsndfile's
+        return False
+
+
+def _read_with_pyav(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
+    try:
+        sound = read_sound(data, "pyav")
+    except OptionError as error:
+        raise OptionError(
+            f"libsndfile does not read {', '.join(_READ_BY_PYAV)}; PyAV does: pip install av. Or convert these fields to flac, mp3 or "
+            "opus, leave them as bytes with decode(only=[...]), or pass a function of bytes: decode(fields={'m4a': function})"
+        ) from error
+    except (ValueError, MemoryError):
+        raise
+    except Exception as error:  # FFmpeg's errors have many types
+        raise ValueError(f"PyAV: {error}") from error
+    if sound is None:
+        raise ValueError("the file has no sound")
+    return sound
 
 
 @contextmanager

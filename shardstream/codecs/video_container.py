@@ -19,6 +19,8 @@ _BOXES = (
     *(b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"),
     *(b"moof", b"mfra", b"sidx", b"styp", b"uuid"),
 )
+_ADTS = rb"\xff[\xf0\xf1\xf8\xf9]"
+_ADTS_HEADER_BYTES = 7
 _MAGIC = {
     rb"RIFF....AVI ": "avi",
     rb"RIFF....WAVE": "wav",
@@ -28,6 +30,7 @@ _MAGIC = {
     rb"DKIF\0\0": "ivf",
     rb"YUV4MPEG2 ": "yuv4mpegpipe",
     rb"\xff\xd8\xff": "mjpeg",
+    _ADTS: "aac",  # the sync word of ADTS with layer 0, which MP3 does not have
     rb"(\x47.{187}){2}\x47|(.{4}\x47.{187}){2}.{4}\x47": "mpegts",  # m2ts has 4 bytes more
     # Start codes: pack and sequence of MPEG-1 and 2, sequence of MPEG-4, delimiter, SEI and SPS of H.264, VPS, SPS and delimiter of H.265.
     rb"\0\0\x01\xba": "mpeg",
@@ -110,6 +113,8 @@ def _parts(data: Sliceable) -> Iterator[_Part]:
         return _riffs(data)
     if data[:3] == _FLV:
         return _tags(data)
+    if re.match(_ADTS, data[:2]):
+        return _adts_frames(data)
     return _objects(data) if data[:16] == _ASF_HEADER else _boxes(data)
 
 
@@ -157,6 +162,19 @@ def _tags(data: Sliceable) -> Iterator[_Part]:
         yield _Part(kind, start, end)
         start = end + 4
         head = data[start : start + 11]
+
+
+def _adts_frames(data: Sliceable) -> Iterator[_Part]:
+    """Yield the frames of an ADTS stream (ISO 13818-7, 6.2): FFmpeg drops some of the last ones that are cut, without an error."""
+    start = 0
+    while (head := data[start : start + 6])[:1] == b"\xff":
+        size = _ADTS_HEADER_BYTES  # of a header that is cut
+        if len(head) == 6:
+            size = (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5
+            if size < _ADTS_HEADER_BYTES or not re.match(_ADTS, head):  # a tag, or damaged
+                return
+        yield _Part(b"adts", start, start + size)
+        start += size
 
 
 def _segments(data: Sliceable) -> Iterator[_Part]:

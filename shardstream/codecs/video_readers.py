@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
 from shardstream.codecs.mp4_frames import (
     FrameTable,
     Sliceable,
@@ -35,8 +34,12 @@ logger = get_logger(__name__)
 LIBRARIES = ("torchcodec", "pyav")
 """Libraries that read video, in the order of preference."""
 _MODULES = {"torchcodec": "torchcodec.decoders", "pyav": "av"}
-_OF_TORCHCODEC = ("mov", "matroska")
-"""Containers that torchcodec reads; their first bytes leave FFmpeg no choice of another one."""
+_READERS = {"mov": LIBRARIES, "matroska": LIBRARIES}
+"""Libraries that read a container; PyAV alone reads all others (docs/formats.md has the table). torchcodec gets those whose first bytes leave
+FFmpeg no choice of another one. PyAV also reads the frames that torchcodec refuses, or does not find by its seeks."""
+
+AUDIO_LIMIT_BYTES = 2 << 30
+"""Decoded size of a sound, as float32; about 93 minutes of 48 kHz stereo."""
 _WITHOUT_TIMES = ("mpegvideo", "m4v", "h264", "hevc", "mjpeg")
 _DECODING_TIMES = ("avi", "asf")
 """Containers with the times when packets are decoded, not shown."""
@@ -165,7 +168,7 @@ def _check(data: Sliceable) -> None:
 def _choose_library(container: str, library: str | None) -> tuple[str, Any]:
     """Return name and module of the library that reads a container."""
     chosen = _load_library(library)
-    if chosen[0] == "torchcodec" and container not in _OF_TORCHCODEC:
+    if chosen[0] not in _READERS.get(container, ("pyav",)):
         return "pyav", _load_pyav(f"reading FFmpeg's format {container!r}")
     return chosen
 

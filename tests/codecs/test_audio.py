@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import struct
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -92,14 +94,61 @@ def test_webdatasets_handler_returns_waveform_and_rate() -> None:
     assert wds.torch_audio(".jpg", b"") is None
 
 
-@pytest.mark.parametrize("name", ["aac", "m4a", "wma"])
-def test_formats_that_libsndfile_lacks_are_an_error_that_says_what_to_do(
+OF_PYAV = {"aac": "adts", "m4a": "ipod", "wma": "asf"}
+
+
+def file_of_pyav(name: str) -> bytes:
+    """Return 1 s of stereo in a format that libsndfile does not read."""
+    stream = io.BytesIO()
+    with av.open(stream, "w", format=OF_PYAV[name]) as container:
+        out = container.add_stream(
+            "wmav2" if name == "wma" else "aac", rate=RATE, layout="stereo", bit_rate=128_000
+        )
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(tone().T), "fltp", "stereo")
+        frame.sample_rate = RATE
+        for packet in [*out.encode(frame), *out.encode(None)]:
+            container.mux(packet)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("name", OF_PYAV)
+def test_what_libsndfile_lacks_is_read_by_pyav(name: str) -> None:
+    data = file_of_pyav(name)
+    samples, rate = ss.decode_sample({name: data}, "audio")[name]
+    assert (samples.dtype, samples.shape[0], rate) == (np.float32, 2, RATE)
+    assert RATE - 4096 <= samples.shape[1] <= RATE + 4096  # the delay of the encoder
+    np.testing.assert_allclose(samples, ffmpeg_samples(data), atol=1e-5)
+    options = AudioDecoder(rate=16_000, mono=True)
+    assert ss.decode_sample({"bin": data}, fields={"bin": options})["bin"].samples.shape[0] == 1
+
+
+@pytest.mark.parametrize("name", OF_PYAV)
+def test_cut_files_that_pyav_reads_are_errors(name: str) -> None:
+    data = file_of_pyav(name)
+    places = [int(part * len(data)) for part in (0.02, 0.3, 0.5, 0.7, 0.9, 0.97)] + [len(data) - 1]
+    for end in places:
+        with pytest.raises(ss.errors.DecodeError):
+            ss.decode_sample({name: data[:end]}, "audio")
+    if name != "aac":  # frames without a header, one after the other: the parts are one stream
+        with pytest.raises(ss.errors.DecodeError, match="second file"):
+            ss.decode_sample({name: data + data}, "audio")
+
+
+@pytest.mark.parametrize("name", OF_PYAV)
+def test_without_pyav_its_formats_are_an_error_that_says_what_to_do(
     name: str, tmp_path: Path
 ) -> None:
-    folder = make_shards(tmp_path, samples=[{"__key__": "0", name: b"x"}])
-    dataset = ss.ShardDataset(folder, on_error="skip").decode("audio")
-    with pytest.raises(ss.errors.OptionError, match=r"libsndfile does not read aac, m4a.*fields="):
-        list(dataset)
+    data = file_of_pyav(name)
+    folder = make_shards(tmp_path, samples=[{"__key__": "0", name: data}])
+    code = (
+        "import sys; sys.modules['av'] = None; import shardstream as ss\n"
+        f"next(iter(ss.ShardDataset({folder!r}, on_error='skip').decode('audio')))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "OptionError" in ended.stderr
+    assert "libsndfile does not read aac, m4a, wma; PyAV does: pip install av" in ended.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "caf"])
