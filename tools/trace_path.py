@@ -53,7 +53,7 @@ LIMITS = {
     "next batch": (15, 47),
     "first state_dict": (11, 20),
     "next state_dict": (5, 9),
-    "with one worker": (38, 166),
+    "with one worker": (38, 165),
     "ShardWriter, 40 samples": (18, 92),
     "pack of four photos": (50, 364),
 }

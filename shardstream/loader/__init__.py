@@ -34,7 +34,7 @@ from shardstream.loader.option_checks import warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
-from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
+from shardstream.loader.shared_memory import RingBuffer, RingMessage
 from shardstream.loader.trial import Trial, fewest_workers, run_trials
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ __all__ = [
     "load_tensors",
     "mix",
     "open_pinned_memory",
-    "open_rings",
     "prefetch",
     "run_trials",
     "save_checkpoint",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import reduction
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from shardstream.loader.serialize import (
     NewTensor,
@@ -66,36 +66,30 @@ class RingMessage(NamedTuple):
         return self.pieces is None and not self.rest
 
 
-class Channel(Protocol):
-    """Sends values from a worker to the main process, by messages of a pipe."""
+class Channel:
+    """Sends values from a worker to the main process in messages of a pipe: whole, where the system has no rings."""
 
-    progress: int
+    progress: int = 0
     """n while the worker makes its batch n, from 1, then -n; always 0 in a main process without shared memory."""
 
     def reset(self, *, give_back: bool) -> None:
         """In the worker: drop values that were not received."""
 
     def pack(self, value: Any) -> RingMessage:
-        """In the worker: return the message for a value."""
+        """In the worker: return the message for a value.
 
-    def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
-        """In the main process: return the value of a message."""
-
-
-class PipeChannel:
-    """Sends whole values in messages, where the system has no shared memory for rings."""
-
-    progress: int = 0
-
-    def reset(self, *, give_back: bool) -> None:
-        """Do nothing: values are in the pipe only."""
-
-    def pack(self, value: Any) -> RingMessage:
-        """Return a message that holds the value."""
+        Raises:
+            SampleError: If the value cannot be pickled.
+        """
         return _whole(*_serialize(value))
 
     def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
-        """Return the value that a message holds."""
+        """In the main process: return the value of a message, here one that holds it.
+
+        Args:
+            message: The message of `pack`.
+            allocate: Returns the memory that a tensor is copied to, such as pinned memory.
+        """
         del allocate  # torch has brought the tensors
         pieces = message.pieces or []
         return deserialize_value(pieces[-1], message.rest, lambda number, _: pieces[number])
@@ -110,7 +104,7 @@ class _InFlight(NamedTuple):
     end: int
 
 
-class RingBuffer(PipeChannel):
+class RingBuffer(Channel):
     """Shared memory that a worker fills and the main process empties, in the same order.
 
     Picklable only while a process is started. Uses ``memfd_create`` (Linux), which is not limited by the size of /dev/shm.
@@ -226,16 +220,10 @@ def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
 
 def open_channels(workers: int) -> Sequence[Channel]:
     """Return a channel for each worker: a ring, if the system supports it."""
-    return open_rings(workers) or [PipeChannel() for _ in range(workers)]
-
-
-def open_rings(workers: int) -> list[RingBuffer]:
-    """Return a ring for each worker; an empty list if the system does not support them."""
-    if not hasattr(os, "memfd_create"):
-        return []
-    with suppress(OSError):  # a sandbox, or a limit on address space, open files or file size
-        return [RingBuffer() for _ in range(workers)]
-    return []
+    if hasattr(os, "memfd_create"):
+        with suppress(OSError):  # a sandbox, or a limit on address space, open files or file size
+            return [RingBuffer() for _ in range(workers)]
+    return [Channel() for _ in range(workers)]
 
 
 def _serialize(value: Any) -> SerializedValue:

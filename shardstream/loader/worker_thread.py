@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shardstream.errors import OptionError, describe_error
 from shardstream.loader.serialize import NewTensor, new_tensor
-from shardstream.loader.shared_memory import PipeChannel, RingMessage
+from shardstream.loader.shared_memory import Channel, RingMessage
 
 _this_thread = threading.local()
 _worker_info: Any = None  # in `_get_worker_info` the one of torch
@@ -67,7 +67,7 @@ class ThreadContext:
     Process = WorkerThread
 
 
-class ThreadChannel(PipeChannel):
+class ThreadChannel(Channel):
     """Hands over the values of messages within a process; the pipe carries only their numbers."""
 
     def __init__(self) -> None:

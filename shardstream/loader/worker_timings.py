@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,11 +39,6 @@ class WorkerTimings:
         """Seconds of all work."""
         return self.read_s + self.steps_s + self.collate_s
 
-    def add(self, other: WorkerTimings) -> None:
-        """Add the timings of another worker."""
-        for one in fields(WorkerTimings):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-
     def since(self, earlier: WorkerTimings) -> WorkerTimings:
         """Return the timings after those of ``earlier``."""
         names = [one.name for one in fields(WorkerTimings)]
@@ -54,7 +49,7 @@ class WorkerTimings:
 
 def sum_timings(timings: Iterable[WorkerTimings]) -> WorkerTimings:
     """Return the timings of all workers together."""
-    total = WorkerTimings()
-    for one in timings:
-        total.add(one)
-    return total
+    each = [asdict(one) for one in timings]
+    return WorkerTimings(
+        **{one.name: sum(timing[one.name] for timing in each) for one in fields(WorkerTimings)}
+    )
