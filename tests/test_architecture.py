@@ -125,6 +125,7 @@ HOMES = {
         "loader/map_dataset.py",
         "loader/checkpoint.py",
         "loader/dataset.py",
+        "loader/epochs.py",
         "loader/loader.py",
         "loader/collation.py",
         "loader/device_transfer.py",

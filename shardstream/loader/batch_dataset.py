@@ -233,8 +233,8 @@ class BatchDataset(SplitDataset):
         source, batch_size = self.indexed_source, self.batch_size
         assert source is not None and batch_size is not None  # noqa: S101, PT018  (as in `order`)
         self.indexed_source = source.with_options(**order)
-        dataset = self.source_dataset._copy()
-        dataset.pipeline = replace(dataset.pipeline, source=self.indexed_source)
+        pipeline = replace(self.source_dataset.pipeline, source=self.indexed_source)
+        dataset = self.source_dataset._with_pipeline(pipeline)
         self.source_dataset = dataset
         microbatches = batch_size // order["microbatch"]
         self.partition_config = replace(self.partition_config, microbatches=microbatches)

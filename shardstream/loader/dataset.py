@@ -278,7 +278,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             OptionError: If it is not an integer of at least 0.
         """
         check_at_least(0, length=length)
-        changed = self._copy()
+        changed = self._with_pipeline(self.pipeline)
         changed._length = length
         return changed
 
@@ -289,14 +289,14 @@ class StreamDataset(StreamSteps, SplitDataset):
     def then(self, stage: Stage) -> Self:
         """Append a custom stage, see `ItemSteps.then`."""
         check_stage(stage)
-        changed = self._copy()
-        changed.pipeline = self.pipeline.then(stage)
+        changed = self._with_pipeline(self.pipeline.then(stage))
         changed._length = None
         return changed
 
-    def _copy(self) -> Self:
+    def _with_pipeline(self, pipeline: Pipeline) -> Self:
+        """Return a copy with other samples or steps, which follows `set_epoch` of this dataset."""
         changed = copy.copy(self)
-        changed._epochs = self._epochs.chained()
+        changed.pipeline, changed._epochs = pipeline, self._epochs.chained()
         return changed
 
 

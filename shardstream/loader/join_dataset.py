@@ -10,7 +10,7 @@ from typing import Any
 from shardstream.catalog import Classes, ClassNames
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import ShardDataset, StreamDataset
-from shardstream.pipeline import Pipeline, SamplesSource, WeightedSource
+from shardstream.pipeline import SamplesSource, WeightedSource, numbered_source
 from shardstream.samples import (
     JoinBy,
     JoinMissing,
@@ -22,22 +22,22 @@ from shardstream.samples import (
 from shardstream.storage import Storage
 
 OtherDataset = (
-    ShardDataset | str | os.PathLike[str] | Mapping[str, Sequence[str] | Mapping[str, str] | None]
+    StreamDataset | str | os.PathLike[str] | Mapping[Any, Sequence[str] | Mapping[str, str] | None]
 )
 """A dataset, or its URL, or its URL -> the fields to take (None for all); of a table field -> column."""
 
 
 def join(
-    first: ShardDataset | str | os.PathLike[str],
+    first: StreamDataset | str | os.PathLike[str],
     *others: OtherDataset,
     by: JoinBy = "auto",
     missing: JoinMissing = "error",
-    storage_options: dict[str, Any] | None = None,
-) -> JoinDataset:
+    storage_options: Mapping[str, Any] | None = None,
+) -> StreamDataset:
     """Join datasets with the same keys: each sample gets the fields of the samples of the same key in the others.
 
-    The first dataset decides: its samples, their order, ``shuffle``, ``seed``, ``subset=`` and all other options of reading. Length, splits,
-    states and steps are those of a `ShardDataset`. Bytes of each dataset are read by range requests of their own, ahead of their use.
+    The first dataset decides: its samples, their order, ``shuffle``, ``seed``, ``subset=`` and all other options of reading. The datasets may be of
+    any kind whose samples have numbers: shards, loose files, joins. Length, splits, states and steps are those of a `ShardDataset`. Bytes of each dataset are read by range requests of their own, ahead of their use.
     Samples of the others whose key the first does not have are not read.
 
         images = ss.ShardDataset("s3://bucket/images/", shuffle=True)
@@ -67,7 +67,7 @@ def join(
     if by not in ("auto", "key", "position"):
         raise OptionError(f"by must be 'auto', 'key' or 'position', not {by!r}")
     check_missing(missing)
-    if not isinstance(first, ShardDataset):
+    if not isinstance(first, StreamDataset):
         _check_url(first)
         first = ShardDataset(first, storage_options=storage_options)
     source = _source_of(first, is_first=True)
@@ -79,24 +79,12 @@ def join(
             f"missing='drop' leaves out {plural(len(source.samples) - len(samples), 'sample')} that weights= counts; leave them out with "
             "subset=, or choose missing='keep'"
         )
-    joined = Pipeline(source=replace(source, samples=samples), on_error=first.pipeline.on_error)
+    pipeline = replace(first.pipeline, source=replace(source, samples=samples))
+    joined = first._with_pipeline(pipeline)
     # Of the dataset whose field ``cls`` is taken; if it has none, of the first.
     numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
-    return JoinDataset(joined, first, _FirstClassNames([*numbering, first]))
-
-
-class JoinDataset(StreamDataset):
-    """The dataset that `join` returns.
-
-    Args:
-        pipeline: The joined samples.
-        first: The first dataset, whose epoch it follows.
-        class_names: Names of the classes.
-    """
-
-    def __init__(self, pipeline: Pipeline, first: StreamDataset, class_names: ClassNames) -> None:
-        super().__init__(pipeline, first.given_placement, class_names)
-        self._epochs = first._epochs.chained()
+    joined.class_names, joined._length = _FirstClassNames([*numbering, first]), None
+    return joined
 
 
 class _FirstClassNames(ClassNames):
@@ -110,7 +98,7 @@ class _FirstClassNames(ClassNames):
         return next((one.found for one in self._all_names if one.found), {})
 
 
-def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> SamplesSource:
+def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSource:
     source = dataset.pipeline.source
     if dataset.pipeline.stages:
         raise OptionError(
@@ -120,24 +108,24 @@ def _source_of(dataset: ShardDataset, *, is_first: bool = False) -> SamplesSourc
         raise OptionError(
             "weights= of a dataset that is joined to another would have no effect; give them to the first"
         )
-    if not isinstance(source, SamplesSource):
+    numbered = numbered_source(source)
+    if not isinstance(numbered, SamplesSource):
         raise OptionError(
-            "only shards with an index can be joined; run 'shardstream index' on their folder",
-            shard=source.place()[1],
+            "a mix cannot be joined, as its datasets may have steps; join each dataset, then mix"
         )
-    return source
+    return numbered
 
 
 def _check_url(value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise OptionError(
-            f"join takes ShardDatasets and URLs, not a {type(value).__name__}; ss.join(a, b, c) joins several at once"
+            f"join takes datasets and URLs, not a {type(value).__name__}; ss.join(a, b, c) joins several at once"
         )
 
 
 def _open(
-    other: OtherDataset, storage_options: dict[str, Any] | None
-) -> tuple[JoinPart, ShardDataset | None]:
+    other: OtherDataset, storage_options: Mapping[str, Any] | None
+) -> tuple[JoinPart, StreamDataset | None]:
     """Return the samples of another dataset, and the dataset; None for a table."""
     fields: Sequence[str] | Mapping[str, str] | None = None
     if isinstance(other, Mapping):
@@ -146,7 +134,7 @@ def _open(
                 f"give each dataset with fields as {{url: [field, ...]}}, not {dict(other)!r}"
             )
         [(other, fields)] = other.items()
-    if isinstance(other, ShardDataset):
+    if isinstance(other, StreamDataset):
         return open_part(_source_of(other).samples, fields), other
     _check_url(other)
     url = os.fspath(other)

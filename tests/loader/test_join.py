@@ -523,11 +523,33 @@ def test_wrong_arguments_are_errors(
         ss.join(parts["images"], *(parts[name] for name in arguments), **options)
 
 
+def test_loose_files_and_joins_are_joined(parts: dict[str, str], tmp_path: Path) -> None:
+    for key in range(COUNT):
+        (tmp_path / f"k{key:03d}.html").write_text(str(key))
+    files = ss.ObjectDataset(str(tmp_path), shuffle=True, seed=3)
+    captions = ss.join(parts["images"], parts["captions"])
+    for dataset in (
+        ss.join(files, captions),
+        ss.join(captions, {files: ["html"]}, parts["vectors"]),
+    ):
+        found = list(dataset)
+        assert sorted(sample["__key__"] for sample in found) == [f"k{n:03d}" for n in range(COUNT)]
+        assert {"cls", "txt", "html"} <= found[0].keys()
+        assert all(len({sample[name] for name in ("cls", "txt", "html")}) == 1 for sample in found)
+    assert len(dataset.by_number()[5:9]) == 4
+    assert dataset.by_number()[5]["bin"] == b"5"
+    by_file = ss.join(files, parts["captions"])
+    assert [one["__key__"] for one in by_file] == [one["__key__"] for one in files]
+    assert type(by_file.with_length(3).decode()) is ss.ObjectDataset
+
+
 def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path) -> None:
     images = ss.ShardDataset(parts["images"])
     with pytest.raises(OptionError, match="join first, then add the steps"):
         ss.join(images.decode(), parts["captions"])
-    with pytest.raises(OptionError, match="with an index"):
+    with pytest.raises(
+        OptionError, match="read without an index, so their samples have no numbers"
+    ):
         ss.join(
             ss.ShardDataset(parts["images"], read=ss.ReadOptions(index="ignore")), parts["captions"]
         )
@@ -538,8 +560,10 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(parts["captions"], weighted)
     with pytest.raises(OptionError, match="leaves out 12 samples that weights= counts"):
         ss.join(weighted, parts["some"], missing="drop")
-    with pytest.raises(OptionError, match=r"not a JoinDataset; ss.join\(a, b, c\)"):
-        ss.join(images, ss.join(images, parts["captions"]))  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="a mix cannot be joined"):
+        ss.join(images, ss.mix([images]))
+    with pytest.raises(OptionError, match=r"not a MapDataset; ss.join\(a, b, c\)"):
+        ss.join(images, images.by_number())  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="url: "):
         ss.join(images, {parts["captions"]: "txt"})
     both = [write(tmp_path / name, "id", [0]) for name in ("one", "two")]
