@@ -62,7 +62,7 @@ from shardstream.pipeline import (
     whole_number,
 )
 from shardstream.samples import Choice, Samples
-from shardstream.storage import LocatedShards, Storage, Urls, locate_shards
+from shardstream.storage import Urls, locate_shards
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -91,7 +91,7 @@ class StreamDataset(StreamSteps, SplitDataset):
     ) -> None:
         self.pipeline = pipeline
         self.given_placement = placement
-        self.class_names = class_names
+        self._class_names = class_names
         self._is_placement_of_parent = False
         self._length: int | None = None
         self._epochs = Epochs()
@@ -131,7 +131,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         Raises:
             StorageError: If the folder cannot be read.
         """
-        return self.class_names.names
+        return self._class_names.names
 
     def by_number(self) -> MapDataset:
         """Return the samples by number, with the steps so far, for samplers, ``Subset`` and ``random_split`` of torch.
@@ -148,7 +148,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             raise OptionError(
                 "placement= chooses the samples of one rank, but all samples have a number; leave it out, and use torch's DistributedSampler"
             )
-        return MapDataset(self.pipeline, self.class_names, epoch=self._epochs.chosen[0])
+        return MapDataset(self.pipeline, self._class_names, epoch=self._epochs.chosen[0])
 
     @property
     def has_given_placement(self) -> bool:
@@ -267,7 +267,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             raise OptionError(
                 "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)"
             )
-        return records_of(self.pipeline, self.class_names.checked_names, self._epochs.chosen[0])
+        return records_of(self.pipeline, self._class_names.checked_names, self._epochs.chosen[0])
 
     def with_length(self, length: int) -> Self:
         """Set the ``len`` of a dataset of unknown length, in items, also for a `ShardLoader`.
@@ -437,7 +437,10 @@ class ShardDataset(StreamDataset):
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
-        super().__init__(pipeline, placement, open_class_names(located, storage))
+        class_names = StoredClassNames(located, storage)
+        if len(class_names.folders) > 1:  # a single folder is read lazily
+            warn_of_difference(class_names.found)
+        super().__init__(pipeline, placement, class_names)
 
 
 def current_worker_info(dataset: IterableDataset[Any], placement: Placement) -> WorkerInfo:
@@ -465,14 +468,6 @@ def _describe_repeat(dataset: StreamDataset, epoch: int) -> str:
         "counted, because a rank that looks at a batch alone would be an epoch ahead; call dataset.set_epoch(epoch) before each epoch "
         "on all ranks, or use a ShardLoader, which counts and compares the ranks"
     )
-
-
-def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:
-    """Return the class names of a dataset; warn if its folders number their classes differently."""
-    class_names = StoredClassNames(located, storage)
-    if len(class_names.folders) > 1:  # a single folder is read lazily
-        warn_of_difference(class_names.found, stacklevel=4)  # of the caller of a dataset
-    return class_names
 
 
 def _check_whole_shards(url: str, index: str, needs: Mapping[str, object]) -> None:

@@ -68,8 +68,7 @@ def join(
         raise OptionError(f"by must be 'auto', 'key' or 'position', not {by!r}")
     check_missing(missing)
     if not isinstance(first, StreamDataset):
-        _check_url(first)
-        first = ShardDataset(first, storage_options=storage_options)
+        first = ShardDataset(_url_of(first), storage_options=storage_options)
     source = _source_of(first, is_first=True)
     opened = [_open(other, storage_options) for other in others]
     parts = [part for part, _ in opened]
@@ -83,7 +82,7 @@ def join(
     joined = first._with_pipeline(pipeline)
     # Of the dataset whose field ``cls`` is taken; if it has none, of the first.
     numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
-    joined.class_names, joined._length = _FirstClassNames([*numbering, first]), None
+    joined._class_names, joined._length = _FirstClassNames([*numbering, first]), None
     return joined
 
 
@@ -91,7 +90,7 @@ class _FirstClassNames(ClassNames):
     """The class names of the first dataset that has any, read at the first access."""
 
     def __init__(self, datasets: Sequence[StreamDataset]) -> None:
-        self._all_names = [one.class_names for one in datasets]
+        self._all_names = [one._class_names for one in datasets]
 
     @property
     def found(self) -> Mapping[str, Classes]:
@@ -116,11 +115,12 @@ def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSour
     return numbered
 
 
-def _check_url(value: object) -> None:
+def _url_of(value: object) -> str:
     if not isinstance(value, str | os.PathLike):
         raise OptionError(
             f"join takes datasets and URLs, not a {type(value).__name__}; ss.join(a, b, c) joins several at once"
         )
+    return os.fspath(value)
 
 
 def _open(
@@ -136,8 +136,7 @@ def _open(
         [(other, fields)] = other.items()
     if isinstance(other, StreamDataset):
         return open_part(_source_of(other).samples, fields), other
-    _check_url(other)
-    url = os.fspath(other)
+    url = _url_of(other)
     from shardstream.packing import is_table, open_joined_table  # noqa: PLC0415  (0.1 s, for a join only)
 
     if is_table(url):
