@@ -124,8 +124,10 @@ def test_with_keep_ranks_differ_by_at_most_one_sample(
 
 @given(order=orders(), config=splits(drop_last=st.just(True)))
 def test_without_a_last_step_all_steps_are_full(order: EpochOrder, config: PartitionConfig) -> None:
-    ranks = [steps_of(partition) for partition in partitions(EpochPlan(order, 0), config)]
+    found = partitions(EpochPlan(order, 0), config)
+    ranks = [steps_of(partition) for partition in found]
     width = config.microbatches * order.batch
+    assert [partition.num_samples for partition in found] == [width * len(one) for one in ranks]
     assert all(len(numbers) == width for steps in ranks for numbers in steps)
     together = in_turn(ranks)
     assert (

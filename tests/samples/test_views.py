@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import uuid
 from collections.abc import Callable
 from contextlib import closing
@@ -14,7 +15,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.packing import open_joined_table
-from shardstream.samples import Join, Numbers, Subset, join_samples, open_part
+from shardstream.samples import Join, Numbers, Subset, View, join_samples, open_part
 from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_samples
 from tests.samples.made import Made, Row, concat, join, open_files, open_shards, subset
@@ -59,6 +60,7 @@ KINDS: dict[str, Make] = {
     "files": lambda at: files(f"{at}/files"),
     "table": table,
     "subset": lambda at: subset(shards(f"{at}/a"), SOME),
+    "subset of one sample": lambda at: subset(shards(f"{at}/a"), [5]),
     "subset of large samples": lambda at: subset(shards(f"{at}/a", large=True), SOME),
     "subset of files": lambda at: subset(files(f"{at}/files"), FEW),
     "subset of a table": lambda at: subset(table(at), SOME),
@@ -103,6 +105,7 @@ def test_samples_pass_the_contract(kind: str, place: str, tmp_path: Path) -> Non
     at = str(tmp_path) if place == "local" else f"memory://test-{uuid.uuid4().hex}"
     made = KINDS[kind](at)
     check_samples(lambda: made.samples, made.rows)
+    assert re.fullmatch("[0-9a-f]{16}", made.samples.fingerprint)
 
 
 class Shifted(Subset):
@@ -176,3 +179,52 @@ def test_restricted_joins_are_small_when_they_are_pickled(tmp_path: Path) -> Non
         assert [row["__key__"] for row in fetcher.samples(few[:1])] == ["0008"]
         with pytest.raises(IndexError, match="lacks"):
             fetcher.samples(few)
+
+
+def test_a_subset_has_the_fields_and_its_share_of_the_bytes(tmp_path: Path) -> None:
+    whole = shards(f"{tmp_path}/a", 20).samples
+    some = Subset(whole, np.array([3, 1, 2, 7, 19]))
+    assert (some.fields, whole.fields) == (("txt", "txt.cls"),) * 2
+    assert some.total_bytes == whole.total_bytes // 4
+    one = Subset(some, np.array([2]))
+    assert Subset(one, np.array([0])).total_bytes == one.total_bytes == whole.total_bytes // 20
+
+
+class Many(View):
+    """Samples of which there are more than 32 bits number."""
+
+    def __len__(self) -> int:
+        return 1 << 33
+
+    fingerprint, total_bytes = "0123456789abcdef", 1 << 42
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        return np.zeros_like(numbers), numbers % 20
+
+
+def test_numbers_over_32_bits_are_kept(tmp_path: Path) -> None:
+    numbers = np.array([(1 << 33) - 1, 3, 1 << 32])
+    some = Subset(Many([shards(f"{tmp_path}/a", 20).samples]), numbers)
+    assert some.whole_numbers(np.array([0, 2, 1, 4])).tolist() == [
+        (1 << 33) - 1, 1 << 32, 3, (1 << 33) + 3,
+    ]  # fmt: skip
+
+
+def test_keys_of_shards_without_columns_are_read_on_demand_only(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "a") as writer:
+        for number in range(4):
+            writer.write({"__key__": f"{number}", "txt": "a"})
+    made = Made(open_shards(f"{tmp_path}/a"), [{"__key__": f"{n}"} for n in range(4)])
+    for samples in (made.samples, subset(made, [2, 1]).samples, concat(made, made).samples):
+        assert samples.column_names() == []
+        with pytest.raises(ss.errors.OptionError, match="no columns"):
+            samples.read_columns(["__key__"])
+    keys = subset(made, [2, 1]).samples.read_columns(["__key__"], scans=True)
+    assert keys["__key__"].to_pylist() == ["2", "1"]
+
+
+def test_a_file_of_python_objects_is_no_subset(tmp_path: Path) -> None:
+    whole = shards(f"{tmp_path}/a", 3)
+    np.save(tmp_path / "objects.npy", np.array([0, None], dtype=object), allow_pickle=True)
+    with pytest.raises(ss.errors.OptionError, match=r"subset= takes a \.npy file"):
+        ss.loader.CatalogDataset(whole.samples, subset=str(tmp_path / "objects.npy"))
