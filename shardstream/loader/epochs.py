@@ -126,8 +126,7 @@ class Epochs:
     def chained(self) -> Epochs:
         """Return epochs that are counted apart, and follow later calls of `set_epoch` of these, too."""
         chained = Epochs()
-        with _lock:
-            self._read_events()
+        with _lock:  # the events that this process has not read are read by both
             chained._file, chained._offset, chained._chosen = self._file, self._offset, self._chosen
         chained._numbers = (*self._numbers, *chained._numbers)
         return chained
