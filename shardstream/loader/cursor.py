@@ -8,6 +8,8 @@ from shardstream.errors import OptionError
 from shardstream.order import RankPartition
 from shardstream.pipeline import LoaderPosition
 
+_START = LoaderPosition()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
@@ -25,19 +27,13 @@ class Cursor:
         epochs_ahead: Epochs from this iteration to the next: 0 if it repeats, else 1.
     """
 
-    position: LoaderPosition
-    before: LoaderPosition
-    next_position: LoaderPosition
+    position: LoaderPosition = _START
+    before: LoaderPosition = _START
+    next_position: LoaderPosition = _START
     is_left: bool = False
     partition: RankPartition | None = None
     iteration: int = 0
     epochs_ahead: int = 1
-
-    @classmethod
-    def of_epoch(cls, epoch: int) -> Cursor:
-        """Return the cursor of a loader that has read nothing."""
-        position = LoaderPosition(epoch=epoch)
-        return cls(position=position, before=position, next_position=position)
 
     def at(self, position: LoaderPosition) -> Cursor:
         """Return a cursor whose next iteration begins at a position."""

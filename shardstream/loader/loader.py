@@ -123,7 +123,7 @@ class ShardLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         self._chosen = dataset._epochs.chosen  # by the last call of its `set_epoch` that was seen
-        self._cursor = Cursor.of_epoch(self._chosen[0])
+        self._cursor = Cursor().at(LoaderPosition(epoch=self._chosen[0]))
         self._counts: dict[int, SampleCounts] = {}  # part -> counts
         self._agreement: EpochAgreement | None = None  # of ranks, until the user chooses an epoch
         self._is_compared = self._serves_accelerate = False

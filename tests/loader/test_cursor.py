@@ -20,6 +20,10 @@ def at(epoch: int, consumed: int = 0) -> LoaderPosition:
     return LoaderPosition(epoch=epoch, consumed=consumed)
 
 
+def of_epoch(epoch: int) -> Cursor:
+    return Cursor().at(at(epoch))
+
+
 def rest(epoch: int = 0, consumed: int = 0, rank: int = 0, ranks: int = 1) -> RankPartition:
     config = PartitionConfig(world_size=ranks, remainder="keep")
     return RankPartition(EpochPlan(ORDER, epoch), config, rank=rank, consumed=consumed)
@@ -41,7 +45,7 @@ def read(cursor: Cursor, *consumed: int, epochs_ahead: int = 1) -> Cursor:
 
 
 def test_a_new_cursor_begins_at_its_epoch() -> None:
-    cursor = Cursor.of_epoch(3)
+    cursor = of_epoch(3)
     assert (cursor.position, cursor.before, cursor.next_position) == (at(3), at(3), at(3))
     assert not cursor.is_left
     assert cursor.partition is None
@@ -49,17 +53,17 @@ def test_a_new_cursor_begins_at_its_epoch() -> None:
 
 
 def test_an_iteration_with_a_batch_makes_the_next_one_an_epoch_of_its_own() -> None:
-    cursor = read(Cursor.of_epoch(3), 4, 8)
+    cursor = read(of_epoch(3), 4, 8)
     assert (cursor.position, cursor.before, cursor.next_position) == (at(3, 8), at(3, 4), at(4))
     assert cursor.is_left
     assert read(cursor).position == at(4)
-    repeating = read(Cursor.of_epoch(3), 4, epochs_ahead=0)
+    repeating = read(of_epoch(3), 4, epochs_ahead=0)
     assert repeating.next_position == at(3)
     assert repeating.at_end().next_position == at(3)
 
 
 def test_an_iteration_without_a_batch_does_not_count() -> None:
-    loaded = Cursor.of_epoch(0).at(at(2, 8))
+    loaded = of_epoch(0).at(at(2, 8))
     for cursor in (begun(loaded), begun(begun(loaded))):
         assert cursor.next_position == cursor.position == at(2, 8)
     bad = begun(loaded).after_batch(at(2, 12), is_handed_out=False)
@@ -68,7 +72,7 @@ def test_an_iteration_without_a_batch_does_not_count() -> None:
 
 
 def test_the_end_of_an_iteration_is_the_begin_of_the_next_epoch() -> None:
-    for cursor in (begun(Cursor.of_epoch(3)), read(Cursor.of_epoch(3), 4, 8)):
+    for cursor in (begun(of_epoch(3)), read(of_epoch(3), 4, 8)):
         ended = cursor.at_end()
         assert ended.position == ended.next_position == at(4)
         assert not ended.is_left
@@ -78,7 +82,7 @@ def test_the_end_of_an_iteration_is_the_begin_of_the_next_epoch() -> None:
 
 
 def test_an_epoch_that_is_set_restarts_what_was_left_and_keeps_what_was_loaded() -> None:
-    loaded, left = Cursor.of_epoch(0).at(at(2, 8)), read(Cursor.of_epoch(0).at(at(2, 8)), 12)
+    loaded, left = of_epoch(0).at(at(2, 8)), read(of_epoch(0).at(at(2, 8)), 12)
     assert loaded.in_epoch(2) == loaded
     again = left.in_epoch(2)
     assert (again.position, again.next_position) == (at(2, 12), at(2))
@@ -97,7 +101,7 @@ def test_an_epoch_that_is_set_restarts_what_was_left_and_keeps_what_was_loaded()
     lists(tuples(sampled_from(["read", "skip", "load", "set"]), integers(0, 3)), max_size=8),
 )
 def test_whatever_sets_the_position_ends_the_iteration(steps: list[tuple[str, int]]) -> None:
-    cursor, seen = Cursor.of_epoch(0), {0}
+    cursor, seen = of_epoch(0), {1}
     for step, number in steps:
         if step == "read":
             cursor = read(cursor, *range(4, 4 * number + 4, 4))
@@ -125,16 +129,16 @@ def test_whatever_sets_the_position_ends_the_iteration(steps: list[tuple[str, in
 def test_batches_that_are_skipped_count_as_read(
     batches: int, consumed: int, found: LoaderPosition
 ) -> None:
-    cursor = Cursor.of_epoch(1).past(batches, rest(1, consumed))
+    cursor = of_epoch(1).past(batches, rest(1, consumed))
     assert cursor.position == cursor.next_position == cursor.before == found
 
 
 def test_ranks_skip_to_the_same_position() -> None:
     for batches, found in ((5, at(1, 40)), (6, at(2))):  # 2 samples are left for a sixth step
-        cursors = [Cursor.of_epoch(1).past(batches, rest(1, 0, rank, 2)) for rank in range(2)]
+        cursors = [of_epoch(1).past(batches, rest(1, 0, rank, 2)) for rank in range(2)]
         assert [cursor.position for cursor in cursors] == [found] * 2
     with pytest.raises(OptionError, match="cannot skip 12 batches: 11 are left of epoch 1"):
-        Cursor.of_epoch(1).past(12, rest(1))
+        of_epoch(1).past(12, rest(1))
 
 
 def test_workers_take_turns_in_a_position_with_parts() -> None:

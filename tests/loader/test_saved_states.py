@@ -166,12 +166,20 @@ def test_a_state_of_an_earlier_reader_continues(folder: Path) -> None:
     assert [sample["cls"] for sample in islice(reader, len(rest))] == rest
 
 
-@pytest.mark.parametrize("name", ["batched", "group"])
-def test_a_step_that_keeps_a_short_rest_is_another_one(name: str, folder: Path) -> None:
+def test_a_state_of_samples_by_weight_needs_the_weights(folder: Path) -> None:
+    loader = ss.ShardLoader(DATASETS["plain"](folder), 4)
+    with pytest.raises(StateError, match=r"weights= of the samples: .*, here are none; use the"):
+        loader.load_state_dict(json.loads(SAVED["weights"][0]))
+
+
+@pytest.mark.parametrize(("name", "step"), [("batched", 3), ("group", 2)])
+def test_a_step_that_keeps_a_short_rest_is_another_one(name: str, step: int, folder: Path) -> None:
     dataset = selected(folder).batched(4).unbatched()
     if name == "group":
         dataset = shuffled(folder).decode().group_batched("cls", 2, buffer=4).unbatched()
     state = json.loads(SAVED[name][0])
     loader = ss.ShardLoader(dataset, 4, num_workers=state["num_workers"])
-    with pytest.raises(StateError, match=r"step \d of the pipeline: the state says \w*Batched"):
+    with pytest.raises(
+        StateError, match=rf"step {step} of the pipeline: the state says \w*Batched"
+    ):
         loader.load_state_dict(state)
