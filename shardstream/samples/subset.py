@@ -89,6 +89,10 @@ class Subset(View):
         """Return zeros, and the numbers of samples in the whole."""
         return np.zeros(len(numbers), dtype=np.int64), self.whole_numbers(numbers)
 
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
+        """Return the numbers of samples in the whole, shape (n,)."""
+        return self.whole_numbers(numbers)
+
     def whole_numbers(self, numbers: Numbers) -> Numbers:
         """Return the numbers of samples in the whole; a copy is a copy there, too."""
         copies, wanted = np.divmod(numbers, max(1, self._length))
