@@ -12,7 +12,7 @@ from shardstream.errors import OptionError
 from shardstream.order import PartitionConfig, Remainder
 from shardstream.pipeline.fields import check_fields
 from shardstream.pipeline.stage import check_at_least, whole_number
-from shardstream.storage import Storage, open_cache
+from shardstream.storage import Storage, check_cache, open_cache
 
 DEFAULT_PREFETCH_BYTES = 64 << 20
 """Prefetch buffer of each worker for remote data: one window of the default size."""
@@ -112,15 +112,14 @@ class ReadOptions:
                 "verify= compares all bytes of the shards, which lazy= does not read; give one of them"
             )
         check_at_least(0, prefetch_bytes=self.prefetch_bytes)
-        if self.cache_dir is not None or self.cache_bytes is not None:
-            open_cache(self.cache_dir, self.cache_bytes)  # validates
+        check_cache(self.cache_dir, self.cache_bytes)
 
     def __repr__(self) -> str:
         return _describe(self)
 
     def open_storage(self, storage_options: Mapping[str, Any] | None) -> Storage:
         """Return a storage with the file system and the cache of these options."""
-        cache = None if self.cache_dir is None else open_cache(self.cache_dir, self.cache_bytes)
+        cache = open_cache(self.cache_dir, self.cache_bytes)
         return Storage(storage_options, self.filesystem, cache)
 
 

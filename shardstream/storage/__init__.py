@@ -1,6 +1,13 @@
 """Bytes by URL: the only room that imports fsspec and s3fs."""
 
-from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, open_cache, version_of
+from shardstream.storage.cache import (
+    CACHE_CHUNK_BYTES,
+    HEADER_BYTES,
+    Cache,
+    check_cache,
+    open_cache,
+    version_of,
+)
 from shardstream.storage.cache_space import CacheSpace, load_usage, parse_bytes
 from shardstream.storage.clients import Clients
 from shardstream.storage.concurrency import (
@@ -141,6 +148,7 @@ __all__ = [
     "absolute_urls",
     "broken_link",
     "cached_look_up",
+    "check_cache",
     "check_finished",
     "check_folder_finished",
     "check_map",

@@ -288,6 +288,20 @@ def open_cache(
     Raises:
         OptionError: If one is invalid.
     """
+    max_bytes = check_cache(cache_dir, cache_bytes)
+    if cache_dir is None:
+        return None
+    return Cache(os.path.abspath(os.path.expanduser(cache_dir)), max_bytes)
+
+
+def check_cache(
+    cache_dir: str | os.PathLike[str] | None, cache_bytes: int | str | None
+) -> int | None:
+    """Check the options ``cache_dir`` and ``cache_bytes``, without creating a folder; return the limit in bytes.
+
+    Raises:
+        OptionError: If one is invalid.
+    """
     if cache_dir is None:
         if cache_bytes is not None:
             raise OptionError("cache_bytes is set without cache_dir; set both")
@@ -298,7 +312,7 @@ def open_cache(
     max_bytes = None if cache_bytes is None else parse_bytes(cache_bytes)
     if max_bytes is not None and max_bytes < _MIN_BYTES:
         raise OptionError(f"cache_bytes must be {_MIN_BYTES:,} or more, not {max_bytes:,}")
-    return Cache(os.path.abspath(os.path.expanduser(folder)), max_bytes)
+    return max_bytes
 
 
 class ChunkError(Exception):

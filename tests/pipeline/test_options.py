@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +98,8 @@ def test_the_samples_of_a_dataset_are_public_but_of_streams(tmp_path: Any) -> No
     whole = ss.ShardDataset(folder, read=ss.ReadOptions(index="ignore"))
     with pytest.raises(OptionError, match="have no numbers; run 'shardstream index'"):
         whole.samples  # noqa: B018
+
+
+def test_options_of_a_cache_create_no_folder(tmp_path: Path) -> None:
+    ss.ReadOptions(cache_dir=tmp_path / "cache", cache_bytes="1GB")
+    assert not (tmp_path / "cache").exists()
