@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.errors import OptionError, StateError, redact
+from shardstream.errors import OptionError, StateError
 from shardstream.order import (
     PartitionConfig,
     RankPartition,
@@ -32,7 +32,6 @@ _OPTIONS = ("remainder", *_ORDER)
 _MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
 _PATH_STEPS, _PATH_SAMPLES = 240, 16
 _CLASSES = 24
-_NAMED_SHARDS = 40
 _WHOLE_NUMBERS = ("epoch", "seed", "ranks", "workers", "batch_size", "step", "rank", "consumed")
 
 
@@ -208,18 +207,11 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
         "order": {
             name: getattr(order, name if name != "microbatch" else "batch") for name in _ORDER
         },
-        "consumed_before": first.consumed_after(training.step)
-        if training.step
-        else training.consumed,
         "consumed_after": first.consumed_after(training.step + 1),
         "ranks": _describe_ranks(batches, training, first, samples, stored),
         "path": _path(partitions[training.rank], len(samples), stored),
         "notes": _notes(training, first),
-        "shards": {
-            "count": len(shards),
-            "of": samples.num_shards,
-            "first": [redact(samples.url_of(shard)) for shard in shards[:_NAMED_SHARDS]],
-        },
+        "shards": {"count": len(shards), "of": samples.num_shards},
     }
     if stored.classes is not None:
         known = np.append(stored.classes, -1)  # the last is that of samples elsewhere

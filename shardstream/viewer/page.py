@@ -251,7 +251,7 @@ def _value_details(name: str, kind: Kind, data: bytes) -> dict[str, Any]:
     decoder = BASIC.get(extension(name))
     if decoder is None and kind != "text":
         more = " …" if len(data) > 64 else ""
-        return {"text": data[:64].hex(" ") + more, "is_bytes": True}
+        return {"text": data[:64].hex(" ") + more}
     if kind == "text":
         return describe_value(data.decode("utf-8"))
     if extension(name) == "npz":

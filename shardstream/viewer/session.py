@@ -27,7 +27,7 @@ from shardstream.samples import Numbers
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
 from shardstream.viewer.epoch_view import Stored, Training, continued, read_state, view_epoch
-from shardstream.viewer.histograms import histograms_of_samples, histograms_of_table
+from shardstream.viewer.histograms import Histogram, histograms_of_samples, histograms_of_table
 from shardstream.viewer.page import (
     boxes_of,
     broken_details,
@@ -152,7 +152,6 @@ class Session:
             "samples": len(self.samples),
             "shards": len(located.shards),
             "bytes": None if catalog is None else catalog.total_bytes,
-            "fields": list(located.fields or ()),
             "is_indexed": catalog is not None,
             "hint": self.samples.hint or self._scan_hint(),
             "columns": [] if self._selections is None else self._selections.names(),
@@ -243,34 +242,18 @@ class Session:
 
     def histograms(self) -> dict[str, Any]:
         """Return the histograms of the columns of all samples, or of samples that are spread over the data."""
-        total = len(self.samples)
-        reason = ""
+        total, reason = len(self.samples), ""
         if self._selections is not None:
             try:
-                return self._exact_histograms
+                bars = histograms_of_table(self._selections.columns(), self.classes)
+                return _counted(bars, exact=True, of=total, total=total)
             except OptionError as error:
                 reason = str(error)
         numbers = np.unique(np.linspace(0, max(0, total - 1), min(total, _COUNTED)).astype(int))
         found = self.samples.find(numbers.tolist()) if total else []
-        return {
-            "exact": len(numbers) == total and self._selections is not None,
-            "of": len(numbers),
-            "total": total,
-            "reason": reason,
-            "histograms": histograms_of_samples(found, self.classes),
-        }
-
-    @cached_property
-    def _exact_histograms(self) -> dict[str, Any]:
-        assert self._selections is not None  # noqa: S101  (asked by the caller)
-        table = self._selections.columns()
-        return {
-            "exact": True,
-            "of": table.num_rows,
-            "total": table.num_rows,
-            "reason": "",
-            "histograms": histograms_of_table(table, self.classes),
-        }
+        bars = histograms_of_samples(found, self.classes)
+        is_exact = len(numbers) == total and self._selections is not None
+        return _counted(bars, exact=is_exact, of=len(numbers), total=total, reason=reason)
 
     def epoch(self, values: Mapping[str, str], where: str = "") -> dict[str, Any]:
         """Return what each rank of a training reads at a step.
@@ -455,3 +438,9 @@ class Session:
         if not 0 <= place < len(names):
             raise OptionError(f"the sample has {len(names)} fields, not {place + 1}")
         return sample, names[place]
+
+
+def _counted(
+    histograms: list[Histogram], *, exact: bool, of: int, total: int, reason: str = ""
+) -> dict[str, Any]:
+    return {"exact": exact, "of": of, "total": total, "reason": reason, "histograms": histograms}
