@@ -166,6 +166,15 @@ def test_a_state_of_an_earlier_reader_continues(folder: Path) -> None:
     assert [sample["cls"] for sample in islice(reader, len(rest))] == rest
 
 
+@pytest.mark.parametrize("taken", [4, 5])
+def test_three_workers_go_on_in_their_turns(taken: int, folder: Path) -> None:
+    whole = labels(ss.ShardLoader(selected(folder), 4, num_workers=3))
+    left, again = (ss.ShardLoader(selected(folder), 4, num_workers=3) for _ in range(2))
+    first = labels(islice(left, taken))
+    again.load_state_dict(left.state_dict())
+    assert first + labels(again) == whole
+
+
 def test_a_state_of_samples_by_weight_needs_the_weights(folder: Path) -> None:
     loader = ss.ShardLoader(DATASETS["plain"](folder), 4)
     with pytest.raises(StateError, match=r"weights= of the samples: .*, here are none; use the"):
