@@ -75,6 +75,11 @@ def mix(  # noqa: PLR0913  (the public door)
                 f"{plural(len(weights), 'weight')} for {plural(len(named), 'dataset')}; give one weight per dataset"
             )
         weights = dict(zip(named, weights, strict=True))
+    for dataset in named.values():
+        if not isinstance(dataset, StreamDataset):
+            raise OptionError(
+                f"mix takes datasets such as ShardDataset, not a {type(dataset).__name__}; by_number() comes after mix"
+            )
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = MixRecipe(parts=parts, weights=weights, stop=stop, samples=samples)
     order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)

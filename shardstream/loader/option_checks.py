@@ -13,9 +13,14 @@ from shardstream.loader.dataset import StreamDataset
 from shardstream.order import find_even_lane_counts, uneven_effect
 from shardstream.pipeline import OrderOptions, ReadOptions, SkipTracker, check_at_least
 
-_DATASET_OPTIONS = {"fields", "order", "read", "seed", "subset", "weights", "where"}.union(
-    field.name for kind in (OrderOptions, ReadOptions) for field in fields(kind)
-)
+_DATASET_OPTIONS = {
+    name: f"{name}=" for name in ("fields", "order", "read", "seed", "subset", "weights", "where")
+} | {
+    field.name: f"{argument}=ss.{kind.__name__}({field.name}=)"
+    for argument, kind in (("order", OrderOptions), ("read", ReadOptions))
+    for field in fields(kind)
+}
+"""Option of a dataset -> how it is given there."""
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 
 
@@ -66,10 +71,11 @@ def check_options(
         raise OptionError(
             f"shuffle={shuffle} differs from the dataset's; pass shuffle={shuffle} to ShardDataset(...), not to the loader"
         )
-    misplaced = sorted(_DATASET_OPTIONS.intersection(options))
+    misplaced = sorted(_DATASET_OPTIONS.keys() & options.keys())
     if misplaced:
+        places = ", ".join(_DATASET_OPTIONS[name] for name in misplaced)
         raise OptionError(
-            f"{', '.join(misplaced)}: options of the dataset; pass them to ShardDataset(...), not to the loader"
+            f"{', '.join(misplaced)}: options of the dataset; pass {places} to ShardDataset(...), not to the loader"
         )
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
         raise OptionError(

@@ -103,3 +103,21 @@ def test_the_samples_of_a_dataset_are_public_but_of_streams(tmp_path: Any) -> No
 def test_options_of_a_cache_create_no_folder(tmp_path: Path) -> None:
     ss.ReadOptions(cache_dir=tmp_path / "cache", cache_bytes="1GB")
     assert not (tmp_path / "cache").exists()
+
+
+def test_options_of_a_dataset_are_refused_by_the_loader_with_their_place(tmp_path: Any) -> None:
+    dataset = ss.ShardDataset(numbered(tmp_path / "data", 20))
+    for options, message in (
+        ({"window": 8}, r"pass order=ss.OrderOptions\(window=\) to ShardDataset"),
+        ({"cache_dir": "x", "seed": 1}, r"pass read=ss.ReadOptions\(cache_dir=\), seed= to"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ss.ShardLoader(dataset, 4, **options)
+
+
+def test_a_mix_takes_datasets_only(tmp_path: Any) -> None:
+    dataset = ss.ShardDataset(numbered(tmp_path / "data", 20))
+    others: list[Any] = [dataset.by_number(), str(tmp_path)]
+    for other in others:
+        with pytest.raises(OptionError, match=r"mix takes datasets such as ShardDataset, not a"):
+            ss.mix([dataset, other])
