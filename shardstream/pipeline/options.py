@@ -112,14 +112,15 @@ class ReadOptions:
                 "verify= compares all bytes of the shards, which lazy= does not read; give one of them"
             )
         check_at_least(0, prefetch_bytes=self.prefetch_bytes)
-        check_cache(self.cache_dir, self.cache_bytes)
+        if self.cache_dir is not None or self.cache_bytes is not None:
+            check_cache(self.cache_dir, self.cache_bytes)
 
     def __repr__(self) -> str:
         return _describe(self)
 
     def open_storage(self, storage_options: Mapping[str, Any] | None) -> Storage:
         """Return a storage with the file system and the cache of these options."""
-        cache = open_cache(self.cache_dir, self.cache_bytes)
+        cache = None if self.cache_dir is None else open_cache(self.cache_dir, self.cache_bytes)
         return Storage(storage_options, self.filesystem, cache)
 
 
