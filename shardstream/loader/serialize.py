@@ -162,7 +162,11 @@ class _Packer(reduction.ForkingPickler):
         if type(value) is _Large:
             return self._take_bytes(value)
         if type(value) is torch.Tensor and _is_plain(value):
-            return self._take(value)
+            if value.nbytes <= MAX_TENSOR_BYTES:
+                return self._take(value)
+            # Else torch would move it to shared memory, where a function that uses it again changes it.
+            if not value.is_shared():  # type: ignore[no-untyped-call]
+                value = value.clone()
         if isinstance(value, _TORCH_TYPES):
             self.rest.append(value)
             return _rest, (len(self.rest) - 1,)
@@ -218,12 +222,12 @@ def _rest(number: int) -> Any:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is fully described by its bytes, not too large, and without repeated memory."""
+    """Return whether a tensor is fully described by its bytes, and without repeated memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
-        and tensor.nbytes <= min(MAX_TENSOR_BYTES, tensor.untyped_storage().nbytes())
+        and tensor.nbytes <= tensor.untyped_storage().nbytes()
     )
 
 

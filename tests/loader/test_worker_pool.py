@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,27 @@ def test_batches_share_no_memory(many: str, worker_method: str) -> None:
         assert batch["cls"].tolist() == batch["text"]
         assert batch["config"] == {"seen": [0]}
         batch["config"]["seen"].append(1)
+
+
+class LargeCollated:
+    """A collate function whose batches are too large for the ring, and have one memory."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8)
+
+    def __call__(self, items: list[dict[str, Any]]) -> Any:
+        self.buffer[:] = items[0]["cls"]
+        return {"cls": items[0]["cls"], "buffer": self.buffer}
+
+
+def test_batches_too_large_for_the_ring_share_no_memory(many: str, worker_method: str) -> None:
+    """With torch's loader they do."""
+    dataset = ss.ShardDataset(many).decode()
+    loader = ss.ShardLoader(
+        dataset, 4, num_workers=1, worker_method=worker_method, collate_fn=LargeCollated()
+    )
+    for batch in islice(loader, 8):
+        assert {int(batch["buffer"][place]) for place in (0, 1000, -1)} == {batch["cls"]}
 
 
 def test_unsendable_batch_raises_after_the_batches_before_it(many: str, worker_method: str) -> None:
