@@ -434,6 +434,9 @@ class ShardDataset(StreamDataset):
             needs = {"verify=": read.verify, "subset=": subset, "where=": where}
             needs |= {"weights=": weights, "lazy=": places}
             _check_whole_shards(unindexed, read.index, needs)
+            reason = "on shards that are read whole"
+            refuse_options(order, ["lanes", "microbatch", "block", "remainder"], reason)
+            refuse_options(read, ["prefetch_bytes", "hedge"], reason)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)

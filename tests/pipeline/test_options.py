@@ -121,3 +121,21 @@ def test_a_mix_takes_datasets_only(tmp_path: Any) -> None:
     for other in others:
         with pytest.raises(OptionError, match=r"mix takes datasets such as ShardDataset, not a"):
             ss.mix([dataset, other])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"order": ss.OrderOptions(lanes=2)},
+        {"order": ss.OrderOptions(remainder="drop")},
+        {"read": ss.ReadOptions(index="ignore", hedge=True)},
+    ],
+    ids=str,
+)
+def test_options_without_effect_on_whole_shards_are_refused(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    numbered(tmp_path / "data", 4)
+    options = {"read": ss.ReadOptions(index="ignore")} | options
+    with pytest.raises(OptionError, match="has no effect on shards that are read whole"):
+        ss.ShardDataset(tmp_path / "data", **options)

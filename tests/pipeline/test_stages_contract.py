@@ -411,9 +411,8 @@ def open_loader(
     folder: str, name: str, num_workers: int, *, index: Any = "auto", **options: Any
 ) -> ss.ShardLoader:
     build, batch_size = PIPELINES[name]
-    dataset = ss.ShardDataset(
-        folder, **grouped(shuffle=True, seed=5, microbatch=2, index=index, **options)
-    )
+    options |= {} if index == "ignore" else {"microbatch": 2}
+    dataset = ss.ShardDataset(folder, **grouped(shuffle=True, seed=5, index=index, **options))
     return ss.ShardLoader(build(dataset.decode()), batch_size, num_workers=num_workers)
 
 
