@@ -80,7 +80,7 @@ from shardstream.storage.publish import (
     remove,
 )
 from shardstream.storage.range_file import RangeStream
-from shardstream.storage.response import ErrorMeaning, RangeResponse, ReceiveBuffer
+from shardstream.storage.response import ErrorMeaning, RangeResponse
 from shardstream.storage.retry import TruncatedResponseError, retry_call
 from shardstream.storage.row_file import RowFile, TemporaryFile, sort_rows
 from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
@@ -134,7 +134,6 @@ __all__ = [
     "PendingFile",
     "RangeResponse",
     "RangeStream",
-    "ReceiveBuffer",
     "RemoteFolder",
     "RowFile",
     "S3Object",

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 from typing import NamedTuple
 
-from shardstream.storage.response import HttpStatusError, ReceiveBuffer
+from shardstream.storage.response import HttpStatusError
 from shardstream.storage.transfer import Transfer
 
 # Limit of a response's headers, of the trailers of its body, and of an error's body.
@@ -140,15 +140,15 @@ def _parse_head(data: bytes, rest: bytes) -> ResponseHead:
 
 
 def receive_body(
-    connection: socket.socket, rest: bytes, body: ReceiveBuffer, size: int, transfer: Transfer
+    connection: socket.socket, rest: bytes, body: memoryview, transfer: Transfer
 ) -> tuple[int, Exception | None]:
-    """Receive ``size`` bytes, the first of which came with the headers; return how many arrived, and why no more."""
+    """Fill ``body``, whose first bytes came with the headers; return how many bytes arrived, and why no more."""
+    size = len(body)
     got = min(len(rest), size)
-    body.fill(rest[:got])
+    body[:got] = rest[:got]
     receive = _receive_records if isinstance(connection, ssl.SSLSocket) else _receive_some
     try:
-        while got < size and (more := receive(connection, body, size - got, transfer)):
-            body.advance(more)
+        while got < size and (more := receive(connection, body[got:], transfer)):
             got += more
             transfer.receive(more)
     except TimeoutError:
@@ -160,25 +160,23 @@ def receive_body(
     return got, None
 
 
-def _receive_some(
-    connection: socket.socket, body: ReceiveBuffer, size: int, transfer: Transfer
-) -> int:
+def _receive_some(connection: socket.socket, body: memoryview, transfer: Transfer) -> int:
     """Receive the next bytes of a body; return how many, 0 if the connection has ended.
 
     Raises:
         TimeoutError: If none arrives in time.
     """
-    if size > _WAKE_BYTES:
+    if len(body) > _WAKE_BYTES:
         _set_wake(connection, _WAKE_BYTES)
         connection.settimeout(min(transfer.left_s / 2, _WAKE_AFTER_S))
         try:
-            return connection.recvmsg_into(body.next_pieces(size))[0]
+            return connection.recv_into(body)
         except TimeoutError:  # fewer bytes: a slow connection
             pass
         finally:
             _set_wake(connection, 1)
     connection.settimeout(transfer.left_s)
-    return connection.recvmsg_into(body.next_pieces(size))[0]
+    return connection.recv_into(body)
 
 
 def _set_wake(connection: socket.socket, nbytes: int) -> None:
@@ -186,15 +184,13 @@ def _set_wake(connection: socket.socket, nbytes: int) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
-def _receive_records(
-    connection: socket.socket, body: ReceiveBuffer, size: int, transfer: Transfer
-) -> int:
+def _receive_records(connection: socket.socket, body: memoryview, transfer: Transfer) -> int:
     """Receive the next bytes of a body over TLS; return how many, 0 if the connection has ended.
 
     Raises:
         TimeoutError: If none arrives in time.
     """
-    piece = body.next_pieces(min(size, _RECORDS_BYTES))[0]
+    piece = body[:_RECORDS_BYTES]
     connection.settimeout(transfer.left_s)
     got, until = 0, time.monotonic() + _RECORDS_S
     while got < len(piece):

@@ -8,9 +8,8 @@ a file are accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
 
 if TYPE_CHECKING:
@@ -24,52 +23,6 @@ from typing import NamedTuple
 
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
 
-_MAX_PIECES = 256  # of one call: systems have a limit (IOV_MAX, 1024 on Linux)
-
-
-class ReceiveBuffer:
-    """Memory that the bytes of a range are received into, one piece after the other.
-
-    Args:
-        pieces: Writable memory, shape (n,) each, uint8.
-    """
-
-    def __init__(self, pieces: Iterable[memoryview]) -> None:
-        self._left = [*pieces]
-        self._left.reverse()  # the next piece is the last: cheap to remove
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all of it was filled."""
-        return not any(map(len, self._left))
-
-    def next_pieces(self, size: int) -> list[memoryview]:
-        """Return the memory of the next ``size`` bytes, or of fewer if it is in over 256 pieces."""
-        pieces: list[memoryview] = []
-        for piece in islice(reversed(self._left), _MAX_PIECES):
-            pieces.append(piece[:size])
-            size -= len(pieces[-1])
-            if not size:
-                break
-        return pieces
-
-    def advance(self, size: int) -> None:
-        """Go on after ``size`` bytes that were received."""
-        while size:
-            piece = self._left.pop()
-            if len(piece) > size:
-                self._left.append(piece[size:])
-            size -= min(size, len(piece))
-
-    def fill(self, data: bytes | memoryview) -> None:
-        """Copy the next bytes; those for which there is no memory are ignored."""
-        view = memoryview(data)
-        while view and (pieces := self.next_pieces(len(view))):
-            for piece in pieces:
-                piece[:] = view[: len(piece)]
-                view = view[len(piece) :]
-            self.advance(sum(map(len, pieces)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeResponse:
@@ -77,22 +30,15 @@ class RangeResponse:
 
     Args:
         data: From the start of the request on; fewer than requested if the response broke off.
-        received: Bytes that were received into the request's `ReceiveBuffer` instead.
         size: Length of the whole file, if the server sends it.
         version: ETag without quotes, if the server sends one.
         error: Why the bytes end early.
     """
 
     data: bytes | memoryview = b""
-    received: int = 0
     size: int | None = None
     version: str | None = None
     error: Exception | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the response, wherever they are."""
-        return self.received + len(self.data)
 
 
 class RequestOptions(TypedDict, total=False):
@@ -100,8 +46,6 @@ class RequestOptions(TypedDict, total=False):
 
     max_bytes: int | None
     """Bytes that are needed of a file that is read to its end; a client may read more."""
-    into: ReceiveBuffer | None
-    """Memory that a client which can do so receives the bytes into."""
     on_receive: Callable[[], None] | None
     """Called each time bytes have arrived."""
     cancelled: Cancellation | None

@@ -22,7 +22,7 @@ from shardstream.storage.response import ranges_ignored_error, response_version
 from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
 
 if TYPE_CHECKING:
-    from shardstream.storage.response import RangeResponse, ReceiveBuffer
+    from shardstream.storage.response import RangeResponse
     from shardstream.storage.store import Storage
 
 _T = TypeVar("_T")
@@ -56,16 +56,10 @@ def read_remote(
     url: str,
     start: int,
     end: int | None,
-    *,
-    into: ReceiveBuffer | None = None,
     **hints: Unpack[ReadHints],
 ) -> bytes | memoryview:
-    """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`).
-
-    Returns:
-        The bytes; none if they were read ``into`` memory.
-    """
-    range_read = _RangeRead(storage, url, start, end, hints.get("size"), into)
+    """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`)."""
+    range_read = _RangeRead(storage, url, start, end, hints.get("size"))
     range_read.max_bytes = hints.get("max_bytes")
     backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
     range_read.look_up_version()
@@ -78,7 +72,6 @@ def read_remote(
                 on_receive=hints.get("on_receive"),
                 cancelled=hints.get("cancelled"),
                 max_bytes=range_read.bytes_left,
-                into=into,
             )
         except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             backoff.wait(error, range_read.error_of_failure)
@@ -86,7 +79,7 @@ def read_remote(
         range_read.add(response)
         backoff.note_response()
         if not range_read.is_complete:
-            if response.nbytes and not range_read.is_slow:
+            if response.data and not range_read.is_slow:
                 backoff.reset()
             backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
     return range_read.data
@@ -261,10 +254,9 @@ class _RangeRead:
         start: int,
         end: int | None,
         size: int | None,
-        into: ReceiveBuffer | None,
     ) -> None:
         self.storage, self.url, self.end = storage, url, end
-        self._expected_size, self._into = size, into
+        self._expected_size = size
         self.max_bytes: int | None = None
         self._size: int | None = None  # sent by the server
         self._version: str | None = None
@@ -300,14 +292,11 @@ class _RangeRead:
         """
         self._check(response)
         limit = self._size if self.end is None else self.end
-        if limit is not None and response.nbytes > limit - self.position:
+        if limit is not None and len(response.data) > limit - self.position:
             # The server ignored the range and sent the file from its start: these are bytes of other samples.
             raise ranges_ignored_error(self.url, self.position)
-        if self._into is None:
-            self._parts.append(response.data)
-        else:
-            self._into.fill(response.data)
-        self.position += response.nbytes
+        self._parts.append(response.data)
+        self.position += len(response.data)
         if self.end is not None:
             self.is_complete = self.position >= self.end
         elif self._size is not None:

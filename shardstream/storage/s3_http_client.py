@@ -34,7 +34,6 @@ from shardstream.storage.response import (
     FileFacts,
     HttpStatusError,
     RangeResponse,
-    ReceiveBuffer,
     RequestOptions,
     check_head,
     max_response_bytes,
@@ -117,7 +116,7 @@ class S3HttpReader:
                 response = self._receive(
                     waiting.popleft(), Transfer(timeout_s), max_bytes=max_bytes + 1
                 )
-                if response.error is not None or response.nbytes > max_bytes:
+                if response.error is not None or len(response.data) > max_bytes:
                     break
                 found.append(bytes(response.data))
                 for path in islice(unsent, 1):
@@ -250,17 +249,9 @@ def _receive_sized(
         raise ranges_ignored_error(exchange.path, exchange.start)
     limit = max_response_bytes(exchange.start, exchange.end, options.get("max_bytes"))
     wanted = int(min(head.length, limit))
-    into = options.get("into")
-    body = np.empty(0 if into else wanted, np.uint8).data  # not filled with zeros first
-    buffer = into or ReceiveBuffer([body])
-    got, error = receive_body(exchange.connection, head.rest, buffer, wanted, transfer)
-    response = RangeResponse(
-        data=body[:got],
-        received=got if into else 0,
-        size=facts.size,
-        version=facts.version,
-        error=error,
-    )
+    body = np.empty(wanted, np.uint8).data  # not filled with zeros first
+    got, error = receive_body(exchange.connection, head.rest, body, transfer)
+    response = RangeResponse(data=body[:got], size=facts.size, version=facts.version, error=error)
     return response, got == head.length >= len(head.rest)
 
 

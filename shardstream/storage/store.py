@@ -30,7 +30,6 @@ from shardstream.storage.local_files import (
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import (
     RangeResponse,
-    ReceiveBuffer,
     RequestOptions,
     response_version,
 )
@@ -430,19 +429,6 @@ class Storage:
             read=read,
             look_up=lambda: self.info(url),
         )
-
-    def read_into(
-        self, buffer: ReceiveBuffer, url: str, start: int, end: int, **hints: Unpack[ReadHints]
-    ) -> None:
-        """Read the bytes ``start`` to ``end`` into memory, as `read_view`; some clients receive them there.
-
-        Raises:
-            StorageError: As `read_view`; some of the memory may be filled then.
-        """
-        if self.cache is not None or self.local_path(url) is not None:
-            buffer.fill(self.read_view(url, start, end, **hints))
-        else:
-            read_remote(self, url, start, end, into=buffer, **hints)
 
     def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
         """Read small files of S3 with few requests; None for a file means that it must be read by `read`."""

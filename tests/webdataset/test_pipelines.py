@@ -368,12 +368,22 @@ def test_shim_leaves_nothing_of_webdataset_that_opens_commands() -> None:
     assert done.stdout.split("\n") == ["webdataset.multi webdataset.pytorch", *["refused"] * 3, ""]
 
 
-@pytest.mark.parametrize("version", ["missing", "old"])
+OLD_VERSIONS = {
+    "0.1": {"__init__": "", "filters": ""},
+    "0.2": {  # has the names that are imported, but lacks some that are asked for
+        "__init__": "",
+        "filters": "FilterFunction = RestCurried = decode_bin = decode_text = pipelinefilter = object",
+        "autodecode": "Continue = call_extension_handler = handle_extension = imagespecs = object",
+    },
+}
+
+
+@pytest.mark.parametrize("version", ["missing", *OLD_VERSIONS])
 def test_error_without_webdataset_names_the_extra(version: str, tmp_path: Path) -> None:
-    if version == "old":
+    if version in OLD_VERSIONS:
         (tmp_path / "webdataset").mkdir()
-        for name in ("__init__", "filters"):
-            (tmp_path / "webdataset" / f"{name}.py").write_text("", encoding="utf-8")
+        for name, text in OLD_VERSIONS[version].items():
+            (tmp_path / "webdataset" / f"{name}.py").write_text(text, encoding="utf-8")
     else:
         (tmp_path / "webdataset.py").write_text("raise ImportError", encoding="utf-8")
     done = subprocess.run(
