@@ -32,14 +32,13 @@ from shardstream.loader.serialize import NewTensor, new_tensor
 from shardstream.loader.shared_memory import Channel, RingMessage, open_channels
 from shardstream.loader.worker import WorkerBatch
 from shardstream.loader.worker_errors import describe_batch, describe_death
-from shardstream.loader.worker_process import Begin, Message, WorkerSetup, run_worker
+from shardstream.loader.worker_process import END_S, Begin, Message, WorkerSetup, run_worker
 from shardstream.loader.worker_thread import ThreadChannel, WorkerThread
 from shardstream.order import RankPartition
 from shardstream.pipeline import LoaderPosition
 from shardstream.process_memory import forked_workers_keep_objects
 from shardstream.samples import Samples
 
-_END_S = 1.0  # to finish the current batch after the pipe is closed
 _DEATH_S = 60.0  # a worker's pipe closes before the process ends; during a core dump long before
 _POLL_MS = 5000
 _WAIT = (
@@ -342,14 +341,14 @@ def _end_workers(workers: list[_Worker], owner: int) -> None:
         return
     for worker in workers:
         worker.pipe.close()
-    until = time.monotonic() + _END_S
+    until = time.monotonic() + END_S
     for worker in workers:
         worker.process.join(max(0, until - time.monotonic()))
     processes = [one.process for one in workers if not isinstance(one.process, WorkerThread)]
     for process in processes:
         process.terminate()
     for process in processes:
-        process.join(_END_S)
+        process.join(END_S)
         process.kill()  # if it handles SIGTERM, as the user's process may
         process.join()
     workers.clear()

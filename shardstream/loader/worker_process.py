@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
 import threading
 from collections.abc import Callable, Generator
@@ -26,6 +28,8 @@ from shardstream.loader.worker_thread import set_worker_info
 from shardstream.pipeline import LoaderPosition
 from shardstream.process_memory import tune_worker_process
 
+END_S = 1.0
+"""Seconds to finish the current batch after the main process has closed the pipe, or has ended."""
 BATCH_COST = 64
 """Cost of a batch that counts in full for ``prefetch_factor``; the smallest and fastest cost 1."""
 _FULL_COST_S, _FULL_COST_BYTES = 0.016, 1 << 21
@@ -84,12 +88,23 @@ def run_worker(setup: WorkerSetup, worker: int, channel: Channel, pipe: Connecti
     """
     # Ctrl-C reaches the workers too: the main process shows it. A closed pipe is the usual end.
     with suppress(KeyboardInterrupt, EOFError, ConnectionError):
+        if not setup.uses_threads:
+            threading.Thread(target=_end_with_main_process, daemon=True).start()
         pipe.send(Message(0, []))
         begin: Begin = pipe.recv()
         problem = _set_up(setup, worker)
         outbox = _Outbox(pipe, worker)
         while True:
             begin = _send_batches(setup, channel, pipe, outbox, begin, problem)
+
+
+def _end_with_main_process() -> None:
+    """End this process after the one that has started it: a read from a store that stalls, or a step, may need hours."""
+    main = multiprocessing.parent_process()
+    if main is not None:
+        main.join()
+        sleep(END_S)
+        os._exit(1)
 
 
 def batch_cost(cpu_s: float, nbytes: int) -> int:

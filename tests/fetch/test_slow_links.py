@@ -167,9 +167,9 @@ def test_process_ends_after_an_interrupt(folder: Path) -> None:
 LOADING = """
 import json, sys
 import shardstream as ss
-url, options, how = json.loads(sys.argv[1])
+url, options, how, method = json.loads(sys.argv[1])
 dataset = ss.ShardDataset(url, storage_options=options)
-for batch in ss.ShardLoader(dataset, batch_size=1, num_workers=1):
+for batch in ss.ShardLoader(dataset, batch_size=1, num_workers=1, multiprocessing_context=method):
     print(len(batch["bin"][0]), flush=True)
     if how == "break":
         break
@@ -179,9 +179,20 @@ for batch in ss.ShardLoader(dataset, batch_size=1, num_workers=1):
 
 
 @pytest.mark.parametrize(
-    ("how", "code"), [("break", 0), ("error", 1), ("interrupt", -signal.SIGINT)]
+    ("how", "method", "code"),
+    [
+        ("break", "fork", 0),
+        ("error", "fork", 1),
+        ("SIGINT", "fork", -signal.SIGINT),
+        ("SIGTERM", "fork", -signal.SIGTERM),
+        ("SIGKILL", "fork", -signal.SIGKILL),
+        pytest.param("SIGKILL", "spawn", -signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", "forkserver", -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
-def test_loader_whose_worker_waits_for_a_response_ends(how: str, code: int, folder: Path) -> None:
+def test_loader_whose_worker_waits_for_a_response_ends(
+    how: str, method: str, code: int, folder: Path
+) -> None:
     """The response would take an hour."""
     ended = threading.Event()
 
@@ -190,14 +201,16 @@ def test_loader_whose_worker_waits_for_a_response_ends(how: str, code: int, fold
 
     with raw_server(functools.partial(slow_link, folder, pause)) as server:
         url, options = where("http", server, read_timeout_s=3600)
-        command = [sys.executable, "-c", LOADING, json.dumps([url, options, how])]
+        command = [sys.executable, "-c", LOADING, json.dumps([url, options, how, method])]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"10\n"
-            if how == "interrupt":
+            if how == "SIGINT":
                 os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+            elif how.startswith("SIG"):
+                process.send_signal(signal.Signals[how])  # its worker does not get it
             try:
                 process.communicate(
                     timeout=60
