@@ -66,6 +66,9 @@ class DaemonThreads:
                 waiting = self._calls.get()
                 if waiting is not None:
                     waiting[0].cancel()
+                    waiting[
+                        0
+                    ].set_running_or_notify_cancel()  # else who waits for it would not be told
             self._calls.put(None)
 
     def join(self, until: float) -> None:

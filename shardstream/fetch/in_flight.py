@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 
 from shardstream.errors import StorageError
 from shardstream.fetch.byte_ranges import ByteRange, ByteRanges, IndexChunk
@@ -108,6 +108,7 @@ class RequestPool:
         Raises:
             StorageError: If they cannot be read, or no response arrives within the timeout.
             IndexMismatchError: If they do not match the manifest.
+            CancelledError: If the requests were closed before.
         """
         begin = time.monotonic()
         try:
@@ -144,7 +145,7 @@ class RequestPool:
         """Read a range in a thread of the pool, when a slot is free."""
         with self.concurrency.slot() as slot:
             if self.concurrency.closed.is_set():
-                return b""  # the result is not used
+                raise CancelledError
             in_flight.slot, in_flight.sent_at = slot, time.monotonic()
             return self._read_range(in_flight)
 

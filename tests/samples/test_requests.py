@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from concurrent.futures import CancelledError
 from contextlib import closing
 from typing import Any
 
 import numpy as np
+import pytest
 
 from shardstream.catalog import ShardCatalog
 from shardstream.samples import Concat, FetchOptions, Numbers, Subset
@@ -57,3 +59,23 @@ def test_samples_of_all_parts_are_requested_before_one_is_waited_for() -> None:
     mixed = Concat([first, Subset(second, np.array([5, 0, 3])), Concat([third])])
     numbers = np.array([0, 1, NUM_SAMPLES, NUM_SAMPLES + 3])
     assert read_keys(mixed, numbers) == ["000000", "000001", "000005", "000000"]
+
+
+def test_waiting_for_requests_that_a_close_has_cancelled_ends() -> None:
+    released = threading.Event()
+
+    class Slow(Gate):
+        def fetch(self, *args: Any) -> bytes | memoryview:
+            released.wait(timeout=10)
+            return super().fetch(*args)
+
+    numbers = np.arange(NUM_SAMPLES)
+    workers = 1000  # so that each has few requests, and the others of these wait for them
+    fetcher = Slow(threading.Barrier(1)).open_fetcher(
+        iter([numbers]), FetchOptions(prefetch_bytes=1 << 20, num_workers=workers)
+    )
+    rows = fetcher.request(numbers)
+    fetcher.close()
+    released.set()
+    with pytest.raises(CancelledError):
+        rows()
