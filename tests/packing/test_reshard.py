@@ -427,8 +427,8 @@ def classes_of(folder: Path) -> set[bytes]:
     return {sample["cls"] for sample in ss.ShardDataset(str(folder)).by_number()}
 
 
-def test_stopped_job_with_functions_and_no_version_begins_again(
-    source: str, tmp_path: Path
+def test_stopped_job_with_functions_and_no_version_begins_again_with_a_warning(
+    source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     dest = tmp_path / "new"
     for executor in (None, ss.tasks.LocalExecutor(processes=2)):
@@ -438,6 +438,8 @@ def test_stopped_job_with_functions_and_no_version_begins_again(
         assert list(dest.glob(".*part-0*.json"))
         report = ss.reshard(source, dest, map=Adds(2), **(options | {"overwrite": False}))
         assert (report.kept, classes_of(dest)) == (0, {b"2"})
+        assert "the stopped job begins again" in caplog.text
+        caplog.clear()
         assert keys_of(dest) == keys_of(source)
 
 

@@ -341,6 +341,12 @@ def claim_destination(
     action = decide(seen, overwrite=overwrite)
     if action not in ("take", "join", "tidy", "replace"):
         raise unreadable or _refusal_error(action, names, files, found, task)
+    if seen.journal == "samples" and action == "replace" and not overwrite:
+        _log.warning(
+            "%s: the stopped job begins again, because samples from Python, and functions without a version, cannot be compared; "
+            "reshard(version=1) goes on where such a job was stopped",
+            names.folder,
+        )
     journal = new
     if found is not None and action in ("join", "tidy"):
         journal = found
