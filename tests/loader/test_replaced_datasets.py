@@ -51,9 +51,10 @@ def enlarged(sample: dict[str, Any]) -> dict[str, Any]:
 def test_replaced_dataset_on_s3_ends_the_epoch(
     workers: int, index: Any, shuffle: bool, remote: str, pair: list[Path]
 ) -> None:
+    limits: dict[str, Any] = {"prefetch_bytes": 1} if index == "require" else {}
     dataset = ss.ShardDataset(
         remote,
-        read=ss.ReadOptions(index=index, prefetch_bytes=1),
+        read=ss.ReadOptions(index=index, **limits),
         shuffle=shuffle,
         order=ss.OrderOptions(window=10),
     ).decode()
