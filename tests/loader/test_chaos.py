@@ -69,7 +69,6 @@ class Shop:
         self, proxy: ShapedS3, tls: tuple[S3Server, Path], url: str, expected: list[str]
     ) -> None:
         self.proxy, self.tls, self.url, self.all = proxy, tls, url, expected
-        self._logged = 0
 
     @property
     def few_url(self) -> str:
@@ -93,17 +92,13 @@ class Shop:
         """Number of requests for bytes of shards."""
         return int(json.loads(self.proxy.control("/stats"))["chaos"]["seen"]["GET .tar"])
 
-    def log_from_here(self) -> None:
-        """Forget the requests so far."""
-        self._logged = len(self._log())
-
-    def faults_by_range(self) -> list[list[str]]:
-        """Return the faults of all responses, for each requested range of a shard: "stall:0.3", or "-"."""
+    def faults_by_range(self, bucket: str) -> list[list[str]]:
+        """Return the faults of all responses, for each requested range of a shard of a bucket: "stall:0.3", or "-"."""
         answers: list[tuple[str, str]] = []
         deadline = time.monotonic() + 30
         while len(answers) < self.gets and time.monotonic() < deadline:  # also the late ones
-            lines = "\n".join(self._log()[self._logged :])
-            answers = re.findall(r"GET (\S+\.tar range=\S+) .* fault=(\S+)", lines)
+            lines = "\n".join(self._log())
+            answers = re.findall(rf"GET (/{bucket}/\S+\.tar range=\S+) .* fault=(\S+)", lines)
         assert len(answers) == self.gets
         found: dict[str, list[str]] = {}
         for asked, fault in answers:
@@ -357,11 +352,13 @@ def test_throttled_epoch_has_each_sample_once(shop: Shop) -> None:
 def test_stalled_responses_are_hedged_with_hedge(shop: Shop) -> None:
     waited_for: dict[bool, float] = {}
     for hedge, stall_s in ((False, 0.5), (True, 3)):
-        loader = shop.loader(shop.few_url, hedge=hedge, **MANY_READS)
-        shop.set(stall=0.2, stall_s=stall_s)
-        shop.log_from_here()
-        assert epoch(loader) == shop.few
-        stalled = [faults for faults in shop.faults_by_range() if "stall" in str(faults)]
+        with new_bucket(shop.proxy.plain) as bucket:  # the log may still get lines of other tests
+            expected = write(f"{bucket}/data", FEW, shop.proxy.plain)
+            loader = shop.loader(f"{bucket}/data", hedge=hedge, **MANY_READS)
+            shop.set(stall=0.2, stall_s=stall_s)
+            assert epoch(loader) == expected
+            found = shop.faults_by_range(bucket.removeprefix("s3://"))
+        stalled = [faults for faults in found if "stall" in str(faults)]
         waited_for[hedge] = sum(len(faults) == 1 for faults in stalled) / len(stalled)
     assert waited_for[False] == 1  # every stall is waited for
     assert waited_for[True] < 0.5
