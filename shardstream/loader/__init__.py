@@ -14,7 +14,9 @@ from shardstream.loader.dataset import (
     CatalogDataset,
     ShardDataset,
     StreamDataset,
+    begin_epoch,
     current_worker_info,
+    refuse_placement,
 )
 from shardstream.loader.decode_sample import decode_sample
 from shardstream.loader.device_transfer import (
@@ -57,6 +59,7 @@ __all__ = [
     "StreamDataset",
     "Trial",
     "WorkerIterator",
+    "begin_epoch",
     "check_data_parallel",
     "check_same_device",
     "collate",
@@ -71,6 +74,7 @@ __all__ = [
     "mix",
     "open_pinned_memory",
     "prefetch",
+    "refuse_placement",
     "run_trials",
     "save_checkpoint",
     "show",

@@ -98,7 +98,7 @@ class BatchDataset(SplitDataset):
             StateError: If the position is that of a state with parts of workers, which other ranks cannot continue.
         """
         dataset = self.source_dataset
-        if dataset.has_given_placement or self.placement.world_size > 1:
+        if dataset._has_given_placement or self.placement.world_size > 1:
             return False
         if not is_one_of_several() or dataset.placement == self.placement:
             return False

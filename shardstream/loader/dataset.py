@@ -90,7 +90,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         self, pipeline: Pipeline, placement: Placement | None, class_names: ClassNames
     ) -> None:
         self.pipeline = pipeline
-        self.given_placement = placement
+        self._given_placement = placement
         self._class_names = class_names
         self._is_placement_of_parent = False
         self._length: int | None = None
@@ -105,7 +105,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         Raises:
             OptionError: If one of several ranks was given, but an Accelerate loader reads, which splits over the ranks itself.
         """
-        given = self.given_placement if self.has_given_placement else None
+        given = self._given_placement if self._has_given_placement else None
         if given is not None and given.world_size > 1 and accelerate_loader() is not None:
             raise OptionError(
                 f"the dataset has placement=Placement({given.rank}, {given.world_size}), but an Accelerate loader reads it "
@@ -143,23 +143,17 @@ class StreamDataset(StreamSteps, SplitDataset):
             OptionError: If the samples have no numbers: of shards without an index, drawn by weights, or after a step that changes counts; or
                 the dataset has ``placement=``.
         """
-        given = self.given_placement
-        if given is not None and given.world_size > 1:
-            raise OptionError(
-                "placement= chooses the samples of one rank, but all samples have a number; leave it out, and use torch's DistributedSampler"
-            )
+        refuse_placement(
+            self,
+            "placement= chooses the samples of one rank, but all samples have a number; leave it out, and use torch's DistributedSampler",
+        )
         return MapDataset(self.pipeline, self._class_names, epoch=self._epochs.chosen[0])
 
     @property
-    def has_given_placement(self) -> bool:
+    def _has_given_placement(self) -> bool:
         """Whether the placement was given, or detected by the process that spawned this worker."""
         is_spawned_rank = self._is_placement_of_parent and is_one_of_several()
-        return self.given_placement is not None and not is_spawned_rank
-
-    @property
-    def has_given_length(self) -> bool:
-        """Whether ``len`` was set with `with_length`."""
-        return self._length is not None
+        return self._given_placement is not None and not is_spawned_rank
 
     @property
     def epoch(self) -> int:
@@ -189,25 +183,8 @@ class StreamDataset(StreamSteps, SplitDataset):
             and accelerate_loader()
         ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
-        epoch = self.begin_epoch(worker_info.placement)
+        epoch = begin_epoch(self, worker_info.placement)
         return WorkerIterator(self.pipeline, worker_info, epoch, self._epochs.resume)
-
-    def begin_epoch(self, placement: Placement) -> int:
-        """Return the epoch of an iteration that begins: the next one, or after `set_epoch` the one that was set.
-
-        If several ranks read, it stays the same until `set_epoch`, as with torch's ``DistributedSampler``: else a rank that looked at a
-        batch alone would be an epoch ahead, and samples would be repeated and missed. In a worker of another dataset it is that of
-        `set_epoch`, so that what a step returns does not depend on the worker. It stays the same where Lightning overfits some batches.
-        """
-        worker = get_worker_info()
-        if worker is not None and not _is_served(self, worker.dataset):
-            return self._epochs.chosen[0]
-        has_several_ranks = placement.world_size > 1 or self._has_several_ranks()
-        repeats = has_several_ranks or self._has_to_overfit()
-        epoch, is_repeated = self._epochs.begin(counts=not repeats)
-        if is_repeated and has_several_ranks and self.pipeline.differs_by_epoch:
-            warnings.warn(_describe_repeat(self, epoch), stacklevel=3)
-        return epoch
 
     def _has_several_ranks(self) -> bool:
         """Return whether other ranks run, whatever part of the samples this one reads; a spawned worker knows it by its parent."""
@@ -245,9 +222,9 @@ class StreamDataset(StreamSteps, SplitDataset):
         state = dict(self.__dict__)
         if get_spawning_popen() is not None:
             # pickled for a spawned worker, which has no process group to detect its rank; a spawned rank has one
-            is_of_parent = self.given_placement is None or self._is_placement_of_parent
+            is_of_parent = self._given_placement is None or self._is_placement_of_parent
             state |= {
-                "given_placement": self.placement,
+                "_given_placement": self.placement,
                 "_is_placement_of_parent": is_of_parent,
                 "_is_of_several_ranks": self._has_several_ranks(),
                 "_is_overfit": self._has_to_overfit(),
@@ -262,11 +239,10 @@ class StreamDataset(StreamSteps, SplitDataset):
         Raises:
             OptionError: If there is no such order, or a step needs more than one sample.
         """
-        given = self.given_placement
-        if given is not None and given.world_size > 1:
-            raise OptionError(
-                "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)"
-            )
+        refuse_placement(
+            self,
+            "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)",
+        )
         return records_of(self.pipeline, self._class_names.checked_names, self._epochs.chosen[0])
 
     def with_length(self, length: int) -> Self:
@@ -444,6 +420,35 @@ class ShardDataset(StreamDataset):
         if len(class_names.folders) > 1:  # a single folder is read lazily
             warn_of_difference(class_names.found)
         super().__init__(pipeline, placement, class_names)
+
+
+def refuse_placement(dataset: StreamDataset, reason: str) -> None:
+    """Refuse a dataset that has ``placement=`` of one of several ranks.
+
+    Raises:
+        OptionError: With the reason, if it has.
+    """
+    given = dataset._given_placement
+    if given is not None and given.world_size > 1:
+        raise OptionError(reason)
+
+
+def begin_epoch(dataset: StreamDataset, placement: Placement) -> int:
+    """Return the epoch of an iteration that begins: the next one, or after `set_epoch` the one that was set.
+
+    If several ranks read, it stays the same until `set_epoch`, as with torch's ``DistributedSampler``: else a rank that looked at a
+    batch alone would be an epoch ahead, and samples would be repeated and missed. In a worker of another dataset it is that of
+    `set_epoch`, so that what a step returns does not depend on the worker. It stays the same where Lightning overfits some batches.
+    """
+    worker = get_worker_info()
+    if worker is not None and not _is_served(dataset, worker.dataset):
+        return dataset._epochs.chosen[0]
+    has_several_ranks = placement.world_size > 1 or dataset._has_several_ranks()
+    repeats = has_several_ranks or dataset._has_to_overfit()
+    epoch, is_repeated = dataset._epochs.begin(counts=not repeats)
+    if is_repeated and has_several_ranks and dataset.pipeline.differs_by_epoch:
+        warnings.warn(_describe_repeat(dataset, epoch), stacklevel=3)
+    return epoch
 
 
 def current_worker_info(dataset: IterableDataset[Any], placement: Placement) -> WorkerInfo:

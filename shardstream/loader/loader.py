@@ -73,7 +73,8 @@ class ShardLoader(DataLoader[Any]):
         shuffle: For drop-in use; must equal the dataset's, which defines the order.
         num_workers: Worker processes; 0 reads in the main process.
         worker_method: "multiprocessing", or "thread" for workers that are threads of the main process: they start at once and copy no
-            batch between processes, but only steps that release the interpreter's lock run in parallel (see docs/tuning.md).
+            batch between processes, but only steps that release the interpreter's lock run in parallel, and all share the global random
+            generators with the training (see docs/tuning.md).
         collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest becomes lists.
         drop_last: Drop a last batch of less than full size.
         device: Yield batches on this device ("cuda", "cuda:1", …): tensors are copied from pinned memory on a stream of their own
@@ -270,7 +271,7 @@ class ShardLoader(DataLoader[Any]):
     def __len__(self) -> int:
         # Always of a whole epoch, even after a resume in the middle: trainers count batches from the epoch's start.
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
-        if not dataset.has_given_length:
+        if dataset._length is None:
             partition = self._batches.partition(LoaderPosition(epoch=self.epoch))
             if partition is not None:
                 return partition.num_steps

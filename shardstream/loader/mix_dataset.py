@@ -90,7 +90,7 @@ def mix(  # noqa: PLR0913  (the public door)
         raise OptionError(
             f"the datasets of a mix differ in on_error: {policies}; give all the same"
         )
-    placements = {dataset.given_placement for dataset in named.values()}
+    placements = {dataset._given_placement for dataset in named.values()}
     if len(placements) > 1:
         raise OptionError(
             f"the datasets of a mix differ in placement: {placements}; give all the same"

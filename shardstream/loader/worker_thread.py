@@ -120,3 +120,11 @@ def set_worker_info(info: Any) -> None:
 def _get_worker_info() -> Any:
     """Return the worker of this thread, or that of the process."""
     return getattr(_this_thread, "info", _worker_info)
+
+
+def _forget_worker() -> None:
+    """In a forked process: its main thread is that of the step that forked it, but no worker of its parent."""
+    vars(_this_thread).clear()
+
+
+os.register_at_fork(after_in_child=_forget_worker)

@@ -15,7 +15,7 @@ from ray.data.context import DEFAULT_TARGET_MAX_BLOCK_SIZE
 
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
-from shardstream.loader import ShardDataset, StreamDataset
+from shardstream.loader import ShardDataset, StreamDataset, refuse_placement
 from shardstream.pipeline import (
     Context,
     Decode,
@@ -167,12 +167,11 @@ def _open(
         raise OptionError(
             f"{', '.join(given)} must be given to {type(urls_or_dataset).__name__}(...), not to read()"
         )
-    placement = urls_or_dataset.given_placement
-    if placement is not None and placement.world_size > 1:
-        raise OptionError(
-            "read() returns the samples of all ranks, but the dataset has placement=; leave it out, and split the Ray dataset with "
-            "streaming_split()"
-        )
+    refuse_placement(
+        urls_or_dataset,
+        "read() returns the samples of all ranks, but the dataset has placement=; leave it out, and split the Ray dataset with "
+        "streaming_split()",
+    )
     return urls_or_dataset
 
 

@@ -10,7 +10,7 @@ from urllib.request import url2pathname
 from torch.utils.data import IterableDataset
 
 from shardstream.errors import OptionError
-from shardstream.loader import ShardDataset, WorkerIterator, current_worker_info
+from shardstream.loader import ShardDataset, WorkerIterator, begin_epoch, current_worker_info
 from shardstream.pipeline import OnError, OrderOptions
 from shardstream.webdataset import handlers, shardlists
 from shardstream.webdataset.cache import islocal
@@ -62,7 +62,7 @@ class ExactSource(IterableDataset[Any]):
                 "exact=True splits over torch's workers; unset WORKER and NUM_WORKERS"
             )
         if self._epoch is None:
-            self._epoch, self._passes = self.dataset.begin_epoch(placement), 0
+            self._epoch, self._passes = begin_epoch(self.dataset, placement), 0
         epoch = self._epoch + self._passes
         self._passes += 1
         return self._read(

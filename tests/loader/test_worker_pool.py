@@ -473,6 +473,22 @@ def with_leaf(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"leaf": torch.full((3,), float(sample["cls"]), requires_grad=True)}
 
 
+def with_result(sample: dict[str, Any]) -> dict[str, Any]:
+    """Add the result of a computation at one sample: torch refuses to send it, but not before the message is sent."""
+    if sample["cls"] != 7:
+        return sample
+    return sample | {"result": torch.ones(3, requires_grad=True) * 2}
+
+
+def test_batch_that_torch_cannot_send_loses_none_before_it(many: str) -> None:
+    """Small batches share a message; this one must not spoil theirs."""
+    dataset = ss.ShardDataset(many).decode().map(with_result)
+    batches = iter(ss.ShardLoader(dataset, 1, num_workers=1, collate_fn=as_dicts))
+    assert [next(batches)[0]["cls"] for _ in range(7)] == list(range(7))
+    with pytest.raises(ss.errors.SampleError, match="requires_grad"):
+        next(batches)
+
+
 def test_daemonic_process_may_not_start_workers(many: str) -> None:
     context = get_context("fork")
     ours, theirs = context.Pipe()
@@ -489,11 +505,10 @@ def test_daemonic_process_may_not_start_workers(many: str) -> None:
     process.join()
 
 
-def test_forked_process_starts_workers_of_its_own(many: str) -> None:
-    """It has copies of the persistent workers of its parent, which go on."""
-    loader = ss.ShardLoader(
-        ss.ShardDataset(many).decode(), 100, num_workers=2, persistent_workers=True
-    )
+def test_forked_process_starts_workers_of_its_own(many: str, worker_method: str) -> None:
+    """It has copies of the pipes to the persistent workers of its parent, which go on."""
+    options: dict[str, Any] = {"worker_method": worker_method, "persistent_workers": True}
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 100, num_workers=2, **options)
     batches = iter(loader)
     whole = [next(batches)["cls"].tolist()]
     context = get_context("fork")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shardstream as ss
 from tests.small_datasets import FEW_CORES, numbered
@@ -208,26 +208,25 @@ def test_step_that_calls_exit_is_an_error(folder: str) -> None:
     assert not threads()
 
 
-def test_loader_of_threads_is_read_in_a_forked_process(folder: str) -> None:
-    """It has copies of the pipes of persistent workers, but not their threads."""
-    from multiprocessing import get_context  # noqa: PLC0415
+class Workers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        yield info.id
 
-    one = loader(folder, persistent_workers=True)
-    batches = iter(one)
-    whole = [next(batches)["cls"].tolist()]
-    context = get_context("fork")
-    ours, theirs = context.Pipe()
 
-    def read() -> None:
-        one.set_epoch(0)
-        theirs.send([batch["cls"].tolist() for batch in one])
+def read_by_processes(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"found": [int(one) for one in DataLoader(Workers(), num_workers=2)]}
 
-    process = context.Process(target=read)
-    process.start()
-    found = ours.recv()
-    process.join()
-    whole += [batch["cls"].tolist() for batch in batches]
-    assert found == whole
+
+def test_processes_that_a_step_forks_are_not_the_worker_of_its_thread(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, subset=slice(0, 2)).map(read_by_processes)
+    loader = ss.ShardLoader(dataset, 1, num_workers=1, worker_method="thread", collate_fn=as_list)
+    assert [item["found"] for batch in loader for item in batch] == [[0, 1]] * 2
+
+
+def as_list(items: list[Any]) -> list[Any]:
+    return items
 
 
 def test_unknown_methods_and_a_context_of_processes_are_refused(folder: str) -> None:
