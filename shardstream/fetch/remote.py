@@ -98,6 +98,8 @@ class RangeFetcher(Fetcher):
         return partial(self._wait, wanted, parts)
 
     def _wait(self, wanted: list[int], parts: list[_Part]) -> Rows:
+        if wanted[0] not in self._parts:
+            raise RuntimeError("these samples were returned before, or the fetcher was closed")
         self._prefetch()
         failed = self._read(parts)
         self._read_completed()

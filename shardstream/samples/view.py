@@ -24,9 +24,7 @@ from shardstream.samples.base import (
 from shardstream.storage import DEFAULT_REQUESTS, Storage, limit_of_worker
 
 _MIN_PREFETCH_BYTES = 1 << 20  # of each inner fetcher
-_MAX_WAITING = (
-    1 << 20
-)  # numbers (8 MB) that wait for a fetcher: more than 64 MiB of the smallest samples
+_MAX_WAITING = 1 << 20  # numbers (8 MB) that wait for a fetcher that has taken none
 _NONE: Numbers = np.empty(0, dtype=np.int64)
 
 
@@ -250,18 +248,20 @@ class ViewFetcher(Fetcher):
 class _SharedPlan:
     """Groups of numbers that several fetchers take, each at its own pace.
 
-    A fetcher that does not prefetch, such as one of local shards in memory, takes none: of what waits for it, only the last is kept. What
-    a fetcher misses it reads when it is asked for.
+    A fetcher that does not prefetch, such as one of local shards in memory, takes none: of what waits for it, only the last is kept. For
+    one that does, all is kept: a fetcher of few small samples may be millions of numbers ahead of it.
     """
 
     def __init__(self, upcoming: Iterable[Numbers], count: int) -> None:
         self._upcoming = iter(upcoming)
         self._waiting: list[deque[Numbers]] = [deque() for _ in range(count)]
         self._held = [0] * count
+        self._takes = [False] * count
 
     def groups(self, place: int) -> Iterator[Numbers]:
         """Yield the groups for one of the fetchers."""
         waiting = self._waiting[place]
+        self._takes[place] = True  # at the first `next`
         while True:
             while waiting:
                 group = waiting.popleft()
@@ -273,5 +273,6 @@ class _SharedPlan:
             for other, queue in enumerate(self._waiting):
                 queue.append(group)
                 self._held[other] += len(group)
-                while self._held[other] > _MAX_WAITING and len(queue) > 1:
+                is_dropped = not self._takes[other]
+                while is_dropped and self._held[other] > _MAX_WAITING and len(queue) > 1:
                     self._held[other] -= len(queue.popleft())

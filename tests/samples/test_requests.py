@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from shardstream.catalog import ShardCatalog
+from shardstream.fetch import Catalog, Extents
+from shardstream.format import encode_member
 from shardstream.samples import Concat, FetchOptions, Numbers, Subset
 from shardstream.storage import AdaptiveLimit, Storage, locate_shards, share_requests
 from shardstream.testing import make_shards
@@ -61,21 +63,73 @@ def test_samples_of_all_parts_are_requested_before_one_is_waited_for() -> None:
     assert read_keys(mixed, numbers) == ["000000", "000001", "000005", "000000"]
 
 
-def test_waiting_for_requests_that_a_close_has_cancelled_ends() -> None:
+@pytest.mark.parametrize(("is_planned", "error"), [(False, CancelledError), (True, RuntimeError)])
+def test_waiting_for_requests_after_a_close_ends(is_planned: bool, error: type[Exception]) -> None:
     released = threading.Event()
 
     class Slow(Gate):
+        threads = 1  # so that the other requests have not begun at the close
+
         def fetch(self, *args: Any) -> bytes | memoryview:
             released.wait(timeout=10)
             return super().fetch(*args)
 
     numbers = np.arange(NUM_SAMPLES)
-    workers = 1000  # so that each has few requests, and the others of these wait for them
-    fetcher = Slow(threading.Barrier(1)).open_fetcher(
-        iter([numbers]), FetchOptions(prefetch_bytes=1 << 20, num_workers=workers)
-    )
+    upcoming = iter([numbers]) if is_planned else None
+    fetcher = Slow(threading.Barrier(1)).open_fetcher(upcoming, FetchOptions(prefetch_bytes=1))
     rows = fetcher.request(numbers)
     fetcher.close()
     released.set()
-    with pytest.raises(CancelledError):
+    with pytest.raises(error):
         rows()
+
+
+def test_samples_that_were_read_are_not_returned_after_a_close() -> None:
+    folder = f"memory://close-{uuid.uuid4().hex}"
+    make_shards(folder, samples=NUM_SAMPLES, per_shard=NUM_SAMPLES)
+    numbers = np.arange(NUM_SAMPLES)
+    whole = ShardCatalog(locate_shards(folder, Storage()), Storage())
+    fetcher = whole.open_fetcher(iter([numbers]), FetchOptions(prefetch_bytes=1 << 20))
+    assert len(fetcher.samples(numbers[:3])) == 3  # one request reads all
+    rows = fetcher.request(numbers[3:])
+    fetcher.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        rows()
+
+
+class Tiny(Catalog):
+    """Equal remote samples of 1 KiB, which count the bytes that are read."""
+
+    fingerprint, num_shards, total_bytes = "0123456789abcdef", 1, 1 << 40
+
+    def __init__(self, count: int) -> None:
+        self.count, self.read_bytes = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def url_of(self, shard: int) -> str:  # noqa: ARG002
+        return "memory://tiny"
+
+    def extents(self, numbers: Any) -> Extents:
+        return Extents(np.zeros_like(numbers), numbers << 10, (numbers + 1) << 10)
+
+    def fetch(self, shard: int, start: int, end: int, concurrency: Any = None) -> bytes:  # noqa: ARG002
+        self.read_bytes += end - start
+        return b"".join(encode_member("a.txt", b"x")) * ((end - start) >> 10)
+
+
+def test_a_plan_is_kept_for_a_part_while_a_rare_one_is_far_ahead_of_it() -> None:
+    """The samples of the rare part that fit its budget are found after more numbers than wait for a part that takes none."""
+    group, num_groups = 10_000, 130
+    parts = [Tiny(num_groups), Tiny(num_groups * group)]
+    plan = [
+        np.append(num_groups + np.arange(n * group, (n + 1) * group), n) for n in range(num_groups)
+    ]
+    options = FetchOptions(prefetch_bytes=1 << 20)
+    rng = np.random.default_rng(0)
+    with closing(Concat(parts).open_fetcher(iter(plan), options)) as fetcher:
+        for numbers in plan[:5]:
+            for some in np.array_split(rng.permutation(numbers), 100):
+                assert len(fetcher.samples(some)) == len(some)
+    assert parts[1].read_bytes < 7 * group << 10
