@@ -16,6 +16,7 @@ from shardstream.format import (
     TarDiagnostics,
     decode_column_file,
     import_parquet,
+    key_array,
     scan_shard,
 )
 from shardstream.storage import RangeStream, Storage
@@ -91,6 +92,7 @@ def scan_keys(
 
     Raises:
         IndexMismatchError: If a shard has another number of samples than its index.
+        SampleError: If a key is not UTF-8.
         StorageError: If they cannot be read.
     """
     _log.warning(
@@ -102,7 +104,7 @@ def scan_keys(
 
     def read(place: int) -> Any:
         tar = None if map_shard is None else map_shard(place)
-        return pa.array(_scan_shard_keys(shards[place], storage, tar))
+        return key_array(_scan_shard_keys(shards[place], storage, tar), shards[place].url)
 
     with ThreadPoolExecutor(_SCANS, thread_name_prefix="shardstream-keys") as pool:
         for first in places[::_SCANS]:  # not all at once: results would wait in memory

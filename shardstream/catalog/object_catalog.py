@@ -20,6 +20,7 @@ from shardstream.format import (
     canonical_field,
     encode_member,
     import_parquet,
+    key_array,
     member_bytes,
     split_member_name,
 )
@@ -223,12 +224,13 @@ class ObjectCatalog(Catalog):
 
         Raises:
             OptionError: If others are wanted.
+            SampleError: If a key is not UTF-8.
         """
         if names is not None and [*names] != self.column_names():
             return super().read_columns(names, scans=scans)
         pa, _ = import_parquet()
         keys = [self._key(number) for number in range(len(self))]
-        return pa.table({KEY_COLUMN: pa.array(keys, pa.string())})
+        return pa.table({KEY_COLUMN: key_array(keys, self._root)})
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None

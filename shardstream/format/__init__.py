@@ -16,6 +16,7 @@ from shardstream.format.column_file import (
     decode_column_file,
     encode_column_file,
     is_reserved_column,
+    key_array,
     parse_columns,
 )
 from shardstream.format.columnar import (
@@ -216,6 +217,7 @@ __all__ = [
     "iter_members",
     "iter_samples",
     "iter_whole",
+    "key_array",
     "least_bytes",
     "limit_of_rows",
     "mask_fields",

@@ -93,6 +93,28 @@ def _parse_column(text: str) -> Column:
     return Column(name, source) if equals else Column(text.rpartition(".")[2], text)
 
 
+def key_array(keys: Sequence[str], url: str) -> pa.Array:
+    """Return the keys of samples as a column.
+
+    Args:
+        keys: The keys.
+        url: The samples' shard or folder, for the message.
+
+    Raises:
+        OptionError: If pyarrow is not installed.
+        SampleError: If a key is not UTF-8.
+    """
+    pa, _ = import_parquet()
+    try:
+        return pa.array(keys, pa.string())
+    except UnicodeEncodeError as error:
+        raise SampleError(
+            "a key that is not UTF-8 cannot be in a column; write the samples again with other keys",
+            shard=url,
+            key=str(error.object),
+        ) from error
+
+
 def encode_column_file(
     keys: Sequence[str], values: Mapping[Column, Sequence[Any]], shard: ShardInfo
 ) -> bytes:
@@ -108,14 +130,7 @@ def encode_column_file(
         SampleError: If a key is not UTF-8.
     """
     pa, parquet = import_parquet()
-    try:
-        arrays = {KEY_COLUMN: pa.array(keys, pa.string())}
-    except UnicodeEncodeError as error:
-        raise SampleError(
-            "a key that is not UTF-8 cannot be in a column; write the shards again with other keys",
-            shard=shard.url,
-            key=str(error.object),
-        ) from error
+    arrays = {KEY_COLUMN: key_array(keys, shard.url)}
     for column, listed in values.items():
         try:
             arrays[column.name] = pa.array(listed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import tarfile
 import uuid
 from collections.abc import Callable
 from contextlib import closing
@@ -158,6 +160,18 @@ def test_loose_files_and_rows_are_chosen_by_key_without_columns(tmp_path: Path) 
     assert [sample["__key__"] for sample in one] == ["0004", "0001"]
     with pytest.raises(ss.errors.OptionError, match="there is a column of keys only"):
         ss.loader.CatalogDataset(both.samples, where="cls = 3")
+
+
+def test_a_key_that_is_not_text_is_named_where_keys_are_compared(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / name).write_bytes(b"x")
+    with tarfile.open(tmp_path / "000000.tar", "w") as tar:
+        tar.add(tmp_path / "files" / name, name)
+    loose, shard = open_files(f"{tmp_path}/files"), open_shards(str(tmp_path))
+    for first, second in ((loose, shard), (shard, loose)):
+        with pytest.raises(ss.errors.SampleError, match=r"not UTF-8.*caf"):
+            join_samples(first, [open_part(second, {"other": "txt"})], "key")
 
 
 def test_restricted_joins_are_small_when_they_are_pickled(tmp_path: Path) -> None:
