@@ -36,7 +36,7 @@ def join(
 ) -> StreamDataset:
     """Join datasets with the same keys: each sample gets the fields of the samples of the same key in the others.
 
-    The first dataset decides: its samples, their order, ``shuffle``, ``seed``, ``subset=`` and all other options of reading. The datasets may be of
+    The first dataset decides: its samples, their order, ``shuffle``, ``seed``, ``subset=`` and all other options of reading but ``fields=`` and ``lazy=``. The datasets may be of
     any kind whose samples have numbers: shards, loose files, joins. Length, splits, states and steps are those of a `ShardDataset`. Bytes of each dataset are read by range requests of their own, ahead of their use.
     Samples of the others whose key the first does not have are not read.
 
@@ -99,6 +99,11 @@ class _FirstClassNames(ClassNames):
 
 def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSource:
     source = dataset.pipeline.source
+    if dataset.pipeline.stages and not dataset.pipeline.num_steps:
+        raise OptionError(
+            "a dataset with fields= or lazy= cannot be joined; leave them out, and give fields of the others as {url: [field, ...]}, or "
+            "choose fields after the join with rename(..., keep=False)"
+        )
     if dataset.pipeline.stages:
         raise OptionError(
             f"a dataset with steps ({', '.join(dataset.pipeline.steps)}) cannot be joined; join first, then add the steps, and give fields to join: {{url: [field, ...]}}"

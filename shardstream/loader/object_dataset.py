@@ -88,7 +88,8 @@ class ObjectDataset(StreamDataset):
         order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
         SkipTracker(on_error)  # validates before any I/O
         seed = whole_number("seed", seed)
-        catalog = _open(urls, _open_storage(read, storage_options), suffixes)
+        refuse_options(read, _OF_SHARDS, "on loose files")
+        catalog = _open(urls, read.open_storage(storage_options), suffixes)
         _set_labels(catalog, label, classes)
         source = SamplesSource(
             samples=catalog, shuffle=shuffle, seed=seed, options=order, reading=read
@@ -105,11 +106,6 @@ class ObjectDataset(StreamDataset):
         read = options_or_default(options.get("read"), ReadOptions)
         storage = read.open_storage(options.get("storage_options"))
         return cls(list_beginning(prefix, storage), **options)
-
-
-def _open_storage(read: ReadOptions, storage_options: Mapping[str, Any] | None) -> Storage:
-    refuse_options(read, _OF_SHARDS, "on loose files")
-    return read.open_storage(storage_options)
 
 
 def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) -> ObjectCatalog:

@@ -553,8 +553,10 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(
             ss.ShardDataset(parts["images"], read=ss.ReadOptions(index="ignore")), parts["captions"]
         )
-    with pytest.raises(OptionError, match="give fields to join"):
-        ss.join(images, ss.ShardDataset(parts["captions"], fields=["txt"]))
+    captions = ss.ShardDataset(parts["captions"], fields=["txt"])
+    for first, second in ((images, captions), (captions, images)):
+        with pytest.raises(OptionError, match=r"with fields= or lazy= cannot be joined.*\{url: "):
+            ss.join(first, second)
     weighted = ss.ShardDataset(parts["images"], weights=[1] * COUNT)
     with pytest.raises(OptionError, match="give them to the first"):
         ss.join(parts["captions"], weighted)

@@ -259,7 +259,7 @@ def test_options_that_exclude_it(tmp_path: Path) -> None:
     ):
         with pytest.raises(ss.errors.OptionError, match=message):
             ss.ShardDataset(folder, **grouped(**options))
-    with pytest.raises(ss.errors.OptionError, match="cannot be joined"):
+    with pytest.raises(ss.errors.OptionError, match="lazy= cannot be joined"):
         ss.join(ss.ShardDataset(folder, read=ss.ReadOptions(lazy=["bin"])), folder)
     for index in Path(folder).glob("*.idx"):
         if not index.name.endswith(".tar.idx"):

@@ -225,6 +225,25 @@ def test_processes_that_a_step_forks_are_not_the_worker_of_its_thread(folder: st
     assert [item["found"] for batch in loader for item in batch] == [[0, 1]] * 2
 
 
+class Rows(IterableDataset[Any]):
+    """Reads a loader of threads, and yields its samples with the number of its own worker."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in loader(self.folder):
+            info = get_worker_info()
+            assert info is not None
+            yield from ((info.id, one) for one in batch["cls"].tolist())
+
+
+def test_threads_run_in_the_worker_process_of_another_loader(folder: str) -> None:
+    """torch's workers may not start processes."""
+    rows = list(DataLoader(Rows(folder), batch_size=None, num_workers=2))
+    assert sorted(rows) == [[worker, one] for worker in range(2) for one in range(400)]
+
+
 def as_list(items: list[Any]) -> list[Any]:
     return items
 
