@@ -2,7 +2,7 @@
 
 You learn: ``loader.state_dict()`` is a few numbers that count the samples the training has received, not those that workers have
 prefetched. Save it in your checkpoint; ``load_state_dict`` continues with the next sample. No sample is repeated or missed.
-Choose ``lanes`` in advance: a multiple of every number of workers (times ranks) that you may use.
+Choose ``order=ss.OrderOptions(lanes=)`` in advance: a multiple of every number of workers (times ranks) that you may use.
 """
 
 from __future__ import annotations

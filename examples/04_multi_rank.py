@@ -2,7 +2,7 @@
 
 You learn: once ``torch.distributed`` is initialised (or RANK and WORLD_SIZE are set, as torchrun does) there is nothing to
 configure. Every rank computes the same plan and reads its part, without a coordinator. With 1,000 samples on 3 ranks the last
-step cannot be split evenly: ``remainder`` controls what happens then.
+step cannot be split evenly: ``order=ss.OrderOptions(remainder=)`` controls what happens then.
 
 The ranks here are real processes, joined by gloo; each reads with its own worker.
 """

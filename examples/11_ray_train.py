@@ -2,7 +2,7 @@
 
 You learn: a ``ShardLoader`` in the training function finds its rank; nothing else is needed. Save ``loader.state_dict()`` with every
 ``ray.train.report``: if a worker dies, or the run goes on with another number of workers, training continues with the next sample. For
-that, the order of samples must not depend on the number of workers: set ``lanes`` and ``microbatch``, and divide one global batch.
+that, the order of samples must not depend on the number of workers: set ``lanes`` and ``microbatch`` of ``ss.OrderOptions``, and divide one global batch.
 The last part trains on rows of Ray Data (``ss.ray.read``), for preprocessing on other machines: Ray hands each worker the rows that
 are ready first, so which worker gets which row differs between runs, and a resume starts the epoch again.
 
