@@ -77,7 +77,7 @@ class Selections:
         """
         table = self.columns()
         if column not in table.column_names:
-            raise OptionError(f"no column {column!r}; Columns: {', '.join(table.column_names)}")
+            raise OptionError(f"no column {column!r}. Columns: {', '.join(table.column_names)}")
         import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
 
         values = table[column] if numbers is None else table[column].take(numbers)
@@ -89,14 +89,15 @@ class Selections:
         return places.astype(np.int64) if numbers is None else numbers[places]
 
     def choose(self, where: str) -> Numbers:
-        """Return the numbers of the samples that fulfil a condition in SQL, ascending; all for "".
+        """Return the numbers of the samples that fulfil a condition in SQL, ascending.
 
         Raises:
             OptionError: If it is invalid, or there are no columns.
             ShardStreamError: If columns cannot be read.
         """
-        if where in self._kept:
-            return self._kept[where]
+        kept = self._kept.get(where)
+        if kept is not None:
+            return kept
         numbers = find_where(self._catalog, where)
         with self._lock:
             self._kept[where] = numbers
@@ -171,8 +172,6 @@ def search_headers(
             if text in key:
                 (equal if key == text else found).append(first + place)
         first += catalog.shards[number].nsamples or 0
-        if len(found) + len(equal) >= _FOUND:
-            break
     return _equal_first(equal, found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
@@ -117,7 +116,6 @@ class Session:
         self._selections = (
             None if self.samples.catalog is None else Selections(self.samples.catalog)
         )
-        self._lock = threading.Lock()
 
     def warm_up(self) -> None:
         """Read the first page, so that clients are open and indexes known when the browser asks."""

@@ -181,8 +181,12 @@ def test_a_saved_selection_is_the_subset_that_a_dataset_reads(tmp_path: Path) ->
         assert (refused.status, refused.json["error"]) == (400, "no sample fulfils the condition")
 
 
-def test_a_search_that_found_too_many_keys_is_not_saved(tmp_path: Path) -> None:
-    with ss.ShardWriter(str(tmp_path / "{shard:06d}.tar"), columns="__key__") as writer:
+@pytest.mark.parametrize("columns", ["__key__", None])
+def test_a_search_that_found_too_many_keys_is_not_saved(
+    tmp_path: Path, columns: str | None
+) -> None:
+    dest = str(tmp_path / "{shard:06d}.tar")
+    with ss.ShardWriter(dest, max_samples=1000, columns=columns) as writer:
         for number in range(1001):
             writer.write({"__key__": f"k{number}", "txt": b"x"})
     with running_viewer(str(tmp_path)) as running:

@@ -109,7 +109,7 @@ def test_samples_without_a_value_come_last_and_equal_ones_keep_their_order(
     assert [one["number"] for one in found] == expected
     chosen = viewed.page(0, 50, Choice(where="n > 1", sort="n", descending=descending))["samples"]
     assert [one["number"] for one in chosen] == ([0, 3, 5] if descending else [5, 0, 3])
-    with pytest.raises(ss.errors.OptionError, match="no column 'm'; Columns: __key__, n"):
+    with pytest.raises(ss.errors.OptionError, match=r"no column 'm'\. Columns: __key__, n"):
         viewed.page(0, 50, Choice(sort="m"))
 
 

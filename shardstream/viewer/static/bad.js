@@ -1,6 +1,6 @@
 // The reports of bad samples.
 import { jump } from "./address.js";
-import { ask, byId, count, element, emit } from "./common.js";
+import { ask, byId, count, element, emit, table } from "./common.js";
 
 export async function showBad() {
   const section = byId("bad");
@@ -20,13 +20,7 @@ export async function showBad() {
     );
     return;
   }
-  const head = element(
-    "tr",
-    {},
-    ["number", "key", "field", "error", "message", "shard", "offset", "found by"].map((name) =>
-      element("th", {}, name),
-    ),
-  );
+  const names = ["number", "key", "field", "error", "message", "shard", "offset", "found by"];
   section.replaceChildren(
     element(
       "p",
@@ -34,11 +28,7 @@ export async function showBad() {
       element("b", {}, `${count(found.total)} bad samples in the report`),
       found.total > found.rows.length ? `, the first ${count(found.rows.length)} are listed` : "",
     ),
-    element(
-      "div",
-      { class: "panel" },
-      element("table", {}, element("thead", {}, head), element("tbody", {}, found.rows.map(row))),
-    ),
+    element("div", { class: "panel" }, table(names, found.rows.map(row))),
   );
 }
 

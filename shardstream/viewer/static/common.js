@@ -79,6 +79,20 @@ export async function* askLines(path, values, signal) {
   }
 }
 
+// Names and values beside each other.
+export const definitions = (rows) =>
+  element(
+    "dl",
+    {},
+    rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
+  );
+
+export function table(names, rows) {
+  const heads = names.map((name) => element("th", {}, name));
+  const head = element("thead", {}, element("tr", {}, heads));
+  return element("table", {}, head, element("tbody", {}, rows));
+}
+
 export const byId = (id) => document.getElementById(id);
 export const count = (number) => number.toLocaleString("en-US");
 export const plural = (number, noun) =>

@@ -1,5 +1,5 @@
 // The details panel: one sample with all its fields, boxes and masks over the picture.
-import { ask, byId, bytes, count, element, emit, plural } from "./common.js";
+import { ask, byId, bytes, count, definitions, element, emit, plural } from "./common.js";
 import { boxLayer, formChoice, shape } from "./overlay.js";
 
 const shown = { boxes: true, opacity: 0.5, masks: new Map() };
@@ -65,11 +65,7 @@ function place(found) {
         ? `${found.class.number}`
         : `${found.class.number} ${found.class.name}`,
     ]);
-  return element(
-    "dl",
-    {},
-    rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
-  );
+  return definitions(rows);
 }
 
 function copyable(text) {
@@ -154,23 +150,14 @@ function toggle(text, on, change) {
 function field(found, one, number, main) {
   const facts = [one.kind, bytes(one.size), `at byte ${count(one.offset)}`];
   if (one.width) facts.splice(1, 0, `${one.format} ${one.width} × ${one.height} ${one.mode}`);
-  const made = element(
-    "div",
-    { class: "field" },
-    element(
-      "div",
-      { class: "name" },
-      element("b", {}, one.name),
-      element("span", { class: "quiet" }, facts.join(" · ")),
-      element("a", { href: `/raw/${found.number}/${number}`, download: true }, "download"),
-    ),
-  );
+  const source = `${found.number}/${number}`;
+  const download = element("a", { href: `/raw/${source}`, download: true }, "download");
+  const made = named(one.name, facts.join(" · "), download);
   if (one.error) {
     made.append(element("div", { class: "problem" }, one.error));
     return made;
   }
   if (one.note) made.append(element("div", { class: "quiet" }, one.note));
-  const source = `${found.number}/${number}`;
   if (one.kind === "sound" || one.kind === "video") made.append(...media(one, source));
   if (one.kind === "picture" && one !== main) made.append(inline(`/picture/${source}`, one.name));
   if (one.kind === "mask" && one !== main) made.append(inline(`/thumb/${source}`, one.name));
@@ -179,6 +166,12 @@ function field(found, one, number, main) {
     made.append(element("b", {}, name), statistics(array));
   if (one.text !== undefined) made.append(element("pre", {}, one.text + (one.cut ? "…" : "")));
   return made;
+}
+
+function named(name, facts, link = null) {
+  const quiet = element("span", { class: "quiet" }, facts);
+  const line = element("div", { class: "name" }, element("b", {}, name), quiet, link);
+  return element("div", { class: "field" }, line);
 }
 
 function media(one, source) {
@@ -220,11 +213,7 @@ function statistics(array) {
     );
   if (array.not_finite) rows.push(["not finite", count(array.not_finite)]);
   if (array.values) rows.push(["values", array.values.join(", ")]);
-  const made = element(
-    "dl",
-    {},
-    rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
-  );
+  const made = definitions(rows);
   if (array.histogram)
     made.append(element("dt", {}, "spread"), element("dd", {}, sparks(array.histogram)));
   return made;
@@ -244,16 +233,7 @@ function sparks(counts) {
 }
 
 function decoded(number, one) {
-  const made = element(
-    "div",
-    { class: "field" },
-    element(
-      "div",
-      { class: "name" },
-      element("b", {}, one.name),
-      element("span", { class: "quiet" }, "by --decode"),
-    ),
-  );
+  const made = named(one.name, "by --decode");
   if (one.error) made.append(element("div", { class: "problem" }, one.error));
   if (one.is_picture)
     made.append(inline(`/decoded/${number}?name=${encodeURIComponent(one.name)}`, one.name));

@@ -1,6 +1,6 @@
 // The epoch view: what each rank reads at a step, for one training or two side by side.
 import { jump } from "./address.js";
-import { ask, byId, count, element, emit, plural } from "./common.js";
+import { ask, byId, count, definitions, element, emit, plural, table } from "./common.js";
 
 const FIELDS = ["epoch", "seed", "ranks", "workers", "batch_size"];
 const MORE = ["microbatch", "lanes", "window", "block", "consumed"];
@@ -38,8 +38,8 @@ export function openEpoch() {
     } else {
       trainings[1].root.remove();
       results[1] = null;
-      tellDifference();
     }
+    trainings[0].show(); // its path has another width
   });
   trainings[0].show();
 }
@@ -263,15 +263,7 @@ function draw(result, found, isResumed) {
   ];
   result.replaceChildren(
     ...found.notes.map((note) => element("div", { class: "hint" }, note)),
-    element(
-      "div",
-      { class: "panel" },
-      element(
-        "dl",
-        {},
-        facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]),
-      ),
-    ),
+    element("div", { class: "panel" }, definitions(facts)),
     ranksPanel(found),
     pathPanel(found),
     classesPanel(found),
@@ -279,11 +271,6 @@ function draw(result, found, isResumed) {
 }
 
 function ranksPanel(found) {
-  const head = element(
-    "tr",
-    {},
-    ["rank", "worker", "shards", "samples"].map((name) => element("th", {}, name)),
-  );
   const rows = found.ranks.slice(0, RANKS_SHOWN).map((one) =>
     element(
       "tr",
@@ -322,11 +309,7 @@ function ranksPanel(found) {
     "div",
     { class: "panel" },
     element("h3", {}, "What each rank reads at this step"),
-    element(
-      "div",
-      { class: "scroll" },
-      element("table", {}, element("thead", {}, head), element("tbody", {}, rows)),
-    ),
+    element("div", { class: "scroll" }, table(["rank", "worker", "shards", "samples"], rows)),
     element("div", { class: "quiet" }, more),
   );
 }

@@ -51,8 +51,8 @@ async function showPage(at) {
   }
   if (mine !== request) return false; // a later page was asked for
   const numbers = found.samples.map((one) => one.number);
+  correct({ first: found.first, count: found.count }); // the server limits both
   Object.assign(page, { options: options(), first: found.first, total: found.total, numbers });
-  correct({ first: found.first });
   const show = new Map(); // number -> function that shows its picture
   byId("grid").replaceChildren(...found.samples.map((one) => card(one, found.has_decode, show)));
   loadPictures(show);
