@@ -207,8 +207,9 @@ def test_no_split_is_published_where_another_was_not_begun(photos: str, tmp_path
         ss.merge(tmp_path)
     assert not list(tmp_path.rglob("index.json"))
     kept.rename(tmp_path / "val")
-    ss.merge(tmp_path / "val")
-    splits = ss.merge(tmp_path).splits  # the other is published already
+    with pytest.raises(ss.errors.OptionError, match="merge the folder above"):
+        ss.merge(tmp_path / "val")
+    splits = ss.merge(tmp_path).splits
     assert [one.url.rpartition("/")[2] for one in splits] == ["train", "val"]
 
 

@@ -665,13 +665,14 @@ def test_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -
 
 
 HEAD: dict[str, object] = {
-    "version": 5,
+    "version": 6,
     "run": "1",
     "source": None,
     "options": {},
     "stale": [],
     "parts": 0,
     "published": None,
+    "others": {},
 }
 
 
@@ -743,7 +744,7 @@ def test_journal_round_trips(tmp_path: Path) -> None:
 
 def test_journal_of_another_version_is_named(tmp_path: Path) -> None:
     (tmp_path / ".shardstream-pack-000000.json").write_text(json.dumps(HEAD | {"version": 3}))
-    with pytest.raises(OptionError, match=r"another version of shardstream.* 3, not 5\); finish it with that version, or .*overwrite"):  # fmt: skip
+    with pytest.raises(OptionError, match=r"another version of shardstream.* 3, not 6\); finish it with that version, or .*overwrite"):  # fmt: skip
         pack([{"txt": "a"}], tmp_path)
     assert pack([{"txt": "a"}], tmp_path, overwrite=True).samples == 1
 

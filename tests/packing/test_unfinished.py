@@ -175,30 +175,57 @@ def test_displaced_overwrite_keeps_the_journal_of_the_other_writer() -> None:
         ss.ShardDataset(url)
 
 
-def test_splits_killed_between_two_journals_are_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
-    numbers, killed = SamplesSource(samples=NUMBERS, fingerprint="50 numbers"), tmp_path / "killed"
-    with monkeypatch.context() as patched:
+SPLIT: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
+
+
+def kill_between_two_journals(source: SamplesSource, dest: Path, **options: Any) -> None:
+    """Pack two splits; the journal of the second is deleted, that of the first is not."""
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(LocalFolder, "remove", lambda *_: None)
-        ss.pack(numbers, killed, **options)
-    for path in (killed / "val").glob(".shard*"):
+        ss.pack(source, dest, **SPLIT, **options)
+    for path in (dest / "val").glob(".shard*"):
         path.unlink()
+
+
+def test_splits_killed_between_two_journals_are_completed(tmp_path: Path) -> None:
+    numbers, killed = SamplesSource(samples=NUMBERS, fingerprint="50 numbers"), tmp_path / "killed"
+    kill_between_two_journals(numbers, killed)
     shutil.copytree(killed, tmp_path / "merged")
     clean = {path.name: path.read_bytes() for path in killed.glob("*/[!.]*")}
-    assert ss.pack(numbers, killed, **options).samples == len(NUMBERS)
+    assert ss.pack(numbers, killed, **SPLIT).samples == len(NUMBERS)
     assert ss.merge(tmp_path / "merged").samples == len(NUMBERS)
     for folder in (killed, tmp_path / "merged"):
         assert {path.name: path.read_bytes() for path in folder.glob("*/*")} == clean
 
 
+def test_splits_killed_between_two_journals_are_not_completed_with_another_dataset(
+    tmp_path: Path,
+) -> None:
+    numbers = SamplesSource(samples=NUMBERS, fingerprint="50 numbers")
+    kill_between_two_journals(numbers, tmp_path)
+    ss.pack([{"cls": 7}], tmp_path / "val", overwrite=True)
+    with pytest.raises(ss.errors.UnfinishedError, match="another dataset has replaced .* val"):
+        ss.merge(tmp_path)
+    with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):
+        ss.pack(numbers, tmp_path, **SPLIT)
+    shutil.rmtree(tmp_path / "val")
+    assert ss.pack(numbers, tmp_path, **SPLIT).samples == len(NUMBERS)
+    assert len(ss.ShardDataset(str(tmp_path / "val"))) == len(NUMBERS) // 2
+
+
+def test_skipped_records_of_splits_killed_between_two_journals_are_reported(tmp_path: Path) -> None:
+    bad = [{"cls": "no number"} if number % 5 == 0 else {"cls": number} for number in range(50)]
+    numbers = SamplesSource(samples=bad, fingerprint="40 numbers")
+    kill_between_two_journals(numbers, tmp_path, on_error="skip")
+    assert len(ss.ShardDataset(str(tmp_path / "val"))) < 25  # some were skipped
+    assert len(ss.pack(numbers, tmp_path, **SPLIT, on_error="skip").skipped) == 10
+
+
 def test_splits_of_which_a_later_one_is_another_dataset_are_not_completed(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
     numbers = SamplesSource(samples=NUMBERS, fingerprint="50 numbers")
     ss.pack(numbers, tmp_path / "val")
     with pytest.raises(ss.errors.OptionError, match="a dataset is published here"):
-        ss.pack(numbers, tmp_path, **options)
+        ss.pack(numbers, tmp_path, **SPLIT)
     assert not list(tmp_path.glob("**/.shard*"))
 
 

@@ -20,7 +20,7 @@ from shardstream.packing.job.destination import (
     is_half_written,
     published_sha256,
 )
-from shardstream.packing.job.folder_state import Journal, Published, Task, read_journal
+from shardstream.packing.job.folder_state import Journal, Task, read_journal
 from shardstream.packing.job.part_record import PartWork
 from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
@@ -155,7 +155,7 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
             # The first split is published last and keeps its journal longest: that of another one may be deleted already.
             journal = None
             if claims and claims[0].is_published:
-                journal = restore_journal(job.open_folder(), job.task, job.run)
+                journal = restore_journal(job.open_folder(), job.task, job.run, claims[0].journal)
             if journal is None:
                 for claim in claims:
                     claim.release()
@@ -164,12 +164,13 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
     return claims
 
 
-def restore_journal(folder: OutputFolder, task: Task, run: str) -> Journal | None:
-    """Write the journal of a split again that was published with others, to be deleted with theirs; None if no dataset is there, or a journal."""
-    files = folder.list_files()
-    if JOURNAL_NAME in files or MANIFEST_NAME not in files:
+def restore_journal(folder: OutputFolder, task: Task, run: str, first: Journal) -> Journal | None:
+    """Write the journal of a published split again, to be deleted with the others; None if its dataset is not the one of the first split's journal."""
+    files, published = folder.list_files(), first.others.get(str(task.options["split_name"]))
+    if JOURNAL_NAME in files or published is None:
         return None
-    published = Published(sha256=published_sha256(folder, files))
+    if published.sha256 != published_sha256(folder, files):  # replaced since
+        return None
     journal = Journal(folder=folder, task=task, run=run, published=published)
     journal.write()
     return journal

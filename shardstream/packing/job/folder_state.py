@@ -1,7 +1,7 @@
 """Read and write the two files that tell the state of a folder: the journal of an unfinished dataset, and the manifest of a finished one.
 
 The journal is written before anything else is changed, and deleted last. It holds the identity of the job (source and options), the run that owns
-the folder, and, once the dataset is published, the SHA-256 of its ``index.json``. A run that finds another owner stops.
+the folder, and, once the dataset is published, the SHA-256 of its ``index.json``; the journal of the first split has those of all others. A run that finds another owner stops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardstream.format import (
 from shardstream.storage import JOURNAL_NAME, OutputFolder, join_url
 
 # Of the file, and of the bytes that a job writes: a journal of another version is refused.
-VERSION = 5
+VERSION = 6
 # Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
@@ -85,6 +85,7 @@ class Journal:
         stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
         parts: Number of parts of the job; 0 if it is not known yet.
         published: The dataset, once it is published or about to be.
+        others: Of the first of several splits: the other ones, by name, whose journals are deleted before this one.
         run: Unique name of the run that writes the journal; all processes of a job have one.
         head: Current bytes of the file; None if it does not exist.
     """
@@ -94,6 +95,7 @@ class Journal:
     stale: frozenset[str] = frozenset()
     parts: int = 0
     published: Published | None = None
+    others: Mapping[str, Published] = field(default_factory=dict)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     head: bytes | None = None
 
@@ -116,6 +118,7 @@ class Journal:
             "stale": sorted(self.stale),
             "parts": self.parts,
             "published": None if self.published is None else asdict(self.published),
+            "others": {name: asdict(one) for name, one in self.others.items()},
         }
         data = json.dumps(document).encode()
         try:
@@ -207,6 +210,7 @@ def _decode(folder: OutputFolder, document: Any, data: bytes) -> Journal:
         stale=frozenset(map(str, document["stale"])),
         parts=int(document["parts"]),
         published=None if published is None else _decode_published(published),
+        others={str(name): _decode_published(one) for name, one in document["others"].items()},
         run=str(document["run"]),
         head=data,
     )

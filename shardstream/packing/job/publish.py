@@ -94,7 +94,7 @@ def publish_locked(
 ) -> list[PackReport]:
     """Publish datasets together: no manifest is written before all are checked, and an error removes those that are.
 
-    Before the first manifest, each journal gets the hash of its own. A run that is killed in between is completed by the same
+    Before the first manifest, each journal gets the hash of its own, and that of the first dataset those of all. A run that is killed in between is completed by the same
     command, or by `merge`: until the last manifest is written, which is that of the first dataset, all records are there, and until all others
     are tidied up, the journal of the first.
 
@@ -111,8 +111,8 @@ def publish_locked(
     storage = Storage(storage_options)
     found = list(map(_checked, ready))
     new = [one for one in found if not one.is_published]
-    for one in new:
-        one.journal.write()
+    if new:
+        _announce([one.journal for one in found])
     try:
         for one in new:
             one.write_files()
@@ -131,6 +131,17 @@ def publish_locked(
             names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
             warn_of_siblings(names, [one.journal.folder.url], storage)
     return [*map(_Publication.report, found)]
+
+
+def _announce(journals: Sequence[Journal]) -> None:
+    """Write the journals of datasets that are about to be published together: the first tells which the others are."""
+    journals[0].others = {
+        str(one.task.options["split_name"]): one.published
+        for one in journals[1:]
+        if one.published is not None
+    }
+    for one in journals:
+        one.write()
 
 
 class _Publication(NamedTuple):
@@ -392,7 +403,7 @@ def merge(
 
     Raises:
         UnfinishedError: If parts are missing; names them. Then no split is published.
-        OptionError: If there is no such job in the folder.
+        OptionError: If there is no such job in the folder, or one of its splits only.
         ShardError: If the record of a part is damaged.
         StorageError: If a shard is missing or was replaced, or the folder cannot be reached.
     """
@@ -414,10 +425,18 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
     """Return the folders right under one that hold the splits of an unfinished job, in their order; none if it holds a dataset or a job itself.
 
     Raises:
-        UnfinishedError: If a split was not begun.
+        OptionError: If it is the folder of one of several splits.
+        UnfinishedError: If a split was not begun, or replaced.
     """
-    files = open_output_folder(url, storage_options, None).list_files()
+    dest = open_output_folder(url, storage_options, None)
+    files = dest.list_files()
     if MANIFEST_NAME in files or any(map(is_journal, files)):  # not a README or .DS_Store
+        own = read_journal(dest, files)
+        if own is not None and own.task.options.get("split_name"):
+            raise OptionError(
+                f"this is one of the splits {', '.join(own.task.options['split_names'])}, which are published together; merge the folder above",
+                shard=url,
+            )
         return []
     found: dict[str, Journal] = {}
     for name in _folders_in(url, Storage(storage_options)):
@@ -427,27 +446,31 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
             found[name] = journal
     names: dict[str, None] = {}
     for journal in found.values():
-        for name in journal.task.options["split_names"]:
+        splits = [*map(str, journal.task.options["split_names"])]
+        for name in splits:
             if name not in found and name not in names:
-                _restore(join_url(url, name), name, journal, storage_options)
+                first = found.get(splits[0], journal)
+                _restore(join_url(url, name), name, first, storage_options)
             names[name] = None
     return [join_url(url, name) for name in names]
 
 
 def _restore(
-    url: str, name: str, other: Journal, storage_options: Mapping[str, Any] | None
+    url: str, name: str, first: Journal, storage_options: Mapping[str, Any] | None
 ) -> None:
-    """Write the journal of a split again that is published.
+    """Write the journal of a split again that is published with the first.
 
     Raises:
-        UnfinishedError: If it was not begun.
+        UnfinishedError: If it was not begun, or replaced.
     """
-    task = Task(source=other.task.source, options={**other.task.options, "split_name": name})
+    task = Task(source=first.task.source, options={**first.task.options, "split_name": name})
     folder = open_output_folder(url, storage_options, None)
-    if restore_journal(folder, task, other.run) is None:
+    if restore_journal(folder, task, first.run, first) is None:
+        found = f"no part of the split {name} has been run;"
+        if MANIFEST_NAME in folder.list_files():
+            found = f"another dataset has replaced the split {name}; move it away,"
         raise UnfinishedError(
-            f"no part of the split {name} has been run; run the parts again (finished shards are kept), then merge",
-            shard=url,
+            f"{found} run the parts again (finished shards are kept), then merge", shard=url
         )
 
 
