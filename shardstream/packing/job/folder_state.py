@@ -1,7 +1,8 @@
 """Read and write the two files that tell the state of a folder: the journal of an unfinished dataset, and the manifest of a finished one.
 
 The journal is written before anything else is changed, and deleted last. It holds the identity of the job (source and options), the run that owns
-the folder, and, once the dataset is published, the SHA-256 of its ``index.json``; the journal of the first split has those of all others. A run that finds another owner stops.
+the folder, and, once the dataset is published, the SHA-256 of its ``index.json``; the journal of the first split has those of all others.
+A run that finds another owner stops.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Journal:
         stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
         parts: Number of parts of the job; 0 if it is not known yet.
         published: The dataset, once it is published or about to be.
-        others: Of the first of several splits: the other ones, by name, whose journals are deleted before this one.
+        others: Of the first of several splits: the other datasets, by name of the split, whose journals are deleted before this one.
         run: Unique name of the run that writes the journal; all processes of a job have one.
         head: Current bytes of the file; None if it does not exist.
     """
@@ -118,7 +119,7 @@ class Journal:
             "stale": sorted(self.stale),
             "parts": self.parts,
             "published": None if self.published is None else asdict(self.published),
-            "others": {name: asdict(one) for name, one in self.others.items()},
+            "others": dict(zip(self.others, map(asdict, self.others.values()), strict=True)),
         }
         data = json.dumps(document).encode()
         try:
@@ -210,7 +211,7 @@ def _decode(folder: OutputFolder, document: Any, data: bytes) -> Journal:
         stale=frozenset(map(str, document["stale"])),
         parts=int(document["parts"]),
         published=None if published is None else _decode_published(published),
-        others={str(name): _decode_published(one) for name, one in document["others"].items()},
+        others=dict(map(_decode_other, document["others"].items())),
         run=str(document["run"]),
         head=data,
     )
@@ -222,6 +223,10 @@ def _decode_published(document: Any) -> Published:
         skipped=tuple((str(where), str(reason)) for where, reason in document["skipped"]),
         warnings=tuple(map(str, document["warnings"])),
     )
+
+
+def _decode_other(item: tuple[str, Any]) -> tuple[str, Published]:
+    return str(item[0]), _decode_published(item[1])
 
 
 def read_listed(folder: OutputFolder, name: str) -> bytes:

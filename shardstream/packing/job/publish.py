@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardstream.errors import (
     NotFoundError,
@@ -94,9 +94,9 @@ def publish_locked(
 ) -> list[PackReport]:
     """Publish datasets together: no manifest is written before all are checked, and an error removes those that are.
 
-    Before the first manifest, each journal gets the hash of its own, and that of the first dataset those of all. A run that is killed in between is completed by the same
-    command, or by `merge`: until the last manifest is written, which is that of the first dataset, all records are there, and until all others
-    are tidied up, the journal of the first.
+    Before the first manifest, each journal gets the hash of its own, and that of the first dataset those of all. A run that is killed
+    in between is completed by the same command, or by `merge`: until the last manifest is written, which is that of the first dataset,
+    all records are there, and until all others are tidied up, the journal of the first.
 
     Returns:
         A report for each dataset, of all of its parts.
@@ -111,8 +111,9 @@ def publish_locked(
     storage = Storage(storage_options)
     found = list(map(_checked, ready))
     new = [one for one in found if not one.is_published]
-    if new:
-        _announce([one.journal for one in found])
+    found[0].journal.others = dict(map(_Publication.announcement, found[1:]))
+    for one in new:
+        one.journal.write()
     try:
         for one in new:
             one.write_files()
@@ -133,17 +134,6 @@ def publish_locked(
     return [*map(_Publication.report, found)]
 
 
-def _announce(journals: Sequence[Journal]) -> None:
-    """Write the journals of datasets that are about to be published together: the first tells which the others are."""
-    journals[0].others = {
-        str(one.task.options["split_name"]): one.published
-        for one in journals[1:]
-        if one.published is not None
-    }
-    for one in journals:
-        one.write()
-
-
 class _Publication(NamedTuple):
     """A dataset whose parts are all done, and checked."""
 
@@ -154,6 +144,10 @@ class _Publication(NamedTuple):
     manifest: ManifestFiles
     is_published: bool
     """Whether the manifest was there before."""
+
+    def announcement(self) -> tuple[str, Published]:
+        """Return the name of its split, and the dataset."""
+        return str(self.journal.task.options["split_name"]), cast(Published, self.journal.published)
 
     def write_files(self) -> None:
         """Write the small files next to the manifest, and delete the shards of an earlier dataset."""
