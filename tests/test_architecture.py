@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "codecs": (*BASE, "format"),
     "order": BASE,
     "storage": (*BASE, "format"),
-    "samples": (*BASE, "format", "storage"),
+    "samples": (*BASE, "format", "order", "storage"),
     "fetch": (*BASE, "format", "storage", "samples"),
     "catalog": (*BASE, "format", "storage", "samples", "fetch"),
     "pipeline": (*BASE, "format", "codecs", "order", "storage", "samples", "fetch", "catalog"),

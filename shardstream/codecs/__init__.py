@@ -21,6 +21,7 @@ from shardstream.codecs.plain_values import (
 )
 from shardstream.codecs.raw_images import LossyDecodeError
 from shardstream.codecs.tenbin import decode_buffer, encode_buffer
+from shardstream.codecs.value_parts import length_of, part_of
 from shardstream.codecs.video import VIDEO_EXTENSIONS, Video, VideoDecoder
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "installed_decoders",
     "iter_npz",
     "iter_tsv",
+    "length_of",
     "parse_json",
+    "part_of",
     "sound_peaks",
 ]

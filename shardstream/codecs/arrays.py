@@ -20,7 +20,7 @@ _SMALL_BYTES = 1 << 14  # arrays that cost less to copy than to make
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
 
 
-class _Layout(NamedTuple):
+class NpyLayout(NamedTuple):
     """Header of a ``.npy`` file."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class _Layout(NamedTuple):
     size: int
 
 
-_layouts: dict[bytes, _Layout] = {}
+_layouts: dict[bytes, NpyLayout] = {}
 """Cache of parsed headers: parsing one takes 20 times as long as the rest of the decoding."""
 
 
@@ -41,7 +41,7 @@ def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
     end = 10 + int.from_bytes(data[8:10], "little")
     layout = _layouts.get(data[:end])
     if layout is None:
-        layout, end = _read_layout(data)
+        layout, end = read_npy_layout(data)
     if layout.size * layout.dtype.itemsize > len(data) - end:
         raise ValueError(
             f"an array of shape {layout.shape}, {layout.dtype}, does not fit in {len(data) - end} bytes"
@@ -50,7 +50,7 @@ def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
     return flat.reshape(layout.shape, order=layout.order).copy(order="K")
 
 
-def _read_layout(data: bytes) -> tuple[_Layout, int]:
+def read_npy_layout(data: bytes) -> tuple[NpyLayout, int]:
     """Parse a header; return the layout and the offset of the header's end."""
     stream = io.BytesIO(data)
     version = npy_format.read_magic(stream)
@@ -64,7 +64,7 @@ def _read_layout(data: bytes) -> tuple[_Layout, int]:
         raise ValueError("an array of objects is a pickle, which could run code")
     if min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape} has a negative length")
-    layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
+    layout = NpyLayout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
     if layout.size and not dtype.itemsize:
         # The data does not bound the number of items: a field of 128 bytes could request unlimited work.
         raise ValueError(f"an array of shape {shape} with items of 0 bytes ({dtype})")
@@ -83,7 +83,7 @@ def decode_npy_column(files: list[bytes]) -> list[np.ndarray[Any, Any]] | np.nda
     end = 10 + int.from_bytes(first[8:10], "little")
     layout = _layouts.get(first[:end])
     if layout is None:
-        layout, end = _read_layout(first)
+        layout, end = read_npy_layout(first)
     used = layout.size * layout.dtype.itemsize
     if (
         layout.order != "C"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -68,6 +68,7 @@ class VideoMetadata:
     pixel_format: str
 
 
+@runtime_checkable
 class RangedFile(Sliceable, Protocol):
     """A file that is read by ranges, such as a `FieldFile`."""
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import (
     collate,
+    cu_seqlens,
     load_safetensors,
     load_tensors,
     to_tensor,
@@ -64,6 +65,7 @@ __all__ = [
     "check_same_device",
     "collate",
     "compare_in_store",
+    "cu_seqlens",
     "current_worker_info",
     "decode_sample",
     "fewest_workers",

@@ -58,11 +58,14 @@ class BatchDataset(SplitDataset):
         num_workers: int,
         drop_last: bool,
     ) -> None:
+        source = dataset.pipeline.indexed_source
+        if batch_size is None and source is not None and source.yields_batches:
+            batch_size, collate_fn = 1, itemgetter(0)  # a step has one item, which is a batch
         self.source_dataset = dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.placement = dataset.placement
-        self.indexed_source = None if batch_size is None else dataset.pipeline.indexed_source
+        self.indexed_source = None if batch_size is None else source
         """The source if positions are arithmetic; None if each worker has its own position."""
         self.num_readers = max(1, num_workers)
         """Processes of this rank that read."""

@@ -34,6 +34,28 @@ def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
+def cu_seqlens(segments: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the ends of the sequences in packed rows, for attention of variable length (``flash_attn_varlen_func``).
+
+    >>> cu_seqlens(torch.tensor([[1, 1, 2, 0], [1, 1, 1, 1]]))
+    (tensor([0, 2, 3, 4, 8], dtype=torch.int32), 4)
+
+    Args:
+        segments: Sequence of each token in its row, as `pack_sequences` gives it: shape (B, L) or (L,), on any device; 0 is padding.
+
+    Returns:
+        Ends of the sequences in the rows one after the other, shape (sequences + 1,), int32, from 0 to B * L, where the padding of a row is a
+        sequence of its own; and the length of the longest.
+    """
+    rows = segments.reshape(-1, segments.shape[-1])
+    is_first = torch.ones_like(rows, dtype=torch.bool)
+    is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    ends = torch.cat(
+        [is_first.flatten().nonzero().flatten(), torch.tensor([rows.numel()], device=rows.device)]
+    )
+    return ends.to(torch.int32), int(ends.diff().max())
+
+
 def load_tensors(data: bytes) -> Any:
     """Decode a file of ``torch.save`` to CPU tensors and plain containers (``weights_only``).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
@@ -33,12 +33,15 @@ from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.steps import StreamSteps
+from shardstream.order import RowPlan
 from shardstream.pipeline import (
+    IndexedSource,
     OnError,
     OrderOptions,
     Pipeline,
     ReadOptions,
     Records,
+    RowMaker,
     SamplesSource,
     SampleWeights,
     Shuffle,
@@ -59,6 +62,8 @@ from shardstream.pipeline import (
     options_or_default,
     records_of,
     refuse_options,
+    row_pipeline,
+    rowable_source,
     whole_number,
 )
 from shardstream.samples import Choice, Samples
@@ -266,6 +271,14 @@ class StreamDataset(StreamSteps, SplitDataset):
         """Append a custom stage, see `ItemSteps.then`."""
         check_stage(stage)
         changed = self._with_pipeline(self.pipeline.then(stage))
+        changed._length = None
+        return changed
+
+    def _with_rows(
+        self, make_plan: Callable[[IndexedSource], RowPlan], maker: RowMaker, step: str
+    ) -> Self:
+        plan = make_plan(rowable_source(self.pipeline, step))
+        changed = self._with_pipeline(row_pipeline(self.pipeline, plan, maker, step))
         changed._length = None
         return changed
 

@@ -85,8 +85,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         self._opened: _Opened | None = None
         # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
         self._epoch = SharedNumbers(epoch, 0)  # and the number of `set_epoch` calls
-        is_one = isinstance(source, SamplesSource)  # datasets of a mix may have steps of their own
-        draws = not is_one or any(map(_may_draw, pipeline.stages))
+        # Datasets of a mix, and the samples of rows, may have steps of their own.
+        draws = type(source) is not SamplesSource or any(map(_may_draw, pipeline.stages))
         self._reads = _new_counters(len(source.samples)) if draws else None
         self._parent_placement = Placement()  # of the process that spawned this one
 

@@ -17,27 +17,51 @@ from shardstream.loader.decoder_tables import (
     decoder_tables,
 )
 from shardstream.loader.seeded_function import SeededFunction
+from shardstream.order import (
+    BatchLimits,
+    BestFitRows,
+    ConcatRows,
+    CostBatches,
+    Long,
+    RowPlan,
+    WindowRows,
+)
 from shardstream.pipeline import (
     Batched,
+    Batches,
     Compose,
     Decode,
     Decoder,
     GroupBatched,
     Handler,
+    IndexedSource,
     Map,
     MapDict,
     MapTuple,
+    PackedRows,
+    Packing,
     PackSequences,
     Rename,
     Repeat,
+    RowMaker,
+    SampleWindows,
     Select,
     Shuffle,
     Slice,
     Stage,
     ToTuple,
     Unbatched,
+    Windows,
     check_at_least,
+    check_packing,
     find_field,
+)
+from shardstream.samples import (
+    CostFunction,
+    Lengths,
+    costs_of,
+    lengths_of,
+    run_lengths,
 )
 
 
@@ -278,9 +302,196 @@ class StreamSteps(ItemSteps):
             )
         )
 
-    def pack_sequences(self, field: str, length: int, **options: Any) -> Self:
-        """Pack token sequences into rows of ``length`` tokens (``packing="concat"`` or ``"first_fit"``); see `PackSequences`."""
-        return self.then(PackSequences(field=field, length=length, **options))
+    def _with_rows(
+        self, make_plan: Callable[[IndexedSource], RowPlan], maker: RowMaker, step: str
+    ) -> Self:
+        """Return a dataset of rows that are made of the samples so far.
+
+        Args:
+            make_plan: Source of the samples -> the parts of each row.
+            maker: Makes a row of its parts.
+            step: Name of the step, for errors.
+        """
+        raise NotImplementedError
+
+    def pack_sequences(  # noqa: PLR0913  (the public door)
+        self,
+        field: str | Sequence[str],
+        length: int,
+        *,
+        lengths: Lengths | None = None,
+        packing: Packing | Literal["best_fit"] | None = None,
+        long: Long = "split",
+        keep: str | Sequence[str] = (),
+        labels: bool = False,
+        repack: bool = False,
+        pad: int = 0,
+        open_rows: int = 64,
+        drop_last: bool = False,
+    ) -> Self:
+        """Pack token sequences into rows of ``length`` tokens, for training without padding; see `PackedRows` and `PackSequences` for a row.
+
+        With ``lengths`` the rows are planned before anything is read: their number is known, and order, states, splits and
+        ``len`` are as exact as those of samples, on any ranks and workers. Sequences go to rows by best fit, within groups of neighbouring
+        samples (over 99 % of the tokens of rows are filled if a row holds ten sequences in the mean). From here on, sizes in ``order=`` count rows.
+        Without ``lengths`` each worker packs its own stream: a state continues on the same ranks and workers only, and ``len`` is not known.
+
+        Args:
+            field: Field to pack, of whole numbers, shape (n,); with ``lengths`` several of one length in each sample, such as ids and masks,
+                or none: then rows only hold ``keep``.
+            length: Tokens of a row.
+            lengths: Tokens of each sample after the steps before: a column (``shardstream index URL --columns n=npy.len``), or one
+                number for each sample. A sample of another length is an error.
+            packing: "best_fit", the default with ``lengths``; "concat", the default without: all sequences one after the other, cut into rows;
+                "first_fit", without ``lengths`` only: whole sequences into the first of some open rows.
+            long: For "best_fit": what happens to a sequence longer than a row: "split" into several rows, "cut" after one row, or "error".
+            keep: Fields whose values a row has as lists, one value for each sequence: pictures, keys (``"__key__"``). Needs ``lengths``.
+            labels: Add labels that do not cross documents. Needs ``lengths``.
+            repack: For "best_fit": sequences meet others in each epoch, of the same neighbouring samples.
+            pad: Token that fills up rows.
+            open_rows: For "first_fit": maximum of open rows.
+            drop_last: For "concat": drop an incomplete last row instead of padding it.
+
+        Raises:
+            OptionError: If an option is invalid, or the lengths are: null, negative, not one for each sample.
+        """
+        fields = tuple(_as_list(field))
+        kept = tuple(_as_list(keep))
+        check_at_least(1, length=length, open_rows=open_rows)
+        if lengths is None:
+            if len(fields) != 1 or kept or labels or repack or packing == "best_fit":
+                raise OptionError(
+                    "several fields, keep=, labels=, repack= and packing='best_fit' need lengths=: a column of the samples' lengths "
+                    "(shardstream index URL --columns n=npy.len, then lengths='n')"
+                )
+            stage = PackSequences(
+                field=fields[0],
+                length=length,
+                packing=packing or "concat",
+                pad=pad,
+                open_rows=open_rows,
+                drop_last=drop_last,
+            )
+            return self.then(stage)
+        packing = packing or "best_fit"
+        check_packing(packing, long, repack=repack, drop_last=drop_last)
+        if not fields and not kept:
+            raise OptionError("pack_sequences needs a field to pack, or fields to keep=")
+
+        def make_plan(source: IndexedSource) -> RowPlan:
+            found = lengths_of(source.samples, lengths, "lengths=")
+            if packing == "concat":
+                return ConcatRows(found, length=length, drop_last=drop_last)
+            return BestFitRows(
+                found, length=length, long=long, is_new_each_epoch=repack, seed=source.seed
+            )
+
+        maker = PackedRows(
+            fields=fields, length=length, keep=kept, labels=labels, pad=pad, long=long
+        )
+        return self._with_rows(make_plan, maker, "pack_sequences")
+
+    def windows(
+        self,
+        field: str | Sequence[str] | None = None,
+        *,
+        size: int,
+        stride: int | None = None,
+        lengths: Lengths | None = None,
+        group: str | None = None,
+        drop_last: bool = False,
+    ) -> Self:
+        """Cut long samples, or runs of samples, into windows: each is a row, so ``len``, order and states are exact.
+
+        ``windows("npy", size=16, stride=8, lengths="n")`` cuts a field: of an array its rows, of a decoded video its frames, of sound its
+        samples, of a lazy field (``read=ss.ReadOptions(lazy=...)``) of a npy, wav or flac file only the bytes that are needed. A row is the
+        sample with a part of the field, and ``__start__``. ``windows(size=16, group="episode")`` takes samples that follow each other, such as the
+        steps of an episode: a row has the values of each field stacked, or as a list.
+
+        Args:
+            field: Field to cut, or several of one length.
+            size: Elements of a window.
+            stride: Elements between the starts of neighbouring windows; by default ``size``.
+            lengths: Elements of each sample after the steps before: a column, or one number for each sample.
+            group: Column that is the same for all samples of a run, which follow each other.
+            drop_last: Leave out the elements after the last full window of a sample or run; else a last window is shorter.
+
+        Raises:
+            OptionError: If an option is invalid, or the lengths are: null, negative, not one for each sample; or samples of a group do not
+                follow each other.
+        """
+        check_at_least(1, size=size, stride=stride)
+        fields = () if field is None else tuple(_as_list(field))
+        if bool(fields) != (lengths is not None) or bool(fields) == (group is not None):
+            raise OptionError(
+                "windows takes a field with lengths=, or group= for windows of samples that follow each other"
+            )
+
+        def make_plan(source: IndexedSource) -> RowPlan:
+            if lengths is not None:
+                found = lengths_of(source.samples, lengths, "lengths=")
+            else:
+                found = run_lengths(source.samples, str(group))
+            return WindowRows(
+                found,
+                size=size,
+                stride=stride or size,
+                drop_last=drop_last,
+                of_runs=group is not None,
+            )
+
+        maker = Windows(fields=fields) if fields else SampleWindows()
+        return self._with_rows(make_plan, maker, "windows")
+
+    def batch_by_cost(  # noqa: PLR0913  (the public door)
+        self,
+        costs: Lengths,
+        max_cost: float,
+        *,
+        cost: CostFunction | None = None,
+        max_samples: int | None = None,
+        padded: bool = True,
+        multiple: int = 64,
+        collate_fn: Callable[[list[Any]], Any] = collate,
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> Self:
+        """Batch samples of similar length so that no batch costs more than ``max_cost``, such as padded tokens.
+
+        The batches are planned before anything is read, so their number, order and states are exact. Read them with
+        ``ShardLoader(dataset, batch_size=None)``: all ranks have the same number of steps. A batch holds samples of a group of neighbours; where
+        the dataset shuffles, they meet others of their group in each epoch.
+
+        Args:
+            costs: Length or cost of each sample: a column (``shardstream index URL --columns n=npy.len``), or one number for each sample.
+            max_cost: Maximum of a batch.
+            cost: Function of these numbers, an array of shape (n,), to the costs, of the same shape: attention may cost ``n + n * n / 8192``.
+            max_samples: Maximum of samples of a batch.
+            padded: Whether a batch costs as if each of its samples were the longest; else the sum of their costs.
+            multiple: The number of batches is a multiple of it, by halving some: so each sample comes once on any number of ranks that divides it.
+            collate_fn: Makes a batch of a list of samples; sequences are padded here.
+            name: As in `map`, of ``collate_fn``.
+            version: As in `map`.
+
+        Raises:
+            OptionError: If an option is invalid, costs are null, negative, not finite or not one for each sample, or a sample
+                alone costs too much.
+        """
+        check_at_least(1, max_samples=max_samples, multiple=multiple)
+        limits = BatchLimits(
+            max_cost=max_cost, max_samples=max_samples, padded=padded, multiple=multiple
+        )
+
+        def make_plan(source: IndexedSource) -> RowPlan:
+            return CostBatches(
+                costs_of(source.samples, costs, "costs", cost),
+                limits,
+                is_new_each_epoch=source.shuffle,
+                seed=source.seed,
+            )
+
+        maker = Batches(collate=collate_fn, name=name, version=version)
+        return self._with_rows(make_plan, maker, "batch_by_cost")
 
     def slice(self, *bounds: int | None) -> Self:
         """Slice the items of each worker by ``stop``, or ``start``, ``stop`` and ``step``, as ``itertools.islice``."""

@@ -1,7 +1,15 @@
 """Compute the order of samples from sizes, seed and epoch."""
 
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order.cost_batches import BatchLimits, CostBatches
+from shardstream.order.epoch_plan import (
+    CopyPlan,
+    EpochOrder,
+    EpochPlan,
+    default_block,
+    default_window,
+)
 from shardstream.order.mix_schedule import MixSchedule
+from shardstream.order.packed_rows import BestFitRows, ConcatRows, Long
 from shardstream.order.partition import (
     PartitionConfig,
     RankPartition,
@@ -11,18 +19,29 @@ from shardstream.order.partition import (
     uneven_effect,
 )
 from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
+from shardstream.order.row_plan import RowParts, RowPlan
 from shardstream.order.weighted_plan import WeightedDraw, WeightedEpochPlan, draw_by_weight
+from shardstream.order.window_rows import WindowRows
 
 __all__ = [
+    "BatchLimits",
+    "BestFitRows",
+    "ConcatRows",
+    "CopyPlan",
+    "CostBatches",
     "EpochOrder",
     "EpochPlan",
     "Ints",
+    "Long",
     "MixSchedule",
     "PartitionConfig",
     "RankPartition",
     "Remainder",
+    "RowParts",
+    "RowPlan",
     "WeightedDraw",
     "WeightedEpochPlan",
+    "WindowRows",
     "WorkerSteps",
     "default_block",
     "default_window",

@@ -187,3 +187,27 @@ class EpochPlan:
         return np.where(
             short, self._blocks * self.order.block + places - self._short_start, samples
         )
+
+
+class CopyPlan(EpochPlan):
+    """The batches of one epoch of copies: those of `EpochPlan`, with ``i + copy * nsamples`` in place of sample i.
+
+    Args:
+        order: Parameters of the order.
+        epoch: Epoch number, from 0.
+        copy: Number of the copies.
+    """
+
+    def __init__(self, order: EpochOrder, epoch: int, *, copy: int) -> None:
+        super().__init__(order, epoch)
+        self.passes = copy + 1
+        self._first = copy * order.nsamples
+        self._samples = EpochPlan(order, epoch)
+
+    def batches(self, numbers: Ints) -> Ints:
+        """Return the samples of some batches, shape (n, b)."""
+        return self._samples.batches(numbers) + self._first
+
+    def rest(self, start: int) -> Ints:
+        """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""
+        return self._samples.rest(start) + self._first

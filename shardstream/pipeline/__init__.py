@@ -61,8 +61,15 @@ from shardstream.pipeline.options import (
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.records import Records, records_of
+from shardstream.pipeline.row_makers import Batches, SampleWindows, Windows
+from shardstream.pipeline.row_source import RowMaker, row_pipeline, rowable_source
 from shardstream.pipeline.runner import ItemFunction, ItemStage, Runner, open_runner
-from shardstream.pipeline.sequence_packing import Packing, PackSequences
+from shardstream.pipeline.sequence_packing import (
+    PackedRows,
+    Packing,
+    PackSequences,
+    check_packing,
+)
 from shardstream.pipeline.sequential_source import (
     SequentialRun,
     SequentialSource,
@@ -96,6 +103,7 @@ __all__ = [
     "BadSample",
     "BadSampleReport",
     "Batched",
+    "Batches",
     "Compose",
     "Context",
     "Decode",
@@ -118,15 +126,18 @@ __all__ = [
     "OpenFields",
     "OrderOptions",
     "PackSequences",
+    "PackedRows",
     "Packing",
     "Pipeline",
     "ReadOptions",
     "Records",
     "Rename",
     "Repeat",
+    "RowMaker",
     "Run",
     "Runner",
     "SampleWeights",
+    "SampleWindows",
     "SamplesSource",
     "Select",
     "SequentialRun",
@@ -144,9 +155,11 @@ __all__ = [
     "Unbatched",
     "WeightedSource",
     "Weights",
+    "Windows",
     "check_at_least",
     "check_epoch",
     "check_fields",
+    "check_packing",
     "check_stage",
     "check_state",
     "data_identity",
@@ -172,6 +185,8 @@ __all__ = [
     "read_shard",
     "records_of",
     "refuse_options",
+    "row_pipeline",
+    "rowable_source",
     "seal_state",
     "split_batch",
     "warn_or_raise",

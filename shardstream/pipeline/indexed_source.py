@@ -58,6 +58,16 @@ class IndexedSource(Source):
     """Options of prefetching."""
 
     @property
+    def yields_batches(self) -> bool:
+        """Whether an item is a batch."""
+        return False
+
+    @property
+    def is_new_each_epoch(self) -> bool:
+        """Whether items are made of other samples in each epoch."""
+        return False
+
+    @property
     def nsamples(self) -> int:
         """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
         return len(self.samples)

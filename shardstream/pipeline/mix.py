@@ -10,7 +10,15 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.errors import OptionError, plural
-from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
+from shardstream.order import (
+    CopyPlan,
+    EpochOrder,
+    EpochPlan,
+    Ints,
+    MixSchedule,
+    default_window,
+    derive_key,
+)
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource
 from shardstream.pipeline.options import OrderOptions, ReadOptions
@@ -145,11 +153,11 @@ class MixIndexedSource(IndexedSource):
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
-        return (
-            EpochPlan(order, epoch)
-            if self.recipe.weights is None
-            else MixEpochPlan(order, epoch, self._lanes(order, epoch))
-        )
+        if self.recipe.weights is not None:
+            return MixEpochPlan(order, epoch, self._lanes(order, epoch))
+        if self.is_new_each_epoch:
+            return CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
+        return EpochPlan(order, epoch)
 
     def with_options(self, **changes: Any) -> MixIndexedSource:
         """Return the same mix with other options of the order."""
@@ -167,6 +175,16 @@ class MixIndexedSource(IndexedSource):
         """Return the steps of the parts, each applied to its own samples."""
         runners = {name: part.open_runner(epoch, skips) for name, part in self.recipe.parts.items()}
         return _PartSteps(self.samples, runners, skips)
+
+    @property
+    def is_new_each_epoch(self) -> bool:
+        """Whether rows of a part have other samples in each epoch."""
+        return any(source.is_new_each_epoch for source in self.sources)
+
+    @property
+    def yields_batches(self) -> bool:
+        """Whether an item of each part is a batch."""
+        return all(source.yields_batches for source in self.sources)
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""

@@ -15,7 +15,6 @@ from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, Stage, State, open_stages
 from shardstream.pipeline.step_signatures import describe
 from shardstream.pipeline.stream_ops import Shuffle
-from shardstream.pipeline.weighted_source import WeightedSource
 from shardstream.storage import Storage, protocol_of
 
 
@@ -65,7 +64,7 @@ class Pipeline:
         draws = any(
             isinstance(stage, Shuffle) or getattr(stage, "rng", False) for stage in self.stages
         )
-        return draws or self.source.shuffle or isinstance(self.source, WeightedSource)
+        return draws or self.source.differs_by_epoch
 
     @property
     def num_steps(self) -> int:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from shardstream.codecs import length_of
 from shardstream.errors import OptionError, SampleError
 from shardstream.format import Sample
-from shardstream.order import derive_key
+from shardstream.order import Long, derive_key
 from shardstream.pipeline.binning import BinningRun
 from shardstream.pipeline.map import find_field
+from shardstream.pipeline.row_source import RowPart
 from shardstream.pipeline.stage import Context, Run, SourceRun, State
 
 Packing = Literal["concat", "first_fit"]
+IGNORED = -100
+"""Label of tokens without loss, as in ``torch.nn.functional.cross_entropy``."""
+_STEP = "pack_sequences"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +95,7 @@ class _ConcatRun(SourceRun):
             tokens_left -= len(piece)
         if not pieces or (tokens_left and self._stage.drop_last):
             raise StopIteration
-        return _row(pieces, self._stage)
+        return make_row(pieces, self._stage.field, self._stage.length, self._stage.pad)
 
     def _next_sequence(self) -> bool:
         used = self._used if self._tokens is None else 0  # a resume continues inside its sequence
@@ -101,7 +106,7 @@ class _ConcatRun(SourceRun):
             except StopIteration:
                 return False
             try:
-                self._tokens = _tokens(item, self._stage)
+                self._tokens = tokens_of(item, self._stage.field)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, item)
                 continue
@@ -126,7 +131,7 @@ class _FirstFitRun(BinningRun):
         self._num_rows = 0
 
     def choose_bin(self, item: Any) -> Hashable | None:
-        size = len(_tokens(item, self._stage))
+        size = len(tokens_of(item, self._stage.field))
         if size == 0:
             return None
         if size > self._stage.length:
@@ -166,35 +171,144 @@ class _FirstFitRun(BinningRun):
         self._filled.clear()
 
     def batch(self, items: list[Any]) -> Sample:
-        return _row([(_tokens(item, self._stage), 0) for item in items], self._stage)
+        pieces = [(tokens_of(item, self._stage.field), 0) for item in items]
+        return make_row(pieces, self._stage.field, self._stage.length, self._stage.pad)
 
 
-def _tokens(item: Any, stage: PackSequences) -> np.ndarray[Any, Any]:
-    tokens = np.asarray(item[find_field(stage.field, item, "pack_sequences")])
+def check_packing(packing: str, long: str, *, repack: bool, drop_last: bool) -> None:
+    """Check options of rows whose lengths are known before.
+
+    Raises:
+        OptionError: If one is unknown, or two exclude each other.
+    """
+    if packing not in ("best_fit", "concat"):
+        raise OptionError(f"with lengths= packing is 'best_fit' or 'concat', not {packing!r}")
+    if long not in ("split", "cut", "error"):
+        raise OptionError(f"long is 'split', 'cut' or 'error', not {long!r}")
+    if packing == "concat" and (repack or long != "split"):
+        raise OptionError(
+            "packing='concat' cuts all sequences in their order: long= and repack= are for 'best_fit'"
+        )
+    if packing == "best_fit" and drop_last:
+        raise OptionError(
+            "drop_last= is for packing='concat': rows of 'best_fit' hold whole sequences, none of which are left out"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Makes rows of sequences whose lengths were known when the rows were planned (see `BestFitRows`, `ConcatRows`).
+
+    A row is a dict: each field, shape (length, ...), filled up with ``pad`` (others with 0); ``segments`` and ``positions`` as in
+    `PackSequences`, of which `cu_seqlens` computes what attention of variable length takes.
+
+    Args:
+        fields: Fields that are packed, with one length in each sample, shape (n, ...); the first one has whole numbers, shape (n,).
+        length: Tokens of a row.
+        keep: Other fields: the row has a list of their values, one for each sequence.
+        labels: Whether to add ``labels``, shape (length,), int64: the tokens of the first field, but -100 for padding and the first token of
+            each sequence, so that no loss crosses documents (as in transformers' ``DataCollatorWithFlattening``).
+        pad: Token that fills up the first field.
+        long: As in `BestFitRows`.
+    """
+
+    fields: tuple[str, ...]
+    length: int
+    keep: tuple[str, ...] = ()
+    labels: bool = False
+    pad: int = 0
+    long: Long = "split"
+    is_batch: ClassVar[bool] = False
+
+    def length_of(self, sample: Any) -> int | None:
+        """Return the length of the sequences of a sample; None if no field is packed.
+
+        Raises:
+            SampleError: If it lacks one, or they differ.
+        """
+        if not self.fields:
+            return None
+        length = len(tokens_of(sample, self.fields[0]))
+        for name in self.fields[1:]:
+            other = length_of(sample[find_field(name, sample, _STEP)])
+            if other != length:
+                raise _refusal(
+                    sample, name, f"has {other} elements, but {self.fields[0]!r} has {length}"
+                )
+        return length
+
+    def make(self, parts: Sequence[RowPart]) -> Sample:
+        """Return the row of some sequences, or of pieces of them."""
+        row: Sample = {}
+        if self.fields:
+            first = self.fields[0]
+            pieces = [
+                (tokens_of(part.sample, first)[part.start : part.stop], part.start)
+                for part in parts
+            ]
+            row = make_row(pieces, first, self.length, self.pad)
+            row |= {name: self._joined(parts, name) for name in self.fields[1:]}
+            if self.labels:
+                is_first = np.diff(row["segments"], prepend=0) != 0
+                row["labels"] = np.where(
+                    is_first | (row["segments"] == 0), IGNORED, row[first].astype(np.int64)
+                )
+        for name in self.keep:
+            row[name] = [part.value(find_field(name, part.sample, _STEP)) for part in parts]
+        return row
+
+    def _joined(self, parts: Sequence[RowPart], names: str) -> np.ndarray[Any, Any]:
+        pieces = [
+            np.asarray(part.sample[find_field(names, part.sample, _STEP)])[part.start : part.stop]
+            for part in parts
+        ]
+        joined = np.concatenate(pieces)
+        rest = np.zeros((self.length - len(joined), *joined.shape[1:]), joined.dtype)
+        return np.concatenate([joined, rest])
+
+
+def tokens_of(item: Any, field: str) -> np.ndarray[Any, Any]:
+    """Return a sequence of tokens, shape (n,), of whole numbers.
+
+    Raises:
+        SampleError: If it is something else.
+    """
+    tokens = np.asarray(item[find_field(field, item, _STEP)])
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise SampleError(
-            f"pack_sequences needs whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
-            shard=item.get("__url__"),
-            key=item.get("__key__"),
-            field=stage.field,
+        raise _refusal(
+            item,
+            field,
+            f"needs whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
         )
     return tokens
 
 
-def _row(pieces: list[tuple[np.ndarray[Any, Any], int]], stage: PackSequences) -> Sample:
+def _refusal(item: Any, field: str, problem: str) -> SampleError:
+    return SampleError(
+        f"{_STEP} {problem}", shard=item.get("__url__"), key=item.get("__key__"), field=field
+    )
+
+
+def make_row(
+    pieces: Sequence[tuple[np.ndarray[Any, Any], int]], field: str, length: int, pad: int
+) -> Sample:
+    """Return a row of pieces of sequences, each with the place of its first token in its sequence.
+
+    Raises:
+        SampleError: If their integer types have no common one.
+    """
     dtype = np.result_type(*(piece for piece, _ in pieces))
     if dtype.kind not in "iu":
         kinds = sorted({str(piece.dtype) for piece, _ in pieces})
         raise SampleError(
-            f"sequences of {kinds} have no common integer type; convert them in a map",
-            field=stage.field,
+            f"sequences of {kinds} have no common integer type; convert them in a map", field=field
         )
-    row = np.full(stage.length, stage.pad, dtype=dtype)
-    segments, positions = np.zeros(stage.length, np.int32), np.zeros(stage.length, np.int32)
+    row = np.full(length, pad, dtype=dtype)
+    segments, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     position = 0
     for number, (piece, start) in enumerate(pieces, start=1):
         end = position + len(piece)
         row[position:end], segments[position:end] = piece, number
         positions[position:end] = np.arange(start, start + len(piece))
         position = end
-    return {stage.field: row, "segments": segments, "positions": positions}
+    return {field: row, "segments": segments, "positions": positions}

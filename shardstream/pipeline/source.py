@@ -29,6 +29,11 @@ class Source(ABC):
         """Whether each epoch has a different order."""
 
     @property
+    def differs_by_epoch(self) -> bool:
+        """Whether epochs are known to differ."""
+        return self.shuffle
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""

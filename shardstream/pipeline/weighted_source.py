@@ -57,6 +57,11 @@ class WeightedSource(SamplesSource):
     is_sparse = True  # a draw may take few samples of many, as a subset does
 
     @property
+    def differs_by_epoch(self) -> bool:
+        """Whether epochs differ: each draws anew."""
+        return True
+
+    @property
     def nsamples(self) -> int:
         """Samples of an epoch."""
         return self.draw.num_samples

@@ -21,6 +21,8 @@ from shardstream.samples.join_samples import (
     join_samples,
     open_part,
 )
+from shardstream.samples.lengths import CostFunction, Lengths, costs_of, lengths_of, run_lengths
+from shardstream.samples.row_samples import RowItem, RowSamples
 from shardstream.samples.subset import Choice, Subset, read_array, select_subset
 from shardstream.samples.table import Table
 from shardstream.samples.view import View, leaves_of, replace_leaves
@@ -28,6 +30,7 @@ from shardstream.samples.view import View, leaves_of, replace_leaves
 __all__ = [
     "Choice",
     "Concat",
+    "CostFunction",
     "FetchOptions",
     "Fetcher",
     "FieldChoice",
@@ -35,8 +38,11 @@ __all__ = [
     "JoinBy",
     "JoinMissing",
     "JoinPart",
+    "Lengths",
     "MappedSamples",
     "Numbers",
+    "RowItem",
+    "RowSamples",
     "Samples",
     "Subset",
     "Table",
@@ -44,12 +50,15 @@ __all__ = [
     "check_missing",
     "check_numbers",
     "chunk_steps",
+    "costs_of",
     "join_samples",
     "leaves_of",
+    "lengths_of",
     "open_part",
     "places_in",
     "read_array",
     "replace_leaves",
+    "run_lengths",
     "select_subset",
     "split_by_step",
 ]

@@ -1,0 +1,118 @@
+"""Parts of long values: rows of an array, frames of a video, samples of a sound; of a lazy field only their bytes are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shardstream.codecs.arrays import NpyLayout, read_npy_layout
+from shardstream.codecs.audio import Audio
+from shardstream.codecs.optional import import_extra
+from shardstream.codecs.video import Video
+from shardstream.codecs.video_readers import RangedFile
+
+_HEADER_BYTES = 1 << 16  # of a .npy file, at most
+_WHAT = "an array, a tensor, a list, a decoded sound or video, or a lazy field of a .npy, wav or flac file"
+
+
+def length_of(value: Any) -> int:
+    """Return the number of elements of a value, of which `part_of` returns some.
+
+    Raises:
+        TypeError: If it has none.
+        ValueError: If a file is damaged.
+    """
+    if isinstance(value, Audio):
+        return int(value.samples.shape[-1])
+    if isinstance(value, RangedFile):
+        layout = _npy_layout(value)
+        if layout is not None:
+            return layout[0].shape[0]
+        with _sound_file(value) as file:
+            return int(file.frames)
+    if (
+        isinstance(value, bytes | str)
+        or getattr(value, "shape", None) == ()
+        or not hasattr(value, "__len__")
+    ):
+        raise TypeError(
+            f"a {type(value).__name__} has no parts: {_WHAT} has; decode the field first"
+        )
+    return len(value)
+
+
+def part_of(value: Any, start: int, stop: int) -> Any:
+    """Return the elements of a value from ``start`` to before ``stop``, as a copy.
+
+    Args:
+        value: An array or tensor, shape (n, ...); a list; a `Video`; an `Audio`, shape (C, n); or a file whose parts can be read.
+        start: First element.
+        stop: Element after the last one.
+
+    Returns:
+        An array, shape (stop - start, ...); of a video its frames, shape (stop - start, H, W, 3), uint8; of a sound an `Audio`,
+        shape (C, stop - start).
+
+    Raises:
+        TypeError: If the value has no parts.
+        ValueError: If a file is damaged.
+    """
+    if isinstance(value, Audio):
+        return value._replace(samples=_copy(value.samples[..., start:stop]))
+    if isinstance(value, Video):
+        return value.frames(range(start, stop))
+    if isinstance(value, RangedFile):
+        return _part_of_file(value, start, stop)
+    length_of(value)
+    return _copy(value[start:stop])
+
+
+def _copy(part: Any) -> Any:
+    """Return a part that shares no memory with the whole: steps may change it."""
+    if isinstance(part, np.ndarray):
+        return part.copy()
+    return part.clone() if hasattr(part, "clone") else part
+
+
+def _part_of_file(file: RangedFile, start: int, stop: int) -> Any:
+    layout = _npy_layout(file)
+    if layout is None:
+        with _sound_file(file) as sound:
+            sound.seek(start)
+            samples = sound.read(stop - start, dtype="float32", always_2d=True)
+            return Audio(np.ascontiguousarray(samples.T), sound.samplerate)
+    (shape, dtype, order, _), first = layout
+    if order == "F" and len(shape) > 1:
+        raise ValueError(
+            "the array is stored by columns, so its rows are not together; store it in C order, or decode it whole"
+        )
+    row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    data = file[first + start * row : first + stop * row]
+    if len(data) != (stop - start) * row:
+        raise ValueError(
+            f"the array is cut short: rows {start} to {stop} of {shape[0]} are missing"
+        )
+    return np.frombuffer(bytearray(data), dtype).reshape(stop - start, *shape[1:])
+
+
+def _npy_layout(file: RangedFile) -> tuple[NpyLayout, int] | None:
+    """Return the layout of a .npy file and where its data begin; None for other files."""
+    head = file[:_HEADER_BYTES]
+    if not head.startswith(b"\x93NUMPY"):
+        return None
+    layout, first = read_npy_layout(head)
+    if not layout.shape:
+        raise TypeError(f"an array of one number has no parts: {_WHAT} has")
+    return layout, first
+
+
+def _sound_file(file: RangedFile) -> Any:
+    soundfile = import_extra("soundfile", extra="audio", purpose="reading parts of sound")
+    source = file.open()
+    try:
+        return soundfile.SoundFile(source)
+    except soundfile.LibsndfileError as error:
+        raise TypeError(
+            f"this file has no parts that can be read: {_WHAT} has; decode the field first"
+        ) from error

@@ -1,0 +1,252 @@
+"""A source whose items are rows, made of parts of samples: of sequences packed to one length, of windows, of batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from shardstream.errors import OptionError, SampleError
+from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_source import IndexedSource, SamplesSource
+from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixIndexedSource
+from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.runner import ItemStage, Moved, Runner, Step
+from shardstream.pipeline.stage import State
+from shardstream.pipeline.step_signatures import describe
+from shardstream.pipeline.weighted_source import WeightedSource
+from shardstream.samples import RowItem, RowSamples
+
+_IMMUTABLE = (str, bytes, int, float, bool, type(None))
+
+
+class RowMaker(Protocol):
+    """Makes a row of the samples of its parts; a frozen dataclass, picklable."""
+
+    is_batch: ClassVar[bool]
+    """Whether a row is a batch, which a loader with ``batch_size=None`` yields as it is."""
+
+    def length_of(self, sample: Any) -> int | None:
+        """Return the length of a sample, to be compared with the one that rows were planned with; None to compare nothing.
+
+        Raises:
+            Exception: If the sample cannot be a part of a row.
+        """
+
+    def make(self, parts: Sequence[RowPart]) -> Any:
+        """Return the row of some parts, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """A part of a sample in a row.
+
+    Args:
+        sample: The sample, after the steps before.
+        start: First element of the part.
+        stop: Element after the last one; -1 for the end of the sample.
+        is_shared: Whether another part has the same sample.
+    """
+
+    sample: Any
+    start: int
+    stop: int
+    is_shared: bool = False
+
+    def value(self, field: str) -> Any:
+        """Return the value of a field of the sample, of its own if another part has the sample, too: steps may change it."""
+        value = self.sample[field]
+        if not self.is_shared or isinstance(value, _IMMUTABLE):
+            return value
+        return copy.deepcopy(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSource(SamplesSource):
+    """Rows that are made of the samples of a pipeline.
+
+    Args:
+        samples: The rows.
+        shuffle: As in `SamplesSource`, like the next three; sizes of the order count rows.
+        seed: As in `SamplesSource`.
+        options: As in `SamplesSource`.
+        reading: As in `SamplesSource`.
+        part: The samples, with the steps that they pass before they become parts.
+        maker: Makes a row of its parts.
+    """
+
+    samples: RowSamples
+    part: Pipeline
+    maker: RowMaker
+
+    @property
+    def yields_batches(self) -> bool:
+        """Whether an item is a batch."""
+        return self.maker.is_batch
+
+    @property
+    def differs_by_epoch(self) -> bool:
+        """Whether epochs are known to differ."""
+        return self.is_new_each_epoch or self.shuffle or self.part.differs_by_epoch
+
+    @property
+    def is_new_each_epoch(self) -> bool:
+        """Whether rows have other parts in each epoch."""
+        return self.samples.plan.is_new_each_epoch
+
+    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
+        """Return the batches of an epoch."""
+        if not self.is_new_each_epoch:
+            return EpochPlan(order, epoch)
+        return CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
+
+    def number_of(self, number: int) -> None:
+        """Return None: the number may count rows, or the samples in them."""
+
+    def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:
+        """Return the steps of the samples, and what makes rows of them."""
+        return _RowSteps(self, self.part.open_runner(epoch, skips), skips)
+
+    def describe(self, *, steps: bool) -> State:
+        """Return how rows are made, which must equal that of a state."""
+        return {"rows": {"made by": describe(self.maker), "of": self.part.describe(steps=steps)}}
+
+
+def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) -> Pipeline:
+    """Return a pipeline whose items are rows of the samples of another.
+
+    Args:
+        pipeline: The samples and their steps.
+        plan: The parts of each row.
+        maker: Makes a row of its parts.
+        step: Name of the step, for errors.
+
+    Raises:
+        OptionError: If there are no rows.
+    """
+    source = rowable_source(pipeline, step)
+    if not len(plan):
+        raise OptionError(f"{step}: {plan.summary}, so there is nothing to read")
+    rows = RowSource(
+        samples=RowSamples(source.samples, plan),
+        shuffle=source.shuffle,
+        seed=source.seed,
+        options=source.options,
+        reading=source.reading,
+        part=pipeline,
+        maker=maker,
+    )
+    return Pipeline(source=rows, on_error=pipeline.on_error)
+
+
+def rowable_source(pipeline: Pipeline, step: str) -> IndexedSource:
+    """Return the source of a pipeline of whose samples rows can be planned.
+
+    Raises:
+        OptionError: If its samples have no numbers, are drawn anew in each epoch, or are batches already.
+    """
+    if not isinstance(pipeline.source, IndexedSource):
+        raise OptionError(
+            f"{step} plans by the numbers of samples, but these shards are read without an index; run 'shardstream index' on their folder",
+            shard=pipeline.source.place()[1],
+        )
+    for name, stage in zip(pipeline.steps, pipeline.stages, strict=True):
+        if not isinstance(stage, ItemStage):
+            raise OptionError(
+                f"{step} plans by the numbers of samples, but the step {name.partition('(')[0]} changes how many there are; put it after {step}"
+            )
+    source = pipeline.source
+    drawn = isinstance(source, WeightedSource)
+    if isinstance(source, MixIndexedSource):
+        drawn = source.recipe.weights is not None
+    if drawn:
+        raise OptionError(
+            f"{step} plans rows of all samples, but weights draw them anew in each epoch; use {step} on each dataset, and mix these by weights"
+        )
+    return source
+
+
+class _RowSteps:
+    """The steps of the samples of rows, each sample once in a call, and what makes rows of them."""
+
+    def __init__(self, source: RowSource, runner: Runner, skips: SkipTracker) -> None:
+        self._maker, self._runner, self._skips = source.maker, runner, skips
+        self._rows, self._lengths = source.samples, source.samples.plan.lengths
+
+    @property
+    def decode_s(self) -> float:
+        return self._runner.decode_s
+
+    def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
+        numbered = [self._numbers(*one) for one in zip(items, numbers, strict=True)]
+        raw = {
+            number: sample
+            for item, own in zip(items, numbered, strict=True)
+            for number, sample in zip(own, item.samples, strict=True)
+        }
+        kept, kept_numbers = self._runner(list(raw.values()), list(raw))
+        samples = dict(zip(kept_numbers, kept, strict=True))
+        for number in kept_numbers:
+            try:
+                self._check(samples[number], number)
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                self._skips.skip_or_raise(error, samples.pop(number), number)
+        rows, row_numbers, used = list[Any](), list[int](), set[int]()
+        for item, own, row_number in zip(items, numbered, numbers, strict=True):
+            parts = _parts(item, own, samples, used)
+            try:
+                if parts:
+                    rows.append(self._maker.make(parts))
+                    row_numbers.append(row_number)
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                self._skips.skip_or_raise(error, parts[0].sample)
+        return rows, row_numbers
+
+    def apply(self, item: Any, number: int, /) -> Any:
+        samples, numbers = dict[int, Any](), self._numbers(item, number)
+        for own, sample in zip(numbers, item.samples, strict=True):
+            if isinstance(sample, Exception):
+                raise sample
+            samples[own] = self._runner.apply(sample, own)
+            self._check(samples[own], own)
+        return self._maker.make(_parts(item, numbers, samples, set()))
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _numbers(self, item: RowItem, row_number: int) -> list[int]:
+        """Return the numbers of the samples of a row; those of a copy of the row are copies, with random numbers of their own."""
+        first = row_number // len(self._rows) * len(self._rows.whole)
+        return [first + number for number in item.numbers]
+
+    def _check(self, sample: Any, number: int) -> None:
+        """Check that a sample is as long as its rows were planned.
+
+        Raises:
+            SampleError: If it is not: rows would be cut, or lack some of it.
+        """
+        length = self._maker.length_of(sample)
+        if length is None or self._lengths is None:
+            return
+        planned = int(self._lengths[number % len(self._rows.whole)])
+        if length != planned:
+            raise SampleError(
+                f"the sample has {length} elements, but lengths= says {planned}, by which rows were planned; are the columns older than the "
+                "shards, or does a step change the length? (shardstream index --columns writes them again)",
+                shard=sample.get("__url__"),
+                key=sample.get("__key__"),
+            )
+
+
+def _parts(
+    item: RowItem, numbers: Sequence[int], samples: dict[int, Any], used: set[int]
+) -> list[RowPart]:
+    """Return the parts of a row, without those of bad samples; adds the numbers of their samples to ``used``."""
+    parts = list[RowPart]()
+    for number, start, stop in zip(numbers, item.starts, item.stops, strict=True):
+        if number in samples:
+            parts.append(RowPart(samples[number], start, stop, is_shared=number in used))
+            used.add(number)
+    return parts

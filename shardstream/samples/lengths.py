@@ -1,0 +1,146 @@
+"""Numbers of all samples that rows are planned with: lengths, costs, and runs of samples that belong together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import OptionError, plural
+from shardstream.samples.base import Numbers, Samples
+from shardstream.samples.subset import read_array
+
+Lengths = str | os.PathLike[str] | Sequence[float] | npt.NDArray[Any]
+"""The name of a column, the path or URL of a ``.npy`` file, or one number for each sample."""
+Floats = npt.NDArray[np.float64]
+CostFunction = Callable[[Floats], Any]
+"""Numbers of samples, shape (n,), to their costs, of the same shape."""
+
+_HOW = "shardstream index URL --columns n=npy.len writes a column n of lengths"
+
+
+def lengths_of(samples: Samples, given: Lengths, option: str) -> Numbers:
+    """Return the length of each sample, shape (n,), int64, at least 0.
+
+    Args:
+        samples: The samples.
+        given: As `Lengths`.
+        option: Name of the option, for errors.
+
+    Raises:
+        OptionError: If there is no such column, or a number is missing, negative, or no whole number; or there are too many or too few.
+        StorageError: If columns or file cannot be read.
+    """
+    found = _values(samples, given, option)
+    if found.dtype.kind not in "iu":
+        whole = np.rint(found)
+        _check(samples, option, found, found == whole, "lengths are whole numbers")
+        found = whole
+    _check(samples, option, found, found >= 0, "lengths are at least 0")
+    return found.astype(np.int64)
+
+
+def costs_of(
+    samples: Samples, given: Lengths, option: str, cost: CostFunction | None = None
+) -> Floats:
+    """Return the cost of each sample, shape (n,), float64, finite and at least 0.
+
+    Args:
+        samples: The samples.
+        given: As `Lengths`.
+        option: Name of the option, for errors.
+        cost: Function of these numbers to costs; None takes the numbers.
+
+    Raises:
+        OptionError: As `lengths_of`, or if the function returns another shape, or costs that are negative or not finite.
+        StorageError: If columns or file cannot be read.
+    """
+    found = _values(samples, given, option).astype(np.float64)
+    if cost is not None:
+        result = np.asarray(cost(found))
+        if result.shape != found.shape or result.dtype.kind not in "biuf":
+            raise OptionError(
+                f"the cost function returned {result.dtype} of shape {result.shape} for an array of shape {found.shape}; return one number for each"
+            )
+        found = result.astype(np.float64)
+    _check(
+        samples, option, found, np.isfinite(found) & (found >= 0), "costs are finite, at least 0"
+    )
+    return found
+
+
+def run_lengths(samples: Samples, name: str) -> Numbers:
+    """Return the number of samples of each run, shape (runs,): samples that follow each other with one value in a column.
+
+    Raises:
+        OptionError: If there is no such column, a sample has no value, or samples of one value do not follow each other.
+        StorageError: If the columns cannot be read.
+    """
+    column = samples.read_columns([name])[name]
+    if column.null_count:
+        raise OptionError(
+            f"group: {plural(column.null_count, 'sample')} without a value in the column {name!r}",
+            shard=samples.url_of(0),
+        )
+    encoded = column.combine_chunks().dictionary_encode()
+    codes = encoded.indices.to_numpy()
+    starts = np.flatnonzero(np.diff(codes, prepend=-1))
+    seen, counts = np.unique(codes[starts], return_counts=True)
+    if (counts > 1).any():
+        value = encoded.dictionary[int(seen[counts > 1][0])].as_py()
+        raise OptionError(
+            f"group: samples with {value!r} in the column {name!r} do not follow each other, as those of {plural(int((counts > 1).sum()), 'group')} in "
+            "all; pack them in order, without shuffle (with subset= in the order of its numbers)",
+            shard=samples.url_of(0),
+        )
+    lengths: Numbers = np.diff(np.append(starts, len(codes)))
+    return lengths
+
+
+def _values(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]:
+    """Return one number for each sample, shape (n,)."""
+    found: npt.NDArray[Any]
+    if isinstance(given, str) and not given.endswith(".npy"):
+        column = samples.read_columns([given])[given]
+        if column.null_count:
+            number = int(np.flatnonzero(column.is_null().to_numpy())[0])
+            raise OptionError(
+                f"{option}: sample {number} has no value in the column {given!r}, as {plural(column.null_count, 'sample')} in all; {_HOW}",
+                shard=samples.place_of(number)[0],
+            )
+        found = column.to_numpy()
+    elif isinstance(given, str | os.PathLike):
+        found = read_array(os.fspath(given), samples, f"{option} takes a .npy file of numbers")
+    else:
+        try:
+            found = np.asarray(given)
+        except ValueError as error:  # nested lists of different lengths
+            raise OptionError(f"{option} takes one list of numbers: {error}") from error
+    if found.ndim != 1 or found.dtype.kind not in "biuf":
+        raise OptionError(
+            f"{option} takes the name of a column or one number for each sample, not {found.dtype} of shape {found.shape}; {_HOW}"
+        )
+    if len(found) != len(samples):
+        raise OptionError(
+            f"{option} has {plural(len(found), 'number')}, but there are {plural(len(samples), 'sample')}; give one for each"
+        )
+    return found
+
+
+def _check(
+    samples: Samples,
+    option: str,
+    found: npt.NDArray[Any],
+    is_valid: npt.NDArray[np.bool_],
+    expected: str,
+) -> None:
+    if is_valid.all():
+        return
+    number = int(is_valid.argmin())
+    raise OptionError(
+        f"{option}: sample {number} has {found[number]}, as {plural(int((~is_valid).sum()), 'sample')} in all has a wrong number; {expected}",
+        shard=samples.place_of(number)[0],
+    )

@@ -1,0 +1,145 @@
+"""Rows that are made of parts of other samples, such as sequences packed to one length, windows, or batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardstream.errors import plural
+from shardstream.format import Rows
+from shardstream.order import RowParts, RowPlan
+from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
+from shardstream.samples.view import View, ViewFetcher
+
+
+class RowItem(NamedTuple):
+    """The parts of a row, as they were read.
+
+    Args:
+        samples: The sample of each part, or its error.
+        numbers: Number of each sample.
+        starts: First element of each part in its sample.
+        stops: Element after the last one; -1 for the end of the sample.
+    """
+
+    samples: list[Any]
+    numbers: list[int]
+    starts: list[int]
+    stops: list[int]
+
+
+class RowSamples(View):
+    """Rows as samples: row i consists of the parts of other samples that a plan says.
+
+    Args:
+        whole: The other samples.
+        plan: The parts of each row.
+    """
+
+    def __init__(self, whole: Samples, plan: RowPlan) -> None:
+        super().__init__([whole])
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    @property
+    def whole(self) -> Samples:
+        """The samples that rows are made of."""
+        return self.inner[0]
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of the samples of all rows, those in several rows counted as often."""
+        return int(self.whole.mean_bytes * max(self.plan.num_parts, len(self)))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset, and with the parts of any row."""
+        digest = hashlib.sha256(f"rows {self.whole.fingerprint} {self.plan.fingerprint}\n".encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Those of the samples."""
+        return self.whole.fields
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        return f"{self.plan.summary} in {plural(self.num_shards, 'shard')}"
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return zeros, and the number of the first sample of each row."""
+        parts = self.plan.parts(numbers)
+        return np.zeros_like(numbers), parts.numbers[parts.firsts]
+
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
+        """Return the numbers of the samples of some rows, each once, shape (m,)."""
+        return np.unique(self.plan.parts(numbers).numbers)
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Return the bytes of the samples of each row, shape (n,)."""
+        parts = self.plan.parts(numbers)
+        if not len(numbers):
+            return numbers
+        return np.add.reduceat(self.whole.sizes(parts.numbers), parts.firsts)
+
+    def column_names(self) -> list[str]:
+        """Return no names: columns are those of samples."""
+        return []
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> Any:
+        """Refuse to read columns: those of the samples are not those of rows.
+
+        Raises:
+            OptionError: Always.
+        """
+        return Samples.read_columns(self, names, scans=scans)
+
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        """Open a fetcher of the samples, which returns a `RowItem` for each row."""
+        return _RowFetcher(self, [1.0], upcoming, options or FetchOptions())
+
+
+class _RowFetcher(ViewFetcher):
+    """Read the samples of rows; the item of a row is a `RowItem`."""
+
+    # Those of a view whose samples are those of another would return samples.
+    read, find = Fetcher.read, Fetcher.find
+
+    def __init__(
+        self,
+        rows: RowSamples,
+        weights: Sequence[float],
+        upcoming: Iterable[Numbers] | None,
+        options: FetchOptions,
+    ) -> None:
+        super().__init__(rows, weights, upcoming, options)
+        self._rows = rows
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests for the samples of rows, each once; return a function that waits for them."""
+        parts = self._rows.plan.parts(numbers)
+        unique, places = np.unique(parts.numbers, return_inverse=True)
+        return partial(_items, parts, places.tolist(), self.fetchers[0].request(unique))
+
+
+def _items(parts: RowParts, places: list[int], wait: Callable[[], Rows]) -> list[Any]:
+    return list(_split(parts, places, list(wait())))
+
+
+def _split(parts: RowParts, places: list[int], samples: Sequence[Any]) -> Iterator[RowItem]:
+    numbers, starts, stops = parts.numbers.tolist(), parts.starts.tolist(), parts.stops.tolist()
+    first = 0
+    for count in parts.counts.tolist():
+        mine = slice(first, first + count)
+        found = [samples[place] for place in places[mine]]
+        yield RowItem(found, numbers[mine], starts[mine], stops[mine])
+        first += count
