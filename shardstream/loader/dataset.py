@@ -123,9 +123,14 @@ class StreamDataset(StreamSteps, SplitDataset):
         """The samples by number, without the steps, for views over them and `CatalogDataset`.
 
         Raises:
-            OptionError: If the shards are read without an index.
+            OptionError: If the shards are read without an index, or the items are rows, which are nothing without their steps.
         """
-        return numbered_source(self.pipeline.source).samples
+        source = numbered_source(self.pipeline.source)
+        if source.yields_rows:
+            raise OptionError(
+                "rows are made of parts of samples when they are read, so they are no samples of other datasets; join, choose and weight the samples before"
+            )
+        return source.samples
 
     @property
     def classes(self) -> tuple[str, ...] | None:

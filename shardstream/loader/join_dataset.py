@@ -115,7 +115,7 @@ def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSour
     numbered = numbered_source(source)
     if not isinstance(numbered, SamplesSource):
         raise OptionError(
-            "a mix cannot be joined, as its datasets may have steps; join each dataset, then mix"
+            "a mix or rows cannot be joined, as their samples may have steps; join the datasets before"
         )
     return numbered
 

@@ -28,6 +28,7 @@ from shardstream.pipeline import (
     KeepFields,
     MapDict,
     OpenFields,
+    OrderedSource,
     Pipeline,
     Records,
     Rename,
@@ -86,7 +87,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
         self._epoch = SharedNumbers(epoch, 0)  # and the number of `set_epoch` calls
         # Datasets of a mix, and the samples of rows, may have steps of their own.
-        draws = type(source) is not SamplesSource or any(map(_may_draw, pipeline.stages))
+        draws = not isinstance(source, SamplesSource) or any(map(_may_draw, pipeline.stages))
         self._reads = _new_counters(len(source.samples)) if draws else None
         self._parent_placement = Placement()  # of the process that spawned this one
 
@@ -279,7 +280,7 @@ def _numbered_source(pipeline: Pipeline) -> IndexedSource:
                 f"the step {step.partition('(')[0]} changes the number of items, so these have no numbers; leave it out, or choose samples with "
                 "where= or subset="
             )
-    return replace(source, shuffle=False) if isinstance(source, SamplesSource) else source
+    return replace(source, shuffle=False) if isinstance(source, OrderedSource) else source
 
 
 def _may_draw(stage: Stage) -> bool:

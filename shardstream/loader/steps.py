@@ -345,7 +345,7 @@ class StreamSteps(ItemSteps):
             packing: "best_fit", the default with ``lengths``; "concat", the default without: all sequences one after the other, cut into rows;
                 "first_fit", without ``lengths`` only: whole sequences into the first of some open rows.
             long: For "best_fit": what happens to a sequence longer than a row: "split" into several rows, "cut" after one row, or "error".
-            keep: Fields whose values a row has as lists, one value for each sequence: pictures, keys (``"__key__"``). Needs ``lengths``.
+            keep: Fields whose values a row has as lists, one value for each sequence: pictures, keys (of ``"__key__"``, as ``__keys__``). Needs ``lengths``.
             labels: Add labels that do not cross documents. Needs ``lengths``.
             repack: For "best_fit": sequences meet others in each epoch, of the same neighbouring samples.
             pad: Token that fills up rows.

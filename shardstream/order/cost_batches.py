@@ -58,6 +58,8 @@ class CostBatches(GroupedRows):
         seed: int = 0,
     ) -> None:
         max_cost = limits.max_cost
+        if not max_cost > 0:
+            raise OptionError(f"max_cost must be above 0, not {max_cost}")
         too_much = costs > max_cost
         if too_much.any():
             number = int(too_much.argmax())

@@ -25,6 +25,7 @@ from shardstream.pipeline.group_batch import GroupBatched
 from shardstream.pipeline.indexed_source import (
     IndexedRun,
     IndexedSource,
+    OrderedSource,
     SamplesSource,
     default_partition,
     group_by_window,
@@ -125,6 +126,7 @@ __all__ = [
     "OnError",
     "OpenFields",
     "OrderOptions",
+    "OrderedSource",
     "PackSequences",
     "PackedRows",
     "Packing",

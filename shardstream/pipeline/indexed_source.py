@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -56,6 +56,11 @@ class IndexedSource(Source):
     """Options of their order."""
     reading: ReadOptions
     """Options of prefetching."""
+
+    @property
+    def yields_rows(self) -> bool:
+        """Whether items are made of parts of samples."""
+        return False
 
     @property
     def yields_batches(self) -> bool:
@@ -167,11 +172,11 @@ def numbered_source(source: Source) -> IndexedSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplesSource(IndexedSource):
-    """One dataset.
+class OrderedSource(IndexedSource):
+    """Samples, or rows of them, in an order of their own.
 
     Args:
-        samples: Samples of the dataset.
+        samples: All samples.
         shuffle: Use a different order in each epoch.
         seed: Seed of the order.
         options: Options of the order.
@@ -209,13 +214,18 @@ class SamplesSource(IndexedSource):
         """Return the batches of an epoch."""
         return EpochPlan(order, epoch)
 
-    def restrict_to(self, numbers: Ints) -> SamplesSource:
+    def restrict_to(self, numbers: Ints) -> Self:
         """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
         return replace(self, samples=self.samples.restrict_to(numbers))
 
-    def with_options(self, **changes: Any) -> SamplesSource:
+    def with_options(self, **changes: Any) -> Self:
         """Return the same source with other options of the order."""
         return replace(self, options=replace(self.options, **changes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesSource(OrderedSource):
+    """The samples of one dataset, as they are stored."""
 
 
 def default_microbatch(nsamples: int, readers: int) -> int:

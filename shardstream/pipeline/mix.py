@@ -182,6 +182,11 @@ class MixIndexedSource(IndexedSource):
         return any(source.is_new_each_epoch for source in self.sources)
 
     @property
+    def yields_rows(self) -> bool:
+        """Whether items of a part are made of parts of samples."""
+        return any(source.yields_rows for source in self.sources)
+
+    @property
     def yields_batches(self) -> bool:
         """Whether an item of each part is a batch."""
         return all(source.yields_batches for source in self.sources)

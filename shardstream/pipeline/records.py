@@ -10,6 +10,7 @@ from shardstream.pipeline.fields import OpenFields
 from shardstream.pipeline.indexed_source import SamplesSource
 from shardstream.pipeline.map import MapTuple, Select, ToTuple
 from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.row_source import RowSource
 from shardstream.pipeline.runner import ItemStage
 from shardstream.pipeline.sequential_source import SequentialSource
 from shardstream.pipeline.stage import Stage
@@ -54,6 +55,8 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
         raise _refusal(
             "these shards are read without an index", "run 'shardstream index' on their folder"
         )
+    if isinstance(source, RowSource):
+        raise _refusal("rows are made of parts of samples when they are read", "write the samples")
     if not isinstance(source, SamplesSource):
         raise _refusal(
             "a mix has no order of its own",

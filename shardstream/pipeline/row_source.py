@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 from shardstream.errors import OptionError, SampleError
 from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedSource, SamplesSource
+from shardstream.pipeline.indexed_source import IndexedSource, OrderedSource
 from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixIndexedSource
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import ItemStage, Moved, Runner, Step
@@ -64,15 +64,15 @@ class RowPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSource(SamplesSource):
+class RowSource(OrderedSource):
     """Rows that are made of the samples of a pipeline.
 
     Args:
         samples: The rows.
-        shuffle: As in `SamplesSource`, like the next three; sizes of the order count rows.
-        seed: As in `SamplesSource`.
-        options: As in `SamplesSource`.
-        reading: As in `SamplesSource`.
+        shuffle: As in `OrderedSource`, like the next three; sizes of the order count rows.
+        seed: As in `OrderedSource`.
+        options: As in `OrderedSource`.
+        reading: As in `OrderedSource`.
         part: The samples, with the steps that they pass before they become parts.
         maker: Makes a row of its parts.
     """
@@ -80,6 +80,11 @@ class RowSource(SamplesSource):
     samples: RowSamples
     part: Pipeline
     maker: RowMaker
+
+    @property
+    def yields_rows(self) -> bool:
+        """Whether items are made of parts of samples: yes."""
+        return True
 
     @property
     def yields_batches(self) -> bool:

@@ -200,12 +200,12 @@ class PackedRows:
     """Makes rows of sequences whose lengths were known when the rows were planned (see `BestFitRows`, `ConcatRows`).
 
     A row is a dict: each field, shape (length, ...), filled up with ``pad`` (others with 0); ``segments`` and ``positions`` as in
-    `PackSequences`, of which `cu_seqlens` computes what attention of variable length takes.
+    `PackSequences`, of which `cu_seqlens` computes what attention of variable length takes; ``__key__`` and ``__url__`` are those of its first sample.
 
     Args:
         fields: Fields that are packed, with one length in each sample, shape (n, ...); the first one has whole numbers, shape (n,).
         length: Tokens of a row.
-        keep: Other fields: the row has a list of their values, one for each sequence.
+        keep: Other fields: the row has a list of their values, one for each sequence; those of ``__key__`` are ``__keys__``.
         labels: Whether to add ``labels``, shape (length,), int64: the tokens of the first field, but -100 for padding and the first token of
             each sequence, so that no loss crosses documents (as in transformers' ``DataCollatorWithFlattening``).
         pad: Token that fills up the first field.
@@ -239,14 +239,14 @@ class PackedRows:
 
     def make(self, parts: Sequence[RowPart]) -> Sample:
         """Return the row of some sequences, or of pieces of them."""
-        row: Sample = {}
+        row: Sample = {name: parts[0].sample.get(name) for name in ("__key__", "__url__")}
         if self.fields:
             first = self.fields[0]
             pieces = [
                 (tokens_of(part.sample, first)[part.start : part.stop], part.start)
                 for part in parts
             ]
-            row = make_row(pieces, first, self.length, self.pad)
+            row |= make_row(pieces, first, self.length, self.pad)
             row |= {name: self._joined(parts, name) for name in self.fields[1:]}
             if self.labels:
                 is_first = np.diff(row["segments"], prepend=0) != 0
@@ -254,7 +254,9 @@ class PackedRows:
                     is_first | (row["segments"] == 0), IGNORED, row[first].astype(np.int64)
                 )
         for name in self.keep:
-            row[name] = [part.value(find_field(name, part.sample, _STEP)) for part in parts]
+            row[f"{name[:-2]}s__" if name.startswith("__") else name] = [
+                part.value(find_field(name, part.sample, _STEP)) for part in parts
+            ]
         return row
 
     def _joined(self, parts: Sequence[RowPart], names: str) -> np.ndarray[Any, Any]:

@@ -65,8 +65,8 @@ class RowSamples(View):
 
     @property
     def fields(self) -> tuple[str, ...] | None:
-        """Those of the samples."""
-        return self.whole.fields
+        """None: those of rows are known when they are made."""
+        return None
 
     @property
     def summary(self) -> str:

@@ -21,7 +21,7 @@ from shardstream.order import (
 from shardstream.pipeline import (
     IndexedSource,
     MixIndexedSource,
-    SamplesSource,
+    OrderedSource,
     check_state,
     data_identity,
 )
@@ -145,7 +145,7 @@ class Training:
 
     def _with_order(self, source: IndexedSource) -> IndexedSource:
         source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
-        if isinstance(source, SamplesSource):
+        if isinstance(source, OrderedSource):
             return replace(source, seed=self.seed, shuffle=self.shuffle)
         assert isinstance(source, MixIndexedSource)  # noqa: S101  (there are no others)
         if not self.shuffle:

@@ -562,7 +562,7 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(parts["captions"], weighted)
     with pytest.raises(OptionError, match="leaves out 12 samples that weights= counts"):
         ss.join(weighted, parts["some"], missing="drop")
-    with pytest.raises(OptionError, match="a mix cannot be joined"):
+    with pytest.raises(OptionError, match="a mix or rows cannot be joined"):
         ss.join(images, ss.mix([images]))
     with pytest.raises(OptionError, match=r"not a MapDataset; ss.join\(a, b, c\)"):
         ss.join(images, images.by_number())  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_rows_hold_each_token_once_with_documents_and_positions(tokens: str) -> 
         documents = row["npy"][real] // 1000
         assert (row["npy"][real] % 1000 == row["positions"][real]).all()
         assert (row["mask.npy"][real] == documents[:, None] % 2).all()
-        keys = [row["__key__"][segment - 1] for segment in row["segments"][real]]
+        keys = [row["__keys__"][segment - 1] for segment in row["segments"][real]]
         assert [int(key) for key in keys] == documents.tolist()
         is_first = np.diff(row["segments"], prepend=0) != 0
         assert (row["labels"] == np.where(is_first | ~real, -100, row["npy"])).all()
@@ -327,7 +328,7 @@ def test_bad_documents_are_skipped_and_their_rows_are_shorter(tokens: str) -> No
         "npy", 64, lengths=wrong, keep="__key__"
     )
     loader = ss.ShardLoader(dataset, batch_size=4, collate_fn=list)
-    keys = {key for batch in loader for row in batch for key in row["__key__"]}
+    keys = {key for batch in loader for row in batch for key in row["__keys__"]}
     assert keys == {f"{number:04d}" for number in range(N) if number != 5}
     assert [one.key for one in loader.bad_samples] == ["0005"]
 
@@ -377,6 +378,22 @@ def test_what_cannot_be_planned_is_refused(tokens: str) -> None:
     rows = opened(tokens).pack_sequences("npy", 64, lengths=LENGTHS)
     with pytest.raises(OptionError, match="no columns"):
         rows.windows(size=2, group="episode")
+
+
+def test_rows_are_no_samples_of_other_datasets(tokens: str, tmp_path: Path) -> None:
+    rows = opened(tokens).pack_sequences("npy", 64, lengths=LENGTHS)
+    with pytest.raises(OptionError, match="rows are made of parts of samples"):
+        ss.loader.CatalogDataset(rows.samples)
+    with pytest.raises(OptionError, match="a mix or rows cannot be joined"):
+        ss.join(rows, opened(tokens))
+    with pytest.raises(OptionError, match="rows are made of parts of samples"):
+        ss.reshard(rows, tmp_path / "rows")
+
+
+@pytest.mark.parametrize("max_cost", [0, -1, float("nan")])
+def test_maximum_of_a_batch_is_above_0(tokens: str, max_cost: float) -> None:
+    with pytest.raises(OptionError, match="max_cost must be above 0"):
+        opened(tokens).batch_by_cost(LENGTHS, max_cost)
 
 
 def test_a_state_of_other_rows_is_refused(tokens: str) -> None:
