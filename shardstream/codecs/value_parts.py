@@ -12,7 +12,7 @@ from shardstream.codecs.optional import import_extra
 from shardstream.codecs.video import Video
 from shardstream.codecs.video_readers import RangedFile
 
-_HEADER_BYTES = 1 << 16  # of a .npy file, at most
+_BLOCK_BYTES = 1 << 14  # a part may be much smaller than what other readers fetch at once
 _WHAT = "an array, a tensor, a list, a decoded sound or video, or a lazy field of a .npy, wav or flac file"
 
 
@@ -98,7 +98,8 @@ def _part_of_file(file: RangedFile, start: int, stop: int) -> Any:
 
 def _npy_layout(file: RangedFile) -> tuple[NpyLayout, int] | None:
     """Return the layout of a .npy file and where its data begin; None for other files."""
-    head = file[:_HEADER_BYTES]
+    file.block_bytes = _BLOCK_BYTES
+    head = file[:_BLOCK_BYTES]
     if not head.startswith(b"\x93NUMPY"):
         return None
     layout, first = read_npy_layout(head)

@@ -74,6 +74,8 @@ class RangedFile(Sliceable, Protocol):
 
     failure: Exception | None
     """The last error of a read, until it is set to None."""
+    block_bytes: int
+    """Bytes that are read at once, at least."""
 
     def read(self) -> bytes:
         """Return all bytes."""

@@ -19,7 +19,7 @@ from shardstream.storage.store import Storage
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_BLOCK_BYTES, _BLOCKS_KEPT = 1 << 20, 32  # of each file
+_BLOCK_BYTES, _KEPT_BYTES = 1 << 20, 32 << 20  # of each file
 _MARKER_BYTES = 16
 _PLACE = struct.Struct("<8Q")
 
@@ -75,7 +75,7 @@ class FieldFile:
     """The bytes of a field, as a file: ``len(file)``, ``file[:100]``, ``file.read()``, ``file.open()``.
 
     ``lazy=`` of a dataset puts it in the place of the bytes. It reads ranges of the shard when they are used, in the process that uses
-    them, in blocks of 1 MiB of which it keeps up to 32. Picklable, without these blocks; for one thread at a time. Errors are those of the storage: not those of
+    them, in blocks of 1 MiB, those that follow each other in one request, and keeps up to 32 MiB. Picklable, without these blocks; for one thread at a time. Errors are those of the storage: not those of
     a bad sample. A replaced shard is noticed, but for one of equal layout on a store that sends no versions.
 
     Args:
@@ -88,6 +88,18 @@ class FieldFile:
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self.failure: Exception | None = None
         """The last error of a read, until it is set to None: libraries that read an open file may hide it."""
+        self._block_bytes = _BLOCK_BYTES
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block; setting it to less forgets what was read, and reads less around small parts."""
+        return self._block_bytes
+
+    @block_bytes.setter
+    def block_bytes(self, size: int) -> None:
+        if size != self._block_bytes:
+            self._block_bytes = size
+            self._blocks.clear()
 
     @classmethod
     def in_shard(cls, storage: Storage, url: str, key: str, field: str, place: FieldPlace) -> Self:
@@ -131,12 +143,13 @@ class FieldFile:
             raise ValueError("bytes of a FieldFile are read with step 1")
         if self._data is not None:
             return self._data[start:end]
-        blocks = range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)) if end > start else range(0)
-        if len(blocks) > _BLOCKS_KEPT:
-            self._block(0)  # checks the shard
+        size = self._block_bytes
+        blocks = range(start // size, -(-end // size)) if end > start else range(0)
+        if len(blocks) * size > _KEPT_BYTES:
+            self._load(range(1))  # checks the shard
             return self._fetch(self._place.start + start, self._place.start + end)
-        data = b"".join(map(self._block, blocks))
-        first = blocks.start * _BLOCK_BYTES
+        data = b"".join(self._load(blocks))
+        first = blocks.start * size
         return data[start - first : end - first]
 
     def __repr__(self) -> str:
@@ -160,27 +173,34 @@ class FieldFile:
 
     def open(self) -> io.BufferedReader:
         """Return a binary file that reads and seeks, for libraries that take one."""
-        return io.BufferedReader(_RawFieldFile(self), 1 << 16)
+        return io.BufferedReader(_RawFieldFile(self), min(self._block_bytes, 1 << 16))
 
-    def _block(self, number: int) -> bytes:
-        if number in self._blocks:
-            self._blocks.move_to_end(number)
-            return self._blocks[number]
-        place = self._place
-        start = place.start + number * _BLOCK_BYTES
-        end = min(start + _BLOCK_BYTES, place.start + place.size)
-        if number == 0:
-            headers = self._fetch(place.header, end)
-            self._check_name(headers)
-            block = headers[place.start - place.header :]
-        else:
-            if not self._blocks:
-                self._block(0)
-            block = self._fetch(start, end)
-        self._blocks[number] = block
-        if len(self._blocks) > _BLOCKS_KEPT:
+    def _load(self, blocks: range) -> list[bytes]:
+        """Return blocks that follow each other, those that are missing by one request."""
+        missing, size, place = (
+            [n for n in blocks if n not in self._blocks],
+            self._block_bytes,
+            self._place,
+        )
+        if missing:
+            first, last = missing[0], missing[-1]
+            if first and not self._blocks:
+                self._load(range(1))
+            begin = place.start + first * size if first else place.header
+            data = self._fetch(
+                begin, min(place.start + (last + 1) * size, place.start + place.size)
+            )
+            if not first:
+                self._check_name(data)
+                data = data[place.start - place.header :]
+            for n in range(first, last + 1):
+                self._blocks[n] = data[(n - first) * size : (n - first + 1) * size]
+        found = [self._blocks[n] for n in blocks]
+        for n in blocks:
+            self._blocks.move_to_end(n)
+        while len(self._blocks) * size > _KEPT_BYTES:
             self._blocks.popitem(last=False)
-        return block
+        return found
 
     def _fetch(self, start: int, end: int) -> bytes:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
@@ -307,6 +308,44 @@ def test_a_clip_fetches_its_part_of_a_video(
             sound.samples, ss.codecs.Video(long_video, library).audio().samples
         )
         remote.read_bytes = 0
+
+
+def test_windows_of_lazy_fields_read_their_parts_only(
+    remote: CountingFileSystem, long_video: bytes
+) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 99, (4000, 5, 11)).astype(np.int64) for _ in range(2)]
+    sounds = [rng.uniform(-1, 1, (400_000, 2)).astype(np.float32) for _ in range(2)]
+    with ss.ShardWriter("/long", filesystem=remote) as writer:
+        for number, (array, sound) in enumerate(zip(arrays, sounds, strict=True)):
+            file = io.BytesIO()
+            soundfile.write(file, sound, 16_000, format="WAV", subtype="FLOAT")
+            writer.write(
+                {"__key__": f"{number}", "npy": array, "wav": file.getvalue(), "mp4": long_video}
+            )
+    ss.index("/long", members=True, filesystem=remote)
+    options = ss.ReadOptions(filesystem=remote, lazy=["npy", "wav", "mp4"])
+    dataset = ss.ShardDataset("/long", read=options)
+    remote.read_bytes = 0
+    for window in dataset.windows("npy", size=100, stride=1300, lengths=[4000, 4000]):
+        start = window["__start__"]
+        expected = arrays[int(window["__key__"])][start : start + 100]
+        np.testing.assert_array_equal(window["npy"], expected)
+        window["npy"] += 1  # it is a copy
+    assert remote.read_bytes < 8 * (100 * 440 + 60_000)
+    remote.read_bytes = 0
+    for window in dataset.windows("wav", size=8000, stride=130_000, lengths=[400_000, 400_000]):
+        start = window["__start__"]
+        samples = sounds[int(window["__key__"])][start : start + 8000].T
+        np.testing.assert_array_equal(window["wav"].samples, samples)
+    assert remote.read_bytes < 8 * (8000 * 8 + 100_000)
+    remote.read_bytes = 0
+    clips = dataset.decode("video").windows("mp4", size=4, stride=30, lengths=[60, 60])
+    whole = ss.codecs.Video(long_video)
+    for window in clips:
+        start = window["__start__"]
+        np.testing.assert_array_equal(window["mp4"], whole.frames(range(start, start + 4)))
+    assert remote.read_bytes < len(clips) * 0.6 * len(long_video)
 
 
 @WITH_FFMPEG
