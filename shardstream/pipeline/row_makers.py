@@ -27,6 +27,7 @@ class Windows:
 
     fields: tuple[str, ...]
     is_batch: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = False
 
     def length_of(self, sample: Any) -> int | None:
         """Return the length of the fields of a sample.
@@ -77,6 +78,7 @@ class SampleWindows:
     """
 
     is_batch: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = True
 
     def length_of(self, sample: Any) -> int | None:
         """Return the samples as they are: None.
@@ -127,6 +129,7 @@ class Batches:
     name: str | None = None
     version: int | str | None = None
     is_batch: ClassVar[bool] = True
+    needs_all: ClassVar[bool] = False
 
     def length_of(self, sample: Any) -> int | None:  # noqa: ARG002
         """Return None: samples are taken whole."""

@@ -27,6 +27,8 @@ class RowMaker(Protocol):
 
     is_batch: ClassVar[bool]
     """Whether a row is a batch, which a loader with ``batch_size=None`` yields as it is."""
+    needs_all: ClassVar[bool]
+    """Whether a row without one of its parts is left out, as the bad sample is: else it is made of the others."""
 
     def length_of(self, sample: Any) -> int | None:
         """Return the length of a sample, to be compared with the one that rows were planned with; None to compare nothing.
@@ -201,10 +203,11 @@ class _RowSteps:
         rows, row_numbers, used = list[Any](), list[int](), set[int]()
         for item, own, row_number in zip(items, numbered, numbers, strict=True):
             parts = _parts(item, own, samples, used)
+            if not parts or (self._maker.needs_all and len(parts) < len(own)):
+                continue
             try:
-                if parts:
-                    rows.append(self._maker.make(parts))
-                    row_numbers.append(row_number)
+                rows.append(self._maker.make(parts))
+                row_numbers.append(row_number)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, parts[0].sample)
         return rows, row_numbers

@@ -219,6 +219,7 @@ class PackedRows:
     pad: int = 0
     long: Long = "split"
     is_batch: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = False
 
     def length_of(self, sample: Any) -> int | None:
         """Return the length of the sequences of a sample; None if no field is packed.

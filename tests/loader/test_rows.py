@@ -333,6 +333,21 @@ def test_bad_documents_are_skipped_and_their_rows_are_shorter(tokens: str) -> No
     assert [one.key for one in loader.bad_samples] == ["0005"]
 
 
+def _refuse_30(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["__key__"] == "0030":
+        raise ValueError("bad")
+    return sample
+
+
+def test_windows_with_a_bad_sample_are_left_out(tokens: str) -> None:
+    dataset = opened(tokens, on_error="skip", fields=("json",)).map(_refuse_30)
+    windows = dataset.windows(size=3, stride=1, group="episode", drop_last=True)
+    keys = [window["__key__"] for window in windows]
+    assert {len(window["json"]) for window in windows} == {3}
+    assert len(keys) == len(windows) - 3
+    assert not {"0028", "0029", "0030"} & set(keys)
+
+
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
