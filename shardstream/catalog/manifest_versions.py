@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, plural
 from shardstream.format import Manifest, ShardInfo
-from shardstream.storage import FileInfo, PagedShards, Storage, join_url, parent_url, read_manifest
+from shardstream.storage import FileInfo, LazyShards, Storage, join_url, parent_url, read_manifest
 
 _ATTEMPTS = 4
 _RETRY_S = 5.0  # short, because training with all data in the cache must not stop for a server that is down
@@ -23,25 +23,25 @@ def check_manifests(
     shards: Sequence[ShardInfo],
     storage: Storage,
     *,
-    are_paged: bool,
+    are_lazy: bool,
 ) -> None:
     """Check that the remote manifests of a dataset still list its shards; warn if a server does not respond.
 
-    Shards that were added to a manifest are ignored. Local manifests are not read, except those in pages: local shards are compared
-    by their file versions, which those of a manifest in pages have from their first use only.
+    Shards that were added to a manifest are ignored. Local manifests are not read, except binary ones: local shards are compared
+    by their file versions, which those of a binary manifest have from their first use only.
 
     Args:
         digests: URL of each manifest -> the SHA-256 of its bytes when the dataset was opened.
         shards: Shards of the dataset when it was opened.
         storage: Storage of the manifests.
-        are_paged: Whether they are those of a manifest in pages, or some of them.
+        are_lazy: Whether they are `LazyShards`, or some of them.
 
     Raises:
         ChangedError: If a manifest is missing, or its entry for a shard has changed.
     """
     reading = storage.uncached(max_retry_s=_RETRY_S)
     for url, old_digest in digests.items():
-        if storage.local_path(url) is not None and not are_paged:
+        if storage.local_path(url) is not None and not are_lazy:
             continue
         try:
             manifest = _read_changed(url, old_digest, reading)
@@ -88,12 +88,12 @@ def _read_changed(url: str, old_digest: str, storage: Storage) -> Manifest | Non
 
 def _find_change(shards: Sequence[ShardInfo], manifest: Manifest, folder: str) -> str | None:
     """Describe how the shards under a folder differ from a manifest; shards that never had an entry have no sha256."""
-    if isinstance(shards, PagedShards) and isinstance(manifest.shards, PagedShards):
+    if isinstance(shards, LazyShards) and isinstance(manifest.shards, LazyShards):
         same = shards.has_same_beginning(manifest.shards)
         return None if same else "its manifest lists other shards"
     # Those in the folder, and those of others whose indexes are in it.
     mine = [shard for shard in shards if shard.index_url.startswith(f"{folder}/")]
-    if isinstance(manifest.shards, PagedShards):
+    if isinstance(manifest.shards, LazyShards):
         found = manifest.shards.find_names(shard.url.rpartition("/")[2] for shard in mine)
         named = {shard.url: shard for shard in found.values()}
     else:

@@ -39,10 +39,10 @@ from shardstream.storage import (
     AdaptiveLimit,
     FieldPlaces,
     FileVersions,
+    LazyShards,
     LocalPaths,
     LocatedShards,
     MmapPool,
-    PagedShards,
     Storage,
     check_map,
     checksum_of_shards,
@@ -68,7 +68,7 @@ _lock = new_lock()  # guards the kept offsets of all catalogs
 class ShardCatalog(Catalog):
     """Samples of tar shards by number (0 to n - 1, in the order of the shards).
 
-    Counts are known when the catalog is opened, or those of a page of a large manifest when one of its shards is needed. The offsets of a
+    Counts are known when the catalog is opened, or those of a large manifest when one of the shards is needed. The offsets of a
     shard are read at the first access, of a large one in chunks of 8,192 samples, and the least recently used are evicted. Picklable
     and thread-safe.
 
@@ -98,13 +98,13 @@ class ShardCatalog(Catalog):
         self._scanned: dict[int, Offsets] = {}
         self._manifests = located.manifests
         self._fields = located.fields
-        self._are_paged = isinstance(located.shards, PagedShards)  # also where some were chosen
+        self._are_lazy = isinstance(located.shards, LazyShards)  # also where some were chosen
         self.shards: Sequence[ShardInfo]
-        if isinstance(located.shards, PagedShards):
+        if isinstance(located.shards, LazyShards):
             self.shards = located.shards
             self.is_local = storage.local_path(located.shards.manifest_url) is not None
             self._files = FileVersions(LocalPaths(located.shards, storage))
-            self._nsamples = located.shards.nsamples
+            self._nsamples = located.shards.manifest.nsamples
         else:
             paths = [  # the URL's own object where it is the path: it is pickled once
                 shard.url if (path := storage.local_path(shard.url)) == shard.url else path
@@ -150,7 +150,7 @@ class ShardCatalog(Catalog):
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
-        if isinstance(self.shards, PagedShards):
+        if isinstance(self.shards, LazyShards):
             return self.shards.manifest.total_bytes
         return sum([shard.filesize or 0 for shard in self.shards])
 
@@ -181,7 +181,7 @@ class ShardCatalog(Catalog):
         part.__dict__["total_bytes"] = self.total_bytes
         part.shards = tuple([self.shards[shard] for shard in kept])
         # Nothing is compared with it then, but by `check_manifests`.
-        if self.is_local and self._verified_reader is None and not self._are_paged:
+        if self.is_local and self._verified_reader is None and not self._are_lazy:
             part.shards = tuple([replace(shard, sha256=None) for shard in part.shards])
         part._files = self._files.restrict_to(kept)
         places = {shard: place for place, shard in enumerate(kept)}
@@ -195,7 +195,7 @@ class ShardCatalog(Catalog):
 
     def first_samples(self, shards: Sequence[int]) -> Numbers:
         """Return the number of the first sample of each shard, shape (n,)."""
-        if isinstance(self.shards, PagedShards):
+        if isinstance(self.shards, LazyShards):
             return self.shards.first_samples(shards)
         firsts: Numbers = self._firsts[shards]
         return firsts
@@ -250,7 +250,7 @@ class ShardCatalog(Catalog):
             ChangedError: If the dataset was replaced.
         """
         if self._manifests:
-            check_manifests(self._manifests, self.shards, self._storage, are_paged=self._are_paged)
+            check_manifests(self._manifests, self.shards, self._storage, are_lazy=self._are_lazy)
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
@@ -384,7 +384,7 @@ class ShardCatalog(Catalog):
 
     def _find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """Return the shard of each sample, and the sample's number in it."""
-        if isinstance(self.shards, PagedShards):
+        if isinstance(self.shards, LazyShards):
             return self.shards.find_samples(numbers)
         shards = np.searchsorted(self._firsts, numbers, side="right") - 1
         return shards, numbers - self._firsts[shards]
@@ -540,7 +540,7 @@ def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
 
 def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
     """Return the first shard that can only be read sequentially; None if all can be read by number."""
-    if isinstance(located.shards, PagedShards):
+    if isinstance(located.shards, LazyShards):
         return None
     for shard in located.shards:
         if is_compressed(shard.url):

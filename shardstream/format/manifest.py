@@ -1,8 +1,8 @@
 """Encode and decode the manifest ``index.json``: shards with their counts, sizes and checksums.
 
 The format is ``wids-shard-index-v1`` of WebDataset's "wids" with additional keys (`version`, `fields`,
-`total_bytes`, and for a shard its `sha256`, and `index` where that is not next to it), so each library reads the files of the other. A manifest of many shards is written in
-pages (see `manifest_pages`), which wids does not read.
+`total_bytes`, and for a shard its `sha256`, and `index` where that is not next to it), so each library reads the files of the other.
+wids does not read the manifest of many shards (see `binary_manifest`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardstream.errors import ManifestError
-from shardstream.format.manifest_pages import (
-    PAGED_KIND,
-    PagedManifest,
-    can_be_paged,
-    decode_paged,
-    encode_pages,
+from shardstream.format.binary_manifest import (
+    BINARY_KIND,
+    BinaryManifest,
+    can_be_binary,
+    decode_binary,
+    encode_binary,
 )
 from shardstream.format.names import find_repeated, is_name
 from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo
@@ -27,6 +27,8 @@ from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo
 MANIFEST_NAME = "index.json"
 KIND = "wids-shard-index-v1"
 VERSION = 1
+_REMEDY = "run 'shardstream index' to write it again"
+_KEYS = ("url", "nsamples", "filesize", "sha256", "index")  # of a shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,30 +59,20 @@ class Manifest:
 def encode_manifest_files(manifest: Manifest) -> dict[str, bytes]:
     """Return the files of a manifest by name, in the order in which to write them: ``index.json`` last.
 
-    A manifest of over `MAX_LISTED_SHARDS` shards is written in pages, if they are all in its folder and their counts are known.
+    A manifest of over `MAX_LISTED_SHARDS` shards has a file of records, if they are all in its folder and their counts are known.
     """
-    if not can_be_paged(manifest.shards):
+    if not can_be_binary(manifest.shards):
         return {MANIFEST_NAME: encode_manifest(manifest)}
-    document, name, pages = encode_pages(
+    document, name, records = encode_binary(
         manifest.shards, name=manifest.name, fields=manifest.fields
     )
-    return {name: pages, MANIFEST_NAME: _encode(document)}
+    return {name: records, MANIFEST_NAME: _encode(document)}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of an ``index.json`` that lists all shards; equal manifests give equal bytes."""
     shardlist = [
-        {
-            key: value
-            for key, value in (
-                ("url", shard.url),
-                ("nsamples", shard.nsamples),
-                ("filesize", shard.filesize),
-                ("sha256", shard.sha256),
-                ("index", shard.index),
-            )
-            if value is not None
-        }
+        {key: value for key in _KEYS if (value := getattr(shard, key)) is not None}
         for shard in manifest.shards
     ]
     document = {
@@ -96,7 +88,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return _encode(document)
 
 
-def decode_manifest(data: bytes, *, url: str) -> Manifest | PagedManifest:
+def decode_manifest(data: bytes, *, url: str) -> Manifest | BinaryManifest:
     """Read the bytes of an ``index.json``.
 
     Raises:
@@ -105,85 +97,65 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest | PagedManifest:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(
-            f"not JSON: {error}", remedy="run 'shardstream index' to write it again", shard=url
-        ) from error
-    if not isinstance(document, dict) or document.get("__kind__") not in (KIND, PAGED_KIND):
+        raise _invalid(f"not JSON: {error}", url) from error
+    if not isinstance(document, dict) or document.get("__kind__") not in (KIND, BINARY_KIND):
         found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
-        raise ManifestError(
+        raise _invalid(
             f"not a manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}",
-            remedy="name the tars themselves, or run 'shardstream index'",
-            shard=url,
+            url,
+            "name the tars themselves, or run 'shardstream index'",
         )
     for keyword, known in (("wids_version", 1), ("version", VERSION)):
         if document.get(keyword, known) != known:
-            raise ManifestError(
+            raise _invalid(
                 f"{keyword} is {reprlib.repr(document[keyword])}, this shardstream reads {known}",
-                remedy="upgrade shardstream, or run 'shardstream index' to write it again",
-                shard=url,
+                url,
+                "upgrade shardstream, or run 'shardstream index' to write it again",
             )
-    if document["__kind__"] == PAGED_KIND:
-        return decode_paged(document, url=url)
-    shardlist, fields = document.get("shardlist"), document.get("fields", {})
-    if (
-        not isinstance(shardlist, list)
-        or not isinstance(fields, dict)
-        or not all(type(count) is int for count in fields.values())
-    ):
-        raise ManifestError(
-            "'shardlist' must be a list and 'fields' a mapping to counts",
-            remedy="run 'shardstream index'",
-            shard=url,
-        )
+    fields, name = document.setdefault("fields", {}), document.get("name", "")
+    if not isinstance(fields, dict) or not set(map(type, fields.values())) <= {int}:
+        raise _invalid("'fields' must be a mapping to counts", url)
+    document["name"] = name = name if isinstance(name, str) else ""
+    if document["__kind__"] == BINARY_KIND:
+        try:
+            return decode_binary(document)
+        except (KeyError, TypeError, ValueError) as error:
+            raise _invalid(f"wrong or incomplete: {error}", url) from error
+    return Manifest(shards=_decode_shards(document, url), name=name, fields=fields)
+
+
+def _decode_shards(document: Mapping[str, Any], url: str) -> tuple[ShardInfo, ...]:
+    shardlist = document.get("shardlist")
+    if not isinstance(shardlist, list):
+        raise _invalid("'shardlist' must be a list", url)
     shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
     repeated = find_repeated(shard.url.removeprefix("./") for shard in shards)
     if repeated is not None:
-        raise ManifestError(
-            f"the shard {repeated} is listed twice, so its samples would be read twice",
-            remedy="run 'shardstream index' to write the manifest again",
-            shard=url,
+        raise _invalid(
+            f"the shard {repeated} is listed twice, so its samples would be read twice", url
         )
     for what in ("nsamples", "filesize"):
         if sum(getattr(shard, what) or 0 for shard in shards) >= COUNT_LIMIT:
-            raise ManifestError(
-                f"the sum of {what} is over the limit of {COUNT_LIMIT}",
-                remedy="run 'shardstream index'",
-                shard=url,
-            )
-    name = document.get("name", "")
-    return Manifest(shards=shards, name=name if isinstance(name, str) else "", fields=fields)
+            raise _invalid(f"the sum of {what} is over the limit of {COUNT_LIMIT}", url)
+    return shards
 
 
 def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
-    if (
-        not isinstance(entry, dict)
-        or not isinstance(entry.get("url"), str)
-        or not is_name(entry["url"])
-    ):
-        raise ManifestError(
-            f"a shard without a 'url': {reprlib.repr(entry)}",
-            remedy="run 'shardstream index'",
-            shard=url,
-        )
-    counts = {key: entry.get(key) for key in ("nsamples", "filesize")}
-    for key, value in counts.items():
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < COUNT_LIMIT
-        ):
-            raise ManifestError(
-                f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}",
-                remedy="run 'shardstream index'",
-                shard=url,
-            )
-    texts = {key: entry.get(key) for key in ("sha256", "index")}
-    for key, value in texts.items():
-        if value is not None and not (isinstance(value, str) and is_name(value)):
-            raise ManifestError(
-                f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}",
-                remedy="run 'shardstream index'",
-                shard=url,
-            )
-    return ShardInfo(url=entry["url"], **texts, **counts)
+    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
+        raise _invalid(f"a shard without a 'url': {reprlib.repr(entry)}", url)
+    values: dict[str, Any] = {key: entry.get(key) for key in _KEYS}
+    for key, value in values.items():
+        if key in ("nsamples", "filesize"):
+            is_valid = type(value) is int and 0 <= value < COUNT_LIMIT
+        else:
+            is_valid = isinstance(value, str) and is_name(value)
+        if value is not None and not is_valid:
+            raise _invalid(f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}", url)
+    return ShardInfo(**values)
+
+
+def _invalid(message: str, url: str, remedy: str = _REMEDY) -> ManifestError:
+    return ManifestError(message, remedy=remedy, shard=url)
 
 
 def _encode(document: Mapping[str, Any]) -> bytes:

@@ -19,7 +19,7 @@ from shardstream.format import (
     ShardInfo,
     encode_index,
     encode_member_index,
-    is_pages_name,
+    is_records_name,
 )
 from shardstream.packing.job.claim import locked
 from shardstream.packing.job.destination import shard_of
@@ -290,7 +290,7 @@ def _check_all_unchanged(tars: Sequence[FileInfo], storage: Storage) -> None:
 
 
 def _publish(output: OutputFolder, manifest: Manifest, present: Mapping[str, FileInfo]) -> None:
-    """Write the manifest, and delete the pages of an earlier one among the files that were present.
+    """Write the manifest, and delete the records of an earlier one among the files that were present.
 
     Raises:
         StorageError: If a pack or writer has begun since these were listed; stores have no locks.
@@ -312,7 +312,7 @@ def _half_written(present: Iterable[str], tars: Sequence[FileInfo]) -> Iterator[
     names = {_name(tar.url) for tar in tars}
     for name in present:
         final = final_name(name) or ""
-        is_manifest = final == MANIFEST_NAME or is_pages_name(final)
+        is_manifest = final == MANIFEST_NAME or is_records_name(final)
         if is_manifest or (final not in names and shard_of(final) in names):
             yield name
 

@@ -36,7 +36,7 @@ from shardstream.format import (
     decode_index,
     decode_member_index,
     encode_member_index,
-    is_pages_name,
+    is_records_name,
     iter_groups,
     iter_members,
 )
@@ -58,8 +58,8 @@ from shardstream.packing.shards.shard_scan import (
     scan_shards,
 )
 from shardstream.storage import (
+    LazyShards,
     LocatedShards,
-    PagedShards,
     Storage,
     Urls,
     absolute_urls,
@@ -364,8 +364,8 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
     if located.manifest_url is None:
         return
     known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
-    if isinstance(located.shards, PagedShards):
-        known.add(located.shards.manifest.pages_name)
+    if isinstance(located.shards, LazyShards):
+        known.add(located.shards.manifest.records)
     for file in storage.list_folder(parent_url(located.manifest_url))[0]:
         name = file.url.rsplit("/", 1)[-1]
         what, remedy = "", "delete it when no writer is running"
@@ -373,9 +373,9 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
             what = "a half-written file of a killed writer"
         elif is_journal(name):
             what = "the journal of a pack or ShardWriter that is running, or was stopped after it had published"
-        elif is_pages_name(name) and name not in known:
+        elif is_records_name(name) and name not in known:
             what = (
-                f"pages of a manifest that {MANIFEST_NAME} does not name, left by a killed writer"
+                f"records of a manifest that {MANIFEST_NAME} does not name, left by a killed writer"
             )
         elif is_tar(name) and name not in known:
             what = f"not in {MANIFEST_NAME}, so readers of the folder do not see it"

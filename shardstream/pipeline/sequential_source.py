@@ -26,9 +26,9 @@ from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.storage import (
     FileVersions,
+    LazyShards,
     LocalPaths,
     LocatedShards,
-    PagedShards,
     RangeStream,
     Storage,
     checksum_of_shards,
@@ -90,7 +90,7 @@ def open_sequential_source(
     located: LocatedShards, storage: Storage, *, shuffle: bool, seed: int
 ) -> SequentialSource:
     """Return a source of shards, and record the current versions of local ones."""
-    if isinstance(located.shards, PagedShards):
+    if isinstance(located.shards, LazyShards):
         files = FileVersions(LocalPaths(located.shards, storage))
     else:
         files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
@@ -156,8 +156,8 @@ class SequentialRun:
                 self._skips.skip_or_raise(error)
             self._place, self._taken, self._offset = self._place + 1, 0, 0
         source = self._source
-        are_paged = isinstance(source.shards, PagedShards)
-        check_manifests(source.manifests, source.shards, source.storage, are_paged=are_paged)
+        are_lazy = isinstance(source.shards, LazyShards)
+        check_manifests(source.manifests, source.shards, source.storage, are_lazy=are_lazy)
 
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)

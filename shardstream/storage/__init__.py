@@ -30,6 +30,12 @@ from shardstream.storage.discover import (
 from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.lazy_shards import (
+    LazyShards,
+    LocalPaths,
+    checksum_of_shards,
+    fingerprint_of_shards,
+)
 from shardstream.storage.listing import (
     FileList,
     FileRows,
@@ -57,12 +63,6 @@ from shardstream.storage.output_folder import (
     commit_all,
     open_output_folder,
     output_folder_in,
-)
-from shardstream.storage.paged_shards import (
-    LocalPaths,
-    PagedShards,
-    checksum_of_shards,
-    fingerprint_of_shards,
 )
 from shardstream.storage.publish import (
     JOURNAL_NAME,
@@ -124,13 +124,13 @@ __all__ = [
     "FileRows",
     "FileVersion",
     "FileVersions",
+    "LazyShards",
     "ListedFile",
     "LocalFolder",
     "LocalPaths",
     "LocatedShards",
     "MmapPool",
     "OutputFolder",
-    "PagedShards",
     "PendingFile",
     "RangeResponse",
     "RangeStream",

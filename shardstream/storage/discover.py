@@ -24,15 +24,13 @@ from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     OFFSET_BYTES,
-    PAGED_KIND,
     Manifest,
     ShardInfo,
     decode_manifest,
     find_repeated,
     num_samples,
 )
-from shardstream.storage.local_files import read_range
-from shardstream.storage.paged_shards import PagedShards
+from shardstream.storage.lazy_shards import LazyShards
 from shardstream.storage.publish import JOURNAL_NAME, check_finished
 from shardstream.storage.store import FileInfo, Storage
 from shardstream.storage.url_globs import explain_web_folder, is_glob
@@ -52,7 +50,6 @@ from shardstream.storage.urls import (
 _log = get_logger(__name__)
 # Limits of the indexes that are read with the manifest; workers read further or larger ones themselves.
 INDEXES, INDEXES_BYTES = 48, 1 << 20
-_KIND_BYTES = 256  # of index.json, which begins with its kind
 _SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _SMALL_MANIFEST_BYTES = 64 << 20
@@ -71,8 +68,8 @@ class LocatedShards:
     """The shards of a dataset.
 
     Args:
-        shards: Shards with absolute URLs; counts and sizes if a manifest, an index or a listing has them. Those of a manifest in
-            pages are read when they are needed.
+        shards: Shards with absolute URLs; counts and sizes if a manifest, an index or a listing has them. Many of
+            one manifest are read when they are needed.
         manifest_url: URL of the manifest that lists all shards, if there is one.
         manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
         indexed: Contains the URLs of the shards that have an ``.idx`` file.
@@ -90,13 +87,13 @@ class LocatedShards:
     @property
     def folders(self) -> tuple[str, ...]:
         """URLs of the folders of the shards, in order."""
-        if isinstance(self.shards, PagedShards):
+        if isinstance(self.shards, LazyShards):
             return (self.shards.folder,)
         return tuple(dict.fromkeys(parent_url(shard.url) for shard in self.shards))
 
 
 class AllIndexed(Container[str]):
-    """Contains all shards: a manifest in pages lists shards with indexes only."""
+    """Contains all shards: a binary manifest lists shards with indexes only."""
 
     def __contains__(self, url: object) -> bool:
         return True
@@ -197,7 +194,7 @@ def _decoded(data: bytes, url: str, storage: Storage) -> tuple[Manifest, str]:
     digest = hashlib.sha256(data).hexdigest()
     manifest = decode_manifest(data, url=url)
     if not isinstance(manifest, Manifest):
-        shards = PagedShards(manifest, url, storage)  # their names are relative
+        shards = LazyShards(manifest, url, storage)  # their names are relative
         return Manifest(shards=shards, name=manifest.name, fields=manifest.fields), digest
     if "://" in url:  # a manifest on this machine may name anything
         indexes = [shard.index for shard in manifest.shards if shard.index is not None]
@@ -242,14 +239,28 @@ def _from_manifest(
     """
     url = file.url
     manifest, digest = found or read_manifest(file, storage)
-    folder = parent_url(url)
-    if isinstance(manifest.shards, PagedShards):
-        return _in_pages(manifest, manifest.shards, digest)
-    if not manifest.shards:
+    shards = manifest.shards
+    indexed: Container[str] = AllIndexed()
+    if not isinstance(shards, LazyShards):
+        shards = tuple([_absolute(shard, parent_url(url)) for shard in shards])
+        indexed = _find_indexed(shards, url, storage, listed_files)
+    return LocatedShards(
+        shards=shards,
+        manifest_url=url,
+        manifests={url: digest},
+        indexed=indexed,
+        fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
+    )
+
+
+def _find_indexed(
+    shards: Sequence[ShardInfo], url: str, storage: Storage, listed_files: list[FileInfo] | None
+) -> frozenset[str]:
+    """Return the URLs of the shards that have an index, of those that the manifest at a URL lists."""
+    if not shards:
         raise StorageError(
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
         )
-    shards = [_absolute(shard, folder) for shard in manifest.shards]
     indexed: set[str] = set()
     folders = _by_folder(shards)
     if len(folders) > FOLDERS_LIMIT:
@@ -262,44 +273,24 @@ def _from_manifest(
             is_there = storage.exists(in_folder[0].index_url)
             indexed.update([shard.url for shard in in_folder] if is_there else ())
             continue
-        listed = (
-            storage.list_folder(one)[0] if listed_files is None or one != folder else listed_files
-        )
-        names = {file.url.rsplit("/", 1)[-1] for file in listed}
+        is_listed = listed_files is not None and one == parent_url(url)
+        listed = listed_files if is_listed else storage.list_folder(one)[0]
+        names = {file.url.rsplit("/", 1)[-1] for file in listed or ()}
         indexed.update(
             [shard.url for shard in in_folder if shard.index_url.rsplit("/", 1)[-1] in names]
         )
-    return LocatedShards(
-        shards=tuple(shards),
-        manifest_url=url,
-        manifests={url: digest},
-        indexed=frozenset(indexed),
-        fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
-    )
-
-
-def _in_pages(manifest: Manifest, shards: PagedShards, digest: str) -> LocatedShards:
-    return LocatedShards(
-        shards=shards,
-        manifest_url=shards.manifest_url,
-        manifests={shards.manifest_url: digest},
-        indexed=AllIndexed(),
-        fields=tuple(sorted(manifest.fields)) or None,
-    )
+    return frozenset(indexed)
 
 
 def _read_first(folder: str, storage: Storage) -> tuple[Manifest, str] | None:
-    """Read the manifest of a folder before the folder is listed, which takes long where there are pages; None if there is none."""
+    """Read the manifest of a folder before the folder is listed, which takes long where there are many shards; None if there is none."""
     url = join_url(folder, MANIFEST_NAME)
     path = storage.local_path(url)
-    if path is not None:  # listed as fast as read, but for pages
-        head = None
-        with suppress(OSError, ValueError):
-            head = read_range(path, 0, None, _KIND_BYTES)
-        if PAGED_KIND.encode() not in (head or b""):
-            return None
+    if path is not None and not os.path.exists(path):  # the folder may be a file
+        return None
     try:
-        return read_manifest(storage.info(url), storage)
+        file = storage.info(url) if path is None else FileInfo(url=url, size_or_none=None)
+        return read_manifest(file, storage)
     except (NotFoundError, AccessDeniedError):  # some servers refuse what is missing
         return None
 
@@ -311,8 +302,9 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     if data is None:
         return None
     manifest, digest = _decoded(data, url, storage)
-    if isinstance(manifest.shards, PagedShards):
-        return _in_pages(manifest, manifest.shards, digest)
+    if isinstance(manifest.shards, LazyShards):
+        file = FileInfo(url=url, size_or_none=None)
+        return _from_manifest(file, storage, found=(manifest, digest))
     shards = tuple(_absolute(one, folder) for one in manifest.shards)
     if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
@@ -338,11 +330,9 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if "://" in url and (located := _from_small_reads(url, storage)) is not None:
         return located
     found = _read_first(url, storage)
-    if found is not None and isinstance(found[0].shards, PagedShards):
-        return _in_pages(found[0], found[0].shards, found[1])
-    if found is not None and url.startswith(WEB):  # the folder need not be listed
-        manifest_file = FileInfo(url=join_url(url, MANIFEST_NAME), size_or_none=None)
-        return _from_manifest(manifest_file, storage, found=found)
+    if found is not None and (url.startswith(WEB) or isinstance(found[0].shards, LazyShards)):
+        file = FileInfo(url=join_url(url, MANIFEST_NAME), size_or_none=None)
+        return _from_manifest(file, storage, found=found)  # the folder need not be listed
     with explain_web_folder(url):
         files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
@@ -416,7 +406,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
             manifest, manifests[file.url] = read_manifest(file, storage)
             known = (
                 manifest.shards.find_names(names)
-                if isinstance(manifest.shards, PagedShards)
+                if isinstance(manifest.shards, LazyShards)
                 else {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
             )
             found |= {

@@ -23,7 +23,7 @@ from shardstream.display import (
 from shardstream.errors import OptionError, ShardStreamError, describe_error, get_logger, redact
 from shardstream.pipeline import BASIC, BadSample, IndexedSource, SamplesSource
 from shardstream.samples import Numbers
-from shardstream.storage import PagedShards
+from shardstream.storage import LazyShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
 from shardstream.viewer.epoch_view import Stored, Training, continued, read_state, view_epoch
 from shardstream.viewer.histograms import Histogram, histograms_of_samples, histograms_of_table
@@ -160,7 +160,7 @@ class Session:
 
     def _scan_hint(self) -> str:
         located = self.samples.located
-        if isinstance(located.shards, PagedShards) or located.manifest_url is not None:
+        if isinstance(located.shards, LazyShards) or located.manifest_url is not None:
             return ""
         if all(shard.url in located.indexed for shard in located.shards):
             return ""

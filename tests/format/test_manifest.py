@@ -121,7 +121,7 @@ def document(**changes: Any) -> bytes:
         (document(version=None), "version is None"),
         (document(shardlist=None), "'shardlist' must be a list"),
         (document(shardlist={}), "'shardlist' must be a list"),
-        (document(fields=[]), "'fields' a mapping"),
+        (document(fields=[]), "'fields' must be a mapping"),
         (document(shardlist=["a.tar"]), "a shard without a 'url': 'a.tar'"),
         (document(shardlist=[{}]), "a shard without a 'url'"),
         (document(shardlist=[{"url": 1}]), "a shard without a 'url'"),

@@ -171,7 +171,7 @@ def test_only_what_killed_writers_have_left_is_deleted_at_once(tmp_path: Path) -
             f"{name}{half}"
             for name in ("000000.tar", "000000.tar.idx", "index.json", "classes.json")
         ),
-        *(f"{name}{half}" for name in (JOURNAL_NAME, "index-pages-0123456789abcdef.jsonl")),
+        *(f"{name}{half}" for name in (JOURNAL_NAME, "shards-0123456789abcdef.npy")),
     ]
     kept = ["000000.tar", "a.txt", f"a.tar{half}", f"b.json{half}", "classes.json"]
     folder = fill(tmp_path / "out", journal="other job", files=[*gone, *kept])

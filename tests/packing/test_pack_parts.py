@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 import shardstream as ss
 from shardstream.errors import UnfinishedError
-from shardstream.format import is_pages_name
+from shardstream.format import is_records_name
 from shardstream.packing import assign_splits
 from shardstream.storage import JOURNAL_NAME, LocalFolder
 from shardstream.tasks import JSON, Task
@@ -883,12 +883,12 @@ def test_shard_that_is_replaced_before_its_keys_are_compared_is_an_error(tmp_pat
     assert not (tmp_path / "out" / "index.json").exists()
 
 
-def test_pages_of_a_replaced_manifest_are_deleted(
+def test_records_of_a_replaced_manifest_are_deleted(
     table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, is_pages_name, MAX_LISTED_SHARDS=2)
+    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=2)
     job: dict[str, Any] = {"fields": {"txt": "caption"}}
     ss.pack(table, tmp_path, max_samples=10, **job)
-    assert any(map(is_pages_name, files_of(tmp_path)))
+    assert any(map(is_records_name, files_of(tmp_path)))
     ss.pack(table, tmp_path, overwrite=True, **job)
     assert set(files_of(tmp_path)) == {"000000.tar", "000000.tar.idx", "index.json"}

@@ -116,7 +116,7 @@ class ManyShards(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         return {"name": path, "size": size, "type": "file"}
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """List the folder; asked for only where the manifest has no pages."""
+        """List the folder; asked for only where the manifest lists all shards."""
         names = [file.name for file in self._folder.iterdir()]
         shards = json.loads((self._folder / MANIFEST_NAME).read_text())["shardlist"]
         names += [f"{shard['url']}{suffix}" for shard in shards for suffix in ("", ".idx")]

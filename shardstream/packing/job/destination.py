@@ -20,7 +20,7 @@ from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     ShardInfo,
-    is_pages_name,
+    is_records_name,
 )
 from shardstream.packing.job.folder_state import (
     WRITER_TASK,
@@ -432,7 +432,7 @@ def is_half_written(name: str, names: ShardNames, extras: Container[str]) -> boo
     final = final_name(name)
     if final is None:
         return False
-    is_manifest = final == MANIFEST_NAME or is_pages_name(final)
+    is_manifest = final == MANIFEST_NAME or is_records_name(final)
     return names.is_ours(shard_of(final)) or is_journal(final) or is_manifest or final in extras
 
 

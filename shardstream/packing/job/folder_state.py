@@ -12,18 +12,24 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
-from shardstream.errors import ChangedError, ManifestError, NotFoundError, OptionError, StorageError
+from shardstream.errors import (
+    ChangedError,
+    IndexMismatchError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+)
 from shardstream.format import (
     MANIFEST_NAME,
     Manifest,
+    decode_all_shards,
     decode_manifest,
-    decode_pages,
     encode_manifest_files,
-    is_pages_name,
+    is_records_name,
 )
 from shardstream.storage import JOURNAL_NAME, OutputFolder, join_url
 
@@ -245,7 +251,7 @@ def read_listed(folder: OutputFolder, name: str) -> bytes:
 
 
 class ManifestFiles:
-    """The files of a new manifest: ``index.json``, and its pages if there are many shards.
+    """The files of a new manifest: ``index.json``, and its records if there are many shards.
 
     Args:
         folder: Folder of the dataset.
@@ -279,7 +285,7 @@ class ManifestFiles:
             return False
 
     def write(self) -> None:
-        """Write the files, then delete the pages of an earlier manifest.
+        """Write the files, then delete the records of an earlier manifest.
 
         Raises:
             StorageError: If another run has taken the folder over, or a file cannot be written; call `remove` then.
@@ -291,7 +297,7 @@ class ManifestFiles:
         # A run that took the folder in between has not seen the manifest, so it must not stay.
         self._check_owner()
         for name in self._before:
-            if is_pages_name(name) and name not in self._files:
+            if is_records_name(name) and name not in self._files:
                 self._folder.remove(name)
 
     def remove(self) -> None:
@@ -311,7 +317,7 @@ def read_old_manifest(folder: OutputFolder) -> Manifest:
         manifest = decode_manifest(folder.read(MANIFEST_NAME), url=url)
         if isinstance(manifest, Manifest):
             return manifest
-        shards = decode_pages(partial(folder.read, manifest.pages_name), manifest, url=url)
+        shards = decode_all_shards(folder.read(manifest.records), manifest, url=url)
         return Manifest(shards=shards, name=manifest.name, fields=manifest.fields)
-    except (ManifestError, NotFoundError):
+    except (IndexMismatchError, ManifestError, NotFoundError):
         return Manifest(shards=())

@@ -1,7 +1,8 @@
-"""Datasets of so many shards that their manifest is written in pages; here from four shards on, three in each page."""
+"""Datasets of so many shards that their manifest has a file of records; here from four shards on, three in each chunk."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import re
@@ -19,33 +20,30 @@ import shardstream as ss
 from shardstream.catalog import ShardCatalog, list_shards
 from shardstream.errors import ChangedError, ManifestError, OptionError, ShardStreamError
 from shardstream.format import (
+    BinaryManifest,
     Manifest,
-    ManifestPage,
-    PagedManifest,
+    Records,
     ShardInfo,
     decode_manifest,
-    decode_page,
     encode_manifest_files,
-    encode_page,
-    is_pages_name,
+    is_records_name,
 )
 from shardstream.storage import Storage, locate_shards, publish_bytes
+from tests.limits import set_limits
 from tests.small_datasets import flat, labels, loader, numbered, take
 
-PAGES = "shardstream.format.manifest_pages"
 COUNT = 100
 ARRAY = np.zeros((2, 3), dtype=np.int32)
 
 
 @pytest.fixture(autouse=True)
-def _few_shards_in_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{PAGES}.MAX_LISTED_SHARDS", 4)
-    monkeypatch.setattr(f"{PAGES}.PAGE_SHARDS", 3)
+def _few_shards_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=4, CHUNK_SHARDS=3)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def folder(request: pytest.FixtureRequest) -> str:
-    """URL of a dataset of 100 samples in 10 shards, with a manifest in pages."""
+    """URL of a dataset of 100 samples in 10 shards, with a binary manifest."""
     if request.param == "local":
         place = f"{request.getfixturevalue('tmp_path')}/data"
     elif request.param == "memory":
@@ -60,7 +58,7 @@ def files_of(folder: str) -> dict[str, bytes]:
     """Return the files of the manifest."""
     storage = Storage()
     names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(folder)[0]]
-    mine = [name for name in names if name == "index.json" or is_pages_name(name)]
+    mine = [name for name in names if name == "index.json" or is_records_name(name)]
     return {name: storage.read(f"{folder}/{name}") for name in mine}
 
 
@@ -69,11 +67,11 @@ def put(folder: str, files: dict[str, bytes]) -> None:
         publish_bytes(Storage(), f"{folder}/{name}", data)
 
 
-def unpaged(folder: Path) -> str:
+def listed_copy(folder: Path) -> str:
     """Return a copy of a local dataset whose manifest lists all shards."""
     copy = shutil.copytree(folder, folder.parent / "listed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{PAGES}.MAX_LISTED_SHARDS", 1000)
+        set_limits(patch, is_records_name, MAX_LISTED_SHARDS=1000)
         ss.index(str(copy))
     return str(copy)
 
@@ -87,21 +85,23 @@ def test_samples_are_those_of_the_dataset_in_any_order(folder: str) -> None:
 
 
 def test_order_and_state_are_those_of_a_manifest_that_lists_all_shards(tmp_path: Path) -> None:
-    paged = numbered(tmp_path / "data", COUNT, 10)
-    listed = unpaged(tmp_path / "data")
-    kinds = [json.loads(Path(one, "index.json").read_text())["__kind__"] for one in (paged, listed)]
-    assert kinds == ["shardstream-paged-index-v1", "wids-shard-index-v1"]
-    orders = [flat(labels(loader(one, shuffle=True, seed=3))) for one in (paged, listed)]
+    binary = numbered(tmp_path / "data", COUNT, 10)
+    listed = listed_copy(tmp_path / "data")
+    kinds = [
+        json.loads(Path(one, "index.json").read_text())["__kind__"] for one in (binary, listed)
+    ]
+    assert kinds == ["shardstream-binary-index-v1", "wids-shard-index-v1"]
+    orders = [flat(labels(loader(one, shuffle=True, seed=3))) for one in (binary, listed)]
     assert orders[0] == orders[1]
     reader = loader(listed, shuffle=True, seed=3)
     seen = flat(labels(take(reader, 4)))
-    resumed = loader(paged, shuffle=True, seed=3)
+    resumed = loader(binary, shuffle=True, seed=3)
     resumed.load_state_dict(reader.state_dict())
     assert seen + flat(labels(resumed)) == orders[0]
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_read_the_pages_that_they_need(folder: str, method: str) -> None:
+def test_workers_read_the_chunks_that_they_need(folder: str, method: str) -> None:
     if folder.startswith("memory:"):
         pytest.skip("only this process has the files")
     dataset = ss.ShardDataset(folder, shuffle=True).decode()
@@ -110,7 +110,7 @@ def test_workers_read_the_pages_that_they_need(folder: str, method: str) -> None
         assert sorted(flat(labels(reader))) == list(range(COUNT))
 
 
-def test_commands_read_a_manifest_in_pages(folder: str) -> None:
+def test_commands_read_a_binary_manifest(folder: str) -> None:
     assert ss.verify(folder).problems == ()
     listing = list_shards(folder)
     assert (len(listing.shards), listing.nsamples) == (10, COUNT)
@@ -149,7 +149,7 @@ def test_ranks_lists_and_mixes_read_all_samples(folder: str) -> None:
     assert sorted(flat(labels(ss.ShardLoader(mixed, 8)))) == sorted([*range(COUNT)] * 2)
 
 
-def test_verified_reads_compare_the_checksums_of_pages(tmp_path: Path) -> None:
+def test_verified_reads_compare_the_checksums_of_records(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
     assert flat(labels(loader(folder, verify="sha256"))) == list(range(COUNT))
     tar = tmp_path / "data" / "000004.tar"
@@ -163,7 +163,7 @@ def test_verified_reads_compare_the_checksums_of_pages(tmp_path: Path) -> None:
 # --- writing
 
 
-def test_a_new_dataset_has_its_own_pages_only(folder: str) -> None:
+def test_a_new_dataset_has_its_own_records_only(folder: str) -> None:
     old = files_of(folder)
     numbered(folder, COUNT + 1, 10, overwrite=True)
     new = files_of(folder)
@@ -175,7 +175,7 @@ def test_a_new_dataset_has_its_own_pages_only(folder: str) -> None:
     assert flat(labels(loader(folder))) == list(range(12))
 
 
-def test_index_writes_pages(tmp_path: Path) -> None:
+def test_index_writes_records(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
     before = files_of(folder)
     for name in before:
@@ -208,7 +208,7 @@ def test_shards_that_are_added_during_an_epoch_are_no_error(folder: str) -> None
         put(folder, {f"{number + 10:06d}.tar": data})
     ss.index(folder)
     assert len(locate_shards(folder, storage).shards) == 13
-    assert seen + flat(labels(batches)) == list(range(COUNT))  # pages are read from the new file
+    assert seen + flat(labels(batches)) == list(range(COUNT))  # records are read from the new file
     assert len(flat(labels(loader(folder)))) == COUNT + 30
 
 
@@ -226,7 +226,7 @@ def test_another_dataset_in_its_place_ends_the_epoch(folder: str) -> None:
 def test_a_smaller_dataset_in_its_place_is_named(tmp_path: Path) -> None:
     folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
     dataset = ss.ShardDataset(folder)
-    numbered(folder, 12, 10, overwrite=True)  # without pages
+    numbered(folder, 12, 10, overwrite=True)  # without records
     with pytest.raises(ChangedError, match="replaced since it was opened"):
         list(dataset)
 
@@ -259,7 +259,7 @@ def test_a_cache_does_not_hide_that_the_manifest_was_written_again(tmp_path: Pat
         list(other)
 
 
-def test_a_last_page_that_changes_ends_the_epoch(tmp_path: Path) -> None:
+def test_a_last_chunk_that_changes_ends_the_epoch(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
     batches = iter(loader(folder))
     next(batches)
@@ -284,24 +284,34 @@ def damaged(folder: str, change: Any) -> str:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.pop("pages"),
-        lambda d: d["pages"].pop("ends"),
-        lambda d: d["pages"].update(url="../other.jsonl"),
-        lambda d: d["pages"].update(url="index-pages-0123456789abcdef.jsonl/../../x"),
-        lambda d: d["pages"]["sha256"].pop(),
-        lambda d: d["pages"]["nsamples"].reverse(),
-        lambda d: d["pages"]["ends"].append(1),
-        lambda d: d["pages"]["ends"].__setitem__(-1, 20 << 30),
-        lambda d: d["pages"]["ends"].__setitem__(0, -1),
-        lambda d: d["pages"]["ends"].__setitem__(0, 1e3),
-        lambda d: d["pages"]["first"].__setitem__(0, "../000000.tar"),
-        lambda d: d["pages"]["first"].__setitem__(0, 7),
-        lambda d: d.update(shards=0),
-        lambda d: d.update(shards=1 << 70),
-        lambda d: d.update(page_shards=0),
+        lambda d: d.pop("records"),
+        lambda d: d.pop("chunk_ends"),
+        lambda d: d.update(records="../other.npy"),
+        lambda d: d.update(records="shards-0123456789abcdef.npy/../../x"),
+        lambda d: d.update(records=7),
+        lambda d: d["chunk_sha256"].pop(),
+        lambda d: d["chunk_sha256"].__setitem__(0, 7),
+        lambda d: d.update(chunk_sha256="0123"),
+        lambda d: d["chunk_ends"].reverse(),
+        lambda d: d["chunk_ends"].append(1),
+        lambda d: d["chunk_ends"].__setitem__(-1, 20 << 30),
+        lambda d: d["chunk_ends"].__setitem__(0, -1),
+        lambda d: d["chunk_ends"].__setitem__(0, 1e3),
+        lambda d: d.update(chunk_ends=dict.fromkeys("0123", 1)),
+        lambda d: d["chunk_names"].__setitem__(0, 7),
+        lambda d: d["chunk_names"].pop(),
+        lambda d: d.update(num_shards=0),
+        lambda d: d.update(num_shards=13),
+        lambda d: d.update(num_shards=1 << 70),
+        lambda d: d.update(num_shards=True),
+        lambda d: d.update(chunk_shards=0),
+        lambda d: d.update(header_bytes=-1),
+        lambda d: d.update(name_bytes=0),
+        lambda d: d.update(name_bytes=1 << 30),
         lambda d: d.update(nsamples=COUNT + 1),
         lambda d: d.update(total_bytes=-1),
         lambda d: d.update(fingerprint="x"),
+        lambda d: d.update(checksum="../x"),
         lambda d: d.update(fields=["cls"]),
         lambda d: d.update(version=2),
     ],
@@ -312,79 +322,117 @@ def test_an_inconsistent_manifest_is_refused(tmp_path: Path, change: Any) -> Non
         ss.ShardDataset(folder)
 
 
-def test_damaged_pages_are_an_error_that_names_the_file(folder: str) -> None:
-    (name, data) = next((n, d) for n, d in files_of(folder).items() if is_pages_name(n))
-    put(folder, {name: data.replace(b"000004.tar", b"000005.tar")})
+def test_a_manifest_in_pages_of_before_names_the_remedy(tmp_path: Path) -> None:
+    folder = numbered(tmp_path / "data", COUNT, 10)
+    damaged(folder, lambda d: d.update(__kind__="shardstream-paged-index-v1"))
+    with pytest.raises(ManifestError, match="run 'shardstream index'"):
+        ss.ShardDataset(folder)
+    ss.index(folder)
+    assert flat(labels(loader(folder))) == list(range(COUNT))
+
+
+def records_of(folder: str) -> tuple[str, bytes]:
+    """Return the name and the bytes of the file of records."""
+    return next((name, data) for name, data in files_of(folder).items() if is_records_name(name))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.replace(b"000004.tar", b"000005.tar"),
+        lambda data: data[:-9],
+        lambda data: data[:200],
+        lambda data: data[:0],
+        lambda data: b"\0" * 64 + data,
+    ],
+)
+def test_damaged_records_are_an_error_that_names_the_file(folder: str, change: Any) -> None:
+    name, data = records_of(folder)
+    put(folder, {name: change(data)})
     with pytest.raises(ShardStreamError, match=re.escape(name)):
         list(loader(folder))
-    put(folder, {name: data[:-9]})
-    with pytest.raises(ShardStreamError, match=re.escape(name)):
+    assert ss.index(folder).manifest.nsamples == COUNT  # the old one is not needed
+    assert flat(labels(loader(folder))) == list(range(COUNT))
+
+
+def test_records_of_another_dataset_are_an_error(tmp_path: Path) -> None:
+    folder, other = (numbered(tmp_path / one, COUNT, 10) for one in ("data", "other"))
+    numbered(other, COUNT - 1, 10, overwrite=True)
+    put(folder, {records_of(folder)[0]: records_of(other)[1]})
+    with pytest.raises(ShardStreamError, match="does not match its sha256 in index.json"):
         list(loader(folder))
 
 
-def test_missing_pages_are_an_error_that_names_the_file(folder: str) -> None:
-    name = next(filter(is_pages_name, files_of(folder)))
+def test_missing_records_are_an_error_that_names_the_file(folder: str) -> None:
+    name, _ = records_of(folder)
     filesystem, path = Storage().resolve(f"{folder}/{name}")
     filesystem.rm_file(path)
     with pytest.raises(ShardStreamError, match=re.escape(name)):
         list(loader(folder))
 
 
+def rewritten(folder: str, change: Any) -> str:
+    """Change the records of a dataset, and write their checksums to ``index.json``, as no writer does."""
+    files = files_of(folder)
+    name, data = records_of(folder)
+    manifest = decode_manifest(files["index.json"], url="index.json")
+    assert isinstance(manifest, BinaryManifest)
+    head, start = data[: manifest.header_bytes], manifest.header_bytes
+    records = np.frombuffer(data[start:], manifest.record_type).copy()
+    change(records)
+    put(folder, {name: head + records.tobytes()})
+    sums = [hashlib.sha256(records[at : at + 3].tobytes()).hexdigest() for at in range(0, 10, 3)]
+    return damaged(folder, lambda document: document.update(chunk_sha256=sums))
+
+
+def setting(column: str, place: int, value: Any) -> Any:
+    def change(records: Records) -> None:
+        records[column][place] = value
+
+    return change
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["../0.tar", "/etc/0.tar", "s3://b/0.tar", "%2e%2e%2fa.tar", "a\\b.tar", "", "..", "a\0"],
+    "name", ["../0.tar", "/etc/0.tar", "s3://b/0.tar", "%2e%2ea.tar", "a\\b.tar", "", "..", "a\0b"]
 )
-def test_pages_name_files_of_their_folder_only(tmp_path: Path, name: str) -> None:
+def test_records_name_files_of_their_folder_only(tmp_path: Path, name: str) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
-    manifest = decode_manifest(files_of(folder)["index.json"], url="index.json")
-    assert isinstance(manifest, PagedManifest)
-    page = decode_page(
-        files_of(folder)[manifest.pages_name][: manifest.ends[1]], nshards=3, nsamples=30, url="x"
-    )
-    hostile = ManifestPage(
-        names=[page.names[0], name, page.names[2]],
-        nsamples=page.nsamples,
-        filesizes=page.filesizes,
-        sha256=page.sha256,
-    )
-    with pytest.raises(ManifestError, match="url"):
-        decode_page(encode_page(hostile), nshards=3, nsamples=30, url="x")
+    rewritten(folder, setting("name", 1, name.encode()))
+    with pytest.raises(ManifestError, match="no file name"):
+        list(loader(folder))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nsamples": np.array([1 << 59, 1, 1])}, "more samples than fit"),
-        ({"filesize": np.array([0, 4096, 4096])}, "more samples than fit"),
-        ({"sha256": "abc"}, "sha256"),
-        ({"url": ["a.tar", "b.tar", "a.tar"]}, "a.tar is listed twice"),
-        ({"sha256": {"a": 1, "b": 2, "c": 3}}, "sha256"),
+        (setting("nsamples", 1, 1 << 59), "more samples than fit"),
+        (setting("nsamples", 1, -1), "more samples than fit"),
+        (setting("nsamples", 1, 9), "29 samples instead of 30"),
+        (setting("filesize", 1, 0), "more samples than fit"),
+        (setting("filesize", 1, -(1 << 63)), "more samples than fit"),
+        (setting("filesize", 1, (1 << 63) - 1), "over total_bytes"),
+        (setting("name", 1, b"000000.tar"), "000000.tar is listed twice"),
+        (setting("name", 2, b"000003.tar"), "not sorted"),  # the first of the next chunk
+        (setting("name", 3, b"000002.tar"), "the first shard is 000002.tar"),
+        (setting("name", 4, b"000009.tar"), "not sorted"),
     ],
 )
-def test_pages_that_no_writer_makes_are_refused(change: dict[str, Any], message: str) -> None:
-    columns: dict[str, Any] = {
-        "url": ["a.tar", "b.tar", "c.tar"],
-        "nsamples": np.array([1, 1, 1]),
-        "filesize": np.array([4096, 4096, 4096]),
-        "sha256": [None, None, None],
-    }
-    columns |= change
-    nsamples = int(columns["nsamples"].sum())
-    text = json.dumps(columns, default=np.ndarray.tolist)
+def test_records_that_no_writer_makes_are_refused(
+    tmp_path: Path, change: Any, message: str
+) -> None:
+    folder = rewritten(numbered(tmp_path / "data", COUNT, 10), change)
     with pytest.raises(ManifestError, match=message):
-        decode_page(text.encode(), nshards=3, nsamples=nsamples, url="x")
+        list(loader(folder))
 
 
-@pytest.mark.parametrize(("first", "message"), [("000002.tar", "first"), ("000003.tar", "sorted")])
-def test_shard_in_two_pages_is_refused(tmp_path: Path, first: str, message: str) -> None:
-    data = numbered(tmp_path / "data", COUNT, 10)
-    manifest = decode_manifest(files_of(data)["index.json"], url="index.json")
-    assert isinstance(manifest, PagedManifest)
-    second = files_of(data)[manifest.pages_name][manifest.ends[1] : manifest.ends[2]]
-    text = second.replace(b"000003.tar", first.encode()).replace(b"000005.tar", b"000006.tar")
-    bounds = manifest.bounds(1)
-    with pytest.raises(ManifestError, match=message):
-        decode_page(text, nshards=3, nsamples=30, url="x", bounds=bounds)
+def test_numpy_reads_the_records(tmp_path: Path) -> None:
+    folder = numbered(tmp_path / "data", COUNT, 10)
+    records = np.load(f"{folder}/{records_of(folder)[0]}")
+    assert records["name"].tolist() == [b"%06d.tar" % number for number in range(10)]
+    assert records["nsamples"].tolist() == [10] * 10
+    tar = Path(folder, "000003.tar").read_bytes()
+    assert records[3]["filesize"] == len(tar)
+    assert bytes(records[3]["sha256"]) == hashlib.sha256(tar).digest()
 
 
 # --- many shards
@@ -393,7 +441,7 @@ def test_shard_in_two_pages_is_refused(tmp_path: Path, first: str, message: str)
 def test_memory_and_pickles_do_not_grow_with_the_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # pages of their real size
+    monkeypatch.undo()  # chunks of their real size
     shards = [
         ShardInfo(url=f"{n:07d}.tar", nsamples=10_000, filesize=10**8, sha256=f"{n:064x}")
         for n in range(200_000)
@@ -404,7 +452,7 @@ def test_memory_and_pickles_do_not_grow_with_the_shards(
     catalog = ShardCatalog(located, storage)
     assert (len(catalog), catalog.num_shards) == (2 * 10**9, 200_000)
     assert len(pickle.dumps(catalog)) < 100_000
-    for number in range(0, 2 * 10**9, 9_999_999):  # each on another page
+    for number in range(0, 2 * 10**9, 9_999_999):  # each in another chunk
         found = catalog.shards_of(np.array([number]))
         assert found == [number // 10_000]
     assert len(catalog.shards._kept) <= 128  # type: ignore[attr-defined]
