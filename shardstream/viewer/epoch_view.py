@@ -164,7 +164,7 @@ class Stored(NamedTuple):
     """The dataset that the page shows, in which a training finds its samples."""
 
     number_of: Callable[[Numbers], Numbers]
-    """Numbers of the training's samples -> their numbers in this dataset, -1 for those of other shards; shape (n,)."""
+    """Numbers of the training's samples -> their numbers in this dataset, -1 for those of other shards; shape (n,); of rows all of their samples."""
     classes: Numbers | None
     """Class of each sample, -1 where it is unknown; None if there are no columns."""
     names: Sequence[str] | None
@@ -193,9 +193,8 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
             f"there is no step {training.step}: they are numbered from 0 to {first.max_steps - 1}"
         )
     steps = np.array([training.step], dtype=np.int64)
-    batches = [  # copies of a sample that is drawn several times have its number
-        (one.samples(steps)[0] if training.step < one.num_steps else np.empty(0, np.int64))
-        % len(samples)
+    batches = [
+        one.samples(steps)[0] if training.step < one.num_steps else np.empty(0, np.int64)
         for one in partitions
     ]
     shards = samples.shards_of(np.concatenate(batches))
@@ -209,14 +208,15 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
         },
         "consumed_after": first.consumed_after(training.step + 1),
         "ranks": _describe_ranks(batches, training, first, samples, stored),
-        "path": _path(partitions[training.rank], len(samples), stored),
+        "path": _path(partitions[training.rank], stored),
         "notes": _notes(training, first),
         "shards": {"count": len(shards), "of": samples.num_shards},
     }
     if stored.classes is not None:
         known = np.append(stored.classes, -1)  # the last is that of samples elsewhere
         whole = known[stored.number_of(np.arange(len(samples)))]
-        found["classes"] = _class_shares([whole[one] for one in batches], whole, stored.names)
+        shown = [known[stored.number_of(one)] for one in batches]
+        found["classes"] = _class_shares(shown, whole, stored.names)
         if {"weights", "mix"} & set(source.describe(steps=False)):
             found["notes"].append(
                 "The shares of the classes are those of the stored samples; weights give the batches others."
@@ -311,14 +311,14 @@ def _describe_ranks(
     return found
 
 
-def _path(partition: RankPartition, nsamples: int, stored: Stored) -> dict[str, Any]:
+def _path(partition: RankPartition, stored: Stored) -> dict[str, Any]:
     """Return the samples of some steps, spread over the epoch: the path of a rank through the stored data."""
     count = partition.num_steps
     steps = np.unique(np.linspace(0, max(0, count - 1), min(count, _PATH_STEPS)).astype(np.int64))
     points = []
     for numbers in partition.samples(steps):
         spread = np.linspace(0, max(0, len(numbers) - 1), min(len(numbers), _PATH_SAMPLES))
-        points.append(stored.number_of(numbers[spread.astype(np.int64)] % nsamples).tolist())
+        points.append(stored.number_of(numbers[spread.astype(np.int64)]).tolist())
     return {"steps": steps.tolist(), "numbers": points, "of_steps": count}
 
 

@@ -36,7 +36,7 @@ from shardstream.format import (
     iter_members,
     read_sample,
 )
-from shardstream.samples import Numbers, Samples, View
+from shardstream.samples import Numbers, RowSamples, Samples, View
 from shardstream.storage import (
     LocatedShards,
     Storage,
@@ -235,19 +235,29 @@ class IndexedSamples(ViewedSamples):
     def numbers_of(self, samples: Samples, numbers: Numbers) -> Numbers:
         """Return the numbers here of samples of another dataset that are stored in these shards, -1 for others; shape (n,).
 
+        Of rows those of the samples in them, one row after the other, so there may be more.
+
         Args:
             samples: The other dataset: a view of this one, or one that is opened from the same shards.
-            numbers: Numbers of its samples.
+            numbers: Numbers of its samples, or of copies of them.
         """
         if samples is self.catalog:
-            return numbers
+            return numbers % len(samples)
+        if isinstance(samples, RowSamples):
+            return self.numbers_of(samples.whole, samples.plan.parts(numbers).numbers)
+        if isinstance(samples, View) and any(isinstance(one, RowSamples) for one in samples.inner):
+            places, own = samples.find(numbers)
+            rows = zip(places.tolist(), own.reshape(-1, 1), strict=True)
+            in_rows = [self.numbers_of(samples.inner[place], one) for place, one in rows]
+            return np.concatenate([np.empty_like(numbers, shape=0), *in_rows])
         found = np.full_like(numbers, -1)
         if isinstance(samples, View):
             places, own = samples.find(numbers)
             for place in np.unique(places).tolist():
                 inner, mine = samples.inner[place], places == place
-                found[mine] = self.numbers_of(inner, own[mine] % len(inner))
+                found[mine] = self.numbers_of(inner, own[mine])
         elif isinstance(samples, ShardCatalog):
+            numbers = numbers % len(samples)
             shards, of_shard = np.unique(samples.find_shards(numbers), return_inverse=True)
             urls = [self._identity(samples.url_of(one), samples.storage) for one in shards.tolist()]
             here = np.array([self._shard_of.get(url, -1) for url in urls], np.int64)

@@ -166,6 +166,18 @@ def read(folder: str, at: ss.Placement | None, **options: Any) -> ss.ShardDatase
     return ss.ShardDataset(folder, placement=at, **options)
 
 
+def rows(dataset: ss.ShardDataset, count: int) -> ss.ShardDataset:
+    lengths = np.arange(count) % 5 + 1
+    return dataset.pack_sequences((), 7, lengths=lengths, keep="__key__", repack=True)
+
+
+def keys_in(batch: Any) -> list[str]:
+    """Return the keys of all samples of a batch, or of the rows in it."""
+    if "__keys__" in batch:
+        return [key for row in batch["__keys__"] for key in row]
+    return list(batch["__key__"])
+
+
 COMPOSED: dict[str, Callable[[str, str, ss.Placement | None], Any]] = {
     "mix": lambda a, b, at: ss.mix([read(a, at), read(b, at)], [3, 1], seed=4),
     "mix that repeats": lambda a, b, at: ss.mix(
@@ -176,6 +188,10 @@ COMPOSED: dict[str, Callable[[str, str, ss.Placement | None], Any]] = {
     "subset": lambda a, _, at: read(a, at, shuffle=True, seed=3, subset=range(150, 20, -1)),
     "weights of a condition": lambda _, b, at: read(
         b, at, shuffle=True, where="cls < 3", weights=ss.Weights("balanced", num_samples=70)
+    ),
+    "rows": lambda a, _, at: rows(read(a, at, shuffle=True), 160),
+    "mix of rows": lambda a, b, at: ss.mix(
+        [rows(read(a, at), 160), rows(read(b, at, subset=range(9, 99)), 90)]
     ),
     "join": lambda a, _, at: ss.join(read(a, at, shuffle=True, seed=9), {a: {"other": "cls"}}),
 }
@@ -197,14 +213,14 @@ def test_epochs_of_a_dataset_of_any_kind_are_those_of_its_loaders(
     ]
     for rank, made in enumerate(loaders):
         made.set_epoch(1)
-        loaded = [batch["__key__"] for batch in made]
+        loaded = [keys_in(batch) for batch in made]
         assert loaded == [[keys[number] for number in step] for step in found[rank]]
     batches = iter(loaders[0])
     list(islice(batches, 2))
     state = json.dumps(loaders[0].state_dict())
     values = {key: str(value) for key, value in (form | {"epoch": 0}).items()}
     resumed = session.resume(state, values)["ranks"][0]["numbers"]
-    assert next(batches)["__key__"] == [keys[number] for number in resumed]
+    assert keys_in(next(batches)) == [keys[number] for number in resumed]
     if name == "weights":
         with pytest.raises(ss.errors.StateError, match="weights"):
             viewed(a).resume(state, {})
