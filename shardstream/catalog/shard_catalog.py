@@ -40,7 +40,6 @@ from shardstream.storage import (
     FieldPlaces,
     FileVersions,
     LazyShards,
-    LocalPaths,
     LocatedShards,
     MmapPool,
     Storage,
@@ -103,7 +102,7 @@ class ShardCatalog(Catalog):
         if isinstance(located.shards, LazyShards):
             self.shards = located.shards
             self.is_local = storage.local_path(located.shards.manifest_url) is not None
-            self._files = FileVersions(LocalPaths(located.shards, storage))
+            self._files = FileVersions(located.shards.local_path)
             self._nsamples = located.shards.manifest.nsamples
         else:
             paths = [  # the URL's own object where it is the path: it is pickled once

@@ -27,6 +27,7 @@ BINARY_KIND = "shardstream-binary-index-v1"
 CHUNK_SHARDS = 1024
 MAX_LISTED_SHARDS = 4096
 """The shards of a larger manifest are written as records."""
+_COLUMNS = [("nsamples", "<i8"), ("filesize", "<i8"), ("sha256", "V32")]  # before the name
 _NAME_STEP = 16  # of name_bytes, so that it seldom changes when shards are added
 # Below these: a chunk has 17 MB at most.
 _LIMITS = {
@@ -179,8 +180,7 @@ def can_be_binary(shards: Sequence[ShardInfo]) -> bool:
     if len(shards) <= MAX_LISTED_SHARDS:
         return False
     are_known = all(
-        one.nsamples is not None
-        and one.filesize is not None
+        None not in (one.nsamples, one.filesize)
         and one.index is None
         and (one.sha256 is None or _SHA256.fullmatch(one.sha256))
         for one in shards
@@ -277,14 +277,7 @@ def names_of(records: Records) -> list[str]:
 
 
 def _record_type(name_bytes: int) -> np.dtype[np.void]:
-    return np.dtype(
-        [
-            ("nsamples", "<i8"),
-            ("filesize", "<i8"),
-            ("sha256", "V32"),
-            ("name", f"S{name_bytes}"),
-        ]
-    )
+    return np.dtype([*_COLUMNS, ("name", f"S{name_bytes}")])
 
 
 def _require(is_valid: bool, what: str) -> None:

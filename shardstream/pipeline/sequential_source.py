@@ -27,7 +27,6 @@ from shardstream.pipeline.stage import Context, Run, State
 from shardstream.storage import (
     FileVersions,
     LazyShards,
-    LocalPaths,
     LocatedShards,
     RangeStream,
     Storage,
@@ -91,7 +90,7 @@ def open_sequential_source(
 ) -> SequentialSource:
     """Return a source of shards, and record the current versions of local ones."""
     if isinstance(located.shards, LazyShards):
-        files = FileVersions(LocalPaths(located.shards, storage))
+        files = FileVersions(located.shards.local_path)
     else:
         files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
     return SequentialSource(

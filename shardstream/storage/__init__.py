@@ -32,7 +32,6 @@ from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.lazy_shards import (
     LazyShards,
-    LocalPaths,
     checksum_of_shards,
     fingerprint_of_shards,
 )
@@ -127,7 +126,6 @@ __all__ = [
     "LazyShards",
     "ListedFile",
     "LocalFolder",
-    "LocalPaths",
     "LocatedShards",
     "MmapPool",
     "OutputFolder",

@@ -242,7 +242,8 @@ def _from_manifest(
     shards = manifest.shards
     indexed: Container[str] = AllIndexed()
     if not isinstance(shards, LazyShards):
-        shards = tuple([_absolute(shard, parent_url(url)) for shard in shards])
+        folder = parent_url(url)
+        shards = tuple([_absolute(shard, folder) for shard in shards])
         indexed = _find_indexed(shards, url, storage, listed_files)
     return LocatedShards(
         shards=shards,
@@ -286,7 +287,7 @@ def _read_first(folder: str, storage: Storage) -> tuple[Manifest, str] | None:
     """Read the manifest of a folder before the folder is listed, which takes long where there are many shards; None if there is none."""
     url = join_url(folder, MANIFEST_NAME)
     path = storage.local_path(url)
-    if path is not None and not os.path.exists(path):  # the folder may be a file
+    if path is not None and not os.path.isfile(path):
         return None
     try:
         file = storage.info(url) if path is None else FileInfo(url=url, size_or_none=None)

@@ -53,6 +53,7 @@ class LazyShards(Sequence[ShardInfo]):
         self.folder = parent_url(url)
         """The folder of all shards, without a slash at its end."""
         self._storage = storage
+        self._is_local = storage.local_path(url) is not None
         self._prefix = join_url(self.folder, "x")[:-1]
         self._firsts = np.array([0, *manifest.chunk_ends])
         self._kept: OrderedDict[int, Records] = OrderedDict()
@@ -77,6 +78,10 @@ class LazyShards(Sequence[ShardInfo]):
         for number in range(len(self.manifest.chunk_ends)):
             kept = self._kept.get(number)  # one that is not kept stays so: others are in use
             yield from shards_of(self._read(number) if kept is None else kept, self._prefix)
+
+    def local_path(self, number: int) -> str | None:
+        """Return the local path of a shard; None if it is remote."""
+        return self._storage.local_path(self[number].url) if self._is_local else None
 
     def find_samples(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
         """Return the shard of each sample, and the sample's number in it; chunks that are not kept are read concurrently.
@@ -138,7 +143,7 @@ class LazyShards(Sequence[ShardInfo]):
 
     def _chunks(self, numbers: Sequence[int]) -> list[Records]:
         missing = sum(number not in self._kept for number in numbers)
-        if missing < 2 or self._storage.local_path(self.manifest_url) is not None:
+        if missing < 2 or self._is_local:
             return [self._chunk(number) for number in numbers]
         with ThreadPoolExecutor(min(missing, _THREADS), "shardstream-shards") as pool:
             return list(pool.map(self._chunk, numbers))
@@ -198,18 +203,6 @@ class LazyShards(Sequence[ShardInfo]):
         with suppress(IndexMismatchError):
             return self.manifest.decode_chunk(records.tobytes(), number, url=now.manifest_url)
         return None
-
-
-class LocalPaths:
-    """The local path of each shard; None if they are remote."""
-
-    def __init__(self, shards: LazyShards, storage: Storage) -> None:
-        self._shards = shards
-        self._storage = storage
-        self._are_local = storage.local_path(shards.manifest_url) is not None
-
-    def __getitem__(self, number: int) -> str | None:
-        return self._storage.local_path(self._shards[number].url) if self._are_local else None
 
 
 def fingerprint_of_shards(shards: Sequence[ShardInfo]) -> str:

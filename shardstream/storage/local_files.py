@@ -13,9 +13,9 @@ import os
 import resource
 import stat
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet
 
 from shardstream.errors import ChangedError, StorageError, get_logger
@@ -29,6 +29,8 @@ MAX_MAPS = 4096
 """Shards that a process keeps mapped to memory: each map holds a file descriptor."""
 _PAGE_ENTRIES = 1024
 _MAX_VERSIONS = 50_000  # about 15 MB
+PathOf = Callable[[int], str | None]
+"""Returns the local path of the shard of a number; None for a remote one."""
 _pools: WeakSet[MmapPool] = WeakSet()
 _lock = new_lock()
 
@@ -244,12 +246,6 @@ class FileVersion(NamedTuple):
         return self.inode != before.inode and self.ctime_ns != before.ctime_ns
 
 
-class PathsByNumber(Protocol):
-    """The local path of each shard by number; None for a remote one."""
-
-    def __getitem__(self, number: int, /) -> str | None: ...
-
-
 class FileVersions:
     """Versions of the local files of a dataset when it was opened; picklable, so that workers compare with the same ones.
 
@@ -257,25 +253,25 @@ class FileVersions:
     the new bytes at once, while other shards of the dataset may be old: without a check of each file an epoch would mix both.
 
     Args:
-        paths: Local path of each shard; None for a remote one. Versions of the files of a sequence are recorded now; those of any other
-            object when a process first uses a file, as a hundred thousand files take seconds.
+        paths: Local path of each shard; None for a remote one. Versions of the files of a sequence are recorded now; those of a function of
+            the number of a shard when a process first uses a file, as a hundred thousand files take seconds.
     """
 
-    def __init__(self, paths: Sequence[str | None] | PathsByNumber) -> None:
-        self._paths = paths
+    def __init__(self, paths: Sequence[str | None] | PathOf) -> None:
+        self._path_of = paths if callable(paths) else paths.__getitem__
         # None for a file that is missing or cannot be reached: opening it raises the error.
         self._known: _VersionsAtFirstUse | list[FileVersion | None] = (
-            [None if path is None else stat_version(path) for path in paths]
-            if isinstance(paths, Sequence)
-            else _VersionsAtFirstUse(paths)
+            _VersionsAtFirstUse(paths)
+            if callable(paths)
+            else [None if path is None else stat_version(path) for path in paths]
         )
 
     def restrict_to(self, shards: Sequence[int]) -> FileVersions:
         """Return the versions of some shards, in the order given."""
         part = copy.copy(self)
-        part._paths = tuple([self._paths[shard] for shard in shards])
+        part._path_of = tuple([self._path_of(shard) for shard in shards]).__getitem__
         part._known = (
-            _VersionsAtFirstUse(part._paths)
+            _VersionsAtFirstUse(part._path_of)
             if isinstance(self._known, _VersionsAtFirstUse)
             else [self._known[shard] for shard in shards]
         )
@@ -296,7 +292,7 @@ class FileVersions:
             ChangedError: If one has changed. A deleted one is accepted: its map or open file stays complete.
         """
         for shard in shards:
-            path, before = self._paths[shard], self._known[shard]
+            path, before = self._path_of(shard), self._known[shard]
             if path is None or before is None:
                 continue
             try:
@@ -318,20 +314,20 @@ class FileVersions:
 class _VersionsAtFirstUse(dict[int, FileVersion | None]):
     """Versions of files by number, recorded at the first access; the oldest records are dropped. Pickled without records."""
 
-    def __init__(self, paths: PathsByNumber) -> None:
+    def __init__(self, path_of: PathOf) -> None:
         super().__init__()
-        self._paths = paths
+        self._path_of = path_of
 
     def __missing__(self, shard: int) -> FileVersion | None:
-        path = self._paths[shard]
+        path = self._path_of(shard)
         self[shard] = version = None if path is None else stat_version(path)
         if len(self) > _MAX_VERSIONS:
             with suppress(KeyError, RuntimeError):  # another thread was faster
                 del self[next(iter(self))]
         return version
 
-    def __reduce__(self) -> tuple[type[_VersionsAtFirstUse], tuple[PathsByNumber]]:
-        return _VersionsAtFirstUse, (self._paths,)
+    def __reduce__(self) -> tuple[type[_VersionsAtFirstUse], tuple[PathOf]]:
+        return _VersionsAtFirstUse, (self._path_of,)
 
 
 def stat_version(path: str) -> FileVersion | None:

@@ -195,7 +195,8 @@ def test_manifest_lists_all_shards_where_they_have_unusual_names() -> None:
 # --- replaced while it is read
 
 
-def test_shards_that_are_added_during_an_epoch_are_no_error(folder: str) -> None:
+@pytest.mark.parametrize("suffix", ["", "-with-a-name-that-is-longer"])
+def test_shards_that_are_added_during_an_epoch_are_no_error(folder: str, suffix: str) -> None:
     reader = loader(folder)
     batches = iter(reader)
     seen = flat(labels([next(batches)]))
@@ -205,7 +206,7 @@ def test_shards_that_are_added_during_an_epoch_are_no_error(folder: str) -> None
     storage = Storage()
     for number in range(3):
         data = storage.read(f"{folder}-more/{number:06d}.tar")
-        put(folder, {f"{number + 10:06d}.tar": data})
+        put(folder, {f"{number + 10:06d}{suffix}.tar": data})
     ss.index(folder)
     assert len(locate_shards(folder, storage).shards) == 13
     assert seen + flat(labels(batches)) == list(range(COUNT))  # records are read from the new file
