@@ -183,7 +183,11 @@ class LazyShards(Sequence[ShardInfo]):
         now = decode_manifest(self._storage.uncached().read(url), url=url)
         if isinstance(now, BinaryManifest):
             if now.records == self.manifest.records:
-                raise error
+                raise NotFoundError(
+                    "the file of records of the shards is missing, which index.json names",
+                    remedy="fetch the whole folder, or run 'shardstream index' to write both files again",
+                    shard=error.shard,
+                ) from error
             records = self._read_from(LazyShards(now, url, self._storage), number)
             if records is not None:
                 return records

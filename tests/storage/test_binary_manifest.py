@@ -18,7 +18,13 @@ import pytest
 
 import shardstream as ss
 from shardstream.catalog import ShardCatalog, list_shards
-from shardstream.errors import ChangedError, ManifestError, OptionError, ShardStreamError
+from shardstream.errors import (
+    ChangedError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    ShardStreamError,
+)
 from shardstream.format import (
     BinaryManifest,
     Manifest,
@@ -368,7 +374,8 @@ def test_missing_records_are_an_error_that_names_the_file(folder: str) -> None:
     name, _ = records_of(folder)
     filesystem, path = Storage().resolve(f"{folder}/{name}")
     filesystem.rm_file(path)
-    with pytest.raises(ShardStreamError, match=re.escape(name)):
+    message = f"records of the shards is missing, .*; fetch the whole folder.*{re.escape(name)}"
+    with pytest.raises(NotFoundError, match=message):
         list(loader(folder))
 
 
