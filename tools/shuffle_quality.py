@@ -8,6 +8,9 @@
 * classes: number of different classes in a batch (ideal: that of a random draw)
 
 "buffer" is the method of stream loaders: each reader shuffles its shards and draws from a buffer of samples.
+
+A second table has orders in which each node keeps its blocks (``nodes=``), with the share of an epoch's samples that the same node
+read in the epoch before, and the classes that the poorest node reads in an epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +21,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.order import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order import (
+    EpochOrder,
+    EpochPlan,
+    NodeEpochPlan,
+    default_block,
+    default_window,
+)
 
 _SAMPLES, _SHARDS, _CLASSES, _BATCH, _READERS = 100_000, 100, 100, 64, 8
 _TOTAL_BYTES = _SAMPLES * 100_000
@@ -27,7 +36,7 @@ _USED = _SAMPLES // _BATCH * _BATCH
 Ints = npt.NDArray[np.int64]
 
 
-def ours(window: int, block: int) -> Ints:
+def ours(window: int, block: int, *, nodes: int = 1, exchange: float = 0, epoch: int = 0) -> Ints:
     """Return an epoch in the order of the plan."""
     order = EpochOrder(
         nsamples=_SAMPLES,
@@ -37,8 +46,11 @@ def ours(window: int, block: int) -> Ints:
         lanes=_READERS,
         window=window,
         block=block,
+        nodes=nodes,
+        exchange=exchange,
     )
-    return EpochPlan(order, 0).batches(np.arange(order.num_batches)).ravel()
+    plan = EpochPlan(order, epoch) if nodes == 1 else NodeEpochPlan(order, epoch)
+    return plan.batches(np.arange(order.num_batches)).ravel()
 
 
 def buffered(size: int) -> Ints:
@@ -76,6 +88,35 @@ def classes(epoch: Ints) -> Ints:
     """Return the number of classes in each batch."""
     batches = (epoch * _CLASSES // _SAMPLES)[: len(epoch) // _BATCH * _BATCH].reshape(-1, _BATCH)
     return np.array([len(np.unique(batch)) for batch in batches])
+
+
+def by_node(epoch: Ints, nodes: int) -> list[Ints]:
+    """Return the samples of each node, without those of the last batches: the batches of a step are split evenly."""
+    batches = epoch.reshape(-1, _BATCH)[: _USED // _BATCH // _READERS * _READERS]
+    numbers = np.arange(len(batches)) % nodes
+    return [batches[numbers == node].ravel() for node in range(nodes)]
+
+
+def print_nodes(window: int, block: int) -> None:
+    """Print how well orders with nodes shuffle, and how much of an epoch the same nodes have read before."""
+    print(f"\n{'':44}{'spread':>8}{'classes':>9}{'worst':>7}{'of node':>9}{'again':>7}")
+    for nodes in (2, 4, 8):
+        plain = [ours(window, block, epoch=epoch) for epoch in (0, 1)]
+        orders = {f"{nodes} nodes, without nodes=": plain}
+        for exchange in (0.0, 0.1, 0.5, 1.0):
+            orders[f"nodes={nodes}, exchange={exchange}"] = [
+                ours(window, block, nodes=nodes, exchange=exchange, epoch=epoch) for epoch in (0, 1)
+            ]
+        for name, (first, second) in orders.items():
+            before, after = by_node(first, nodes), by_node(second, nodes)
+            again = np.mean(
+                [np.isin(new, old).mean() for old, new in zip(before, after, strict=True)]
+            )
+            fewest = min(len(np.unique(own * _CLASSES // _SAMPLES)) for own in after)
+            counts = classes(second)
+            print(
+                f"{name:44}{spread(second):8.3f}{counts.mean():9.1f}{counts.min():7}{fewest:9}{again:7.2f}"
+            )
 
 
 def plot(rows: dict[str, Ints], path: str) -> None:
@@ -124,6 +165,7 @@ def main() -> None:
     for name, epoch in rows.items():
         counts = classes(epoch)
         print(f"{name:44}{spread(epoch):8.3f}{counts.mean():9.1f}{counts.min():7}")
+    print_nodes(window, block)
     if path:
         plot(rows, path)
 

@@ -429,7 +429,8 @@ class ShardDataset(StreamDataset):
             needs |= {"weights=": weights, "lazy=": places}
             _check_whole_shards(unindexed, read.index, needs)
             reason = "on shards that are read whole"
-            refuse_options(order, ["lanes", "microbatch", "block", "remainder"], reason)
+            names = ["lanes", "microbatch", "block", "remainder", "nodes", "exchange"]
+            refuse_options(order, names, reason)
             refuse_options(read, ["prefetch_bytes", "hedge"], reason)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []

@@ -118,6 +118,8 @@ def _source(
     recipe: MixRecipe, seed: int, order: OrderOptions, read: ReadOptions
 ) -> MixIndexedSource:
     sources = tuple(_indexed_source(name, part) for name, part in recipe.parts.items())
+    for options in (order, *(source.options for source in sources)):
+        refuse_options(options, ["nodes", "exchange"], "in a mix")
     hedge = read.hedge or any(source.reading.hedge for source in sources)
     return MixIndexedSource(
         recipe=recipe,

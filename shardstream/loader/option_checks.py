@@ -126,6 +126,13 @@ def warn_of_lanes(batches: BatchDataset) -> None:
             UserWarning,
             stacklevel=4,
         )
+    if config.world_size > 1 and config.world_size % order.nodes:
+        warnings.warn(
+            f"{config.world_size} ranks are not a multiple of nodes={order.nodes}: the order stays exact, but ranks read blocks that are in "
+            "the caches of other nodes; from the next epoch on, use the number of nodes that you have",
+            UserWarning,
+            stacklevel=4,
+        )
     samples, window = batches.indexed_source.samples, order.window
     held_bytes = min(-(-lanes * config.microbatches // lanes_per_step) * window, len(samples)) * (
         samples.total_bytes // max(1, len(samples))

@@ -9,6 +9,7 @@ from shardstream.order.epoch_plan import (
     default_window,
 )
 from shardstream.order.mix_schedule import MixSchedule
+from shardstream.order.node_plan import NodeEpochPlan
 from shardstream.order.packed_rows import BestFitRows, ConcatRows, Long
 from shardstream.order.partition import (
     PartitionConfig,
@@ -34,6 +35,7 @@ __all__ = [
     "Ints",
     "Long",
     "MixSchedule",
+    "NodeEpochPlan",
     "PartitionConfig",
     "RankPartition",
     "Remainder",

@@ -34,6 +34,8 @@ class EpochOrder:
         lanes: Canonical streams that an epoch is partitioned into, L.
         window: Samples of one lane that are shuffled together, w; a multiple of `batch`.
         block: Consecutive samples that stay together until a window shuffles them, k.
+        nodes: Machines of which each keeps its own blocks, H; lanes are a multiple of it, and batch t belongs to node t modulo H.
+        exchange: Share of the blocks that all nodes exchange in an epoch, 0 to 1.
     """
 
     nsamples: int
@@ -43,9 +45,11 @@ class EpochOrder:
     lanes: int
     window: int
     block: int
+    nodes: int = 1
+    exchange: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("batch", "lanes", "window", "block"):
+        for name in ("batch", "lanes", "window", "block", "nodes"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.nsamples < 0:
@@ -54,6 +58,16 @@ class EpochOrder:
             raise OptionError(
                 f"window={self.window} must be a multiple of the microbatch, {self.batch}; use "
                 f"{-(-self.window // self.batch) * self.batch}"
+            )
+        if self.lanes % self.nodes:
+            raise OptionError(f"lanes={self.lanes} must be a multiple of nodes={self.nodes}")
+        if not 0 <= self.exchange <= 1:
+            raise OptionError(f"exchange must be from 0 to 1, not {self.exchange}")
+        if self.exchange and self.nodes == 1:
+            raise OptionError("exchange= has no effect with one node; set nodes=, too")
+        if self.nodes > 1 and not self.shuffle:
+            raise OptionError(
+                "nodes= has no effect without shuffle: each rank reads the same samples in every epoch; leave it out"
             )
 
     @property
@@ -154,13 +168,23 @@ class EpochPlan:
     def _windows(self, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """Return for each batch its window's first place in the epoch, number in the lane, offset of the batch in it, and size."""
         order = self.order
-        lane, turn = numbers % order.lanes, numbers // order.lanes
-        batches_per_lane, extra = divmod(order.num_batches, order.lanes)
-        lane_first = (lane * batches_per_lane + np.minimum(lane, extra)) * order.batch
+        count = order.num_batches // order.nodes * order.nodes
+        node, lane = numbers % order.nodes, numbers % order.lanes // order.nodes
+        batches_per_lane, extra = divmod(count // order.nodes, order.lanes // order.nodes)
+        lane_first = (
+            node * (count // order.nodes) + lane * batches_per_lane + np.minimum(lane, extra)
+        )
         lane_size = (batches_per_lane + (lane < extra)) * order.batch
-        window, offset = np.divmod(turn * order.batch, order.window)
+        window, offset = np.divmod(numbers // order.lanes * order.batch, order.window)
+        first = lane_first * order.batch + window * order.window
         size = np.minimum(order.window, lane_size - window * order.window)
-        return lane_first + window * order.window, window, offset, size
+        is_of_one = numbers < count  # the last batches are of several nodes, and are shuffled alone
+        return (
+            np.where(is_of_one, first, numbers * order.batch),
+            window,
+            np.where(is_of_one, offset, 0),
+            np.where(is_of_one, size, order.batch),
+        )
 
     def _permuted(self, blocks: Ints) -> Ints:
         """Return the source of each block, shape (n,); blocks close together, as in a window, are computed once each."""

@@ -1,7 +1,8 @@
 """Partition the batches of an epoch over ranks and workers.
 
 Rank r of W takes at step s the batches ``t0 + (s W + r) m + i`` for i < m; worker j of K takes the steps that are j modulo K.
-The samples left after the last W m full batches are one last step, split evenly.
+The samples left after the last W m full batches are one last step, split evenly. If nodes keep their blocks, the batches and
+samples of each step are sorted by node before the ranks split them.
 
 A rank meets the same lanes again after a cycle of steps. If workers take whole lanes, and the steps of a cycle are not a
 multiple of K, worker j takes the steps whose place in their cycle is j modulo K, so some workers have a gap at the end of a cycle.
@@ -85,17 +86,22 @@ class RankPartition:
         self._first = order.num_batches if done else consumed // order.batch
         self._batches_per_step = config.batches_per_step
         self.full_steps = (order.num_batches - self._first) // self._batches_per_step
+        own = np.arange(rank * config.microbatches, (rank + 1) * config.microbatches)
+        self._own = own if order.nodes == 1 else _sort_by_node(own, order, config, self._first)
         tail_batch = self._first + self.full_steps * self._batches_per_step
         samples_left = 0 if done else order.nsamples - tail_batch * order.batch
         self._tail_batch, self._left = tail_batch, samples_left
-        self._tail_start, self._tail_size = (
-            (0, 0) if config.drop_last else _tail_range(samples_left, config, rank)
+        self._tail = _tail_places(
+            0 if config.drop_last else samples_left, config, rank, order.nodes
         )
+        self._tail_size = len(self._tail)
         self.num_steps = self.full_steps + (self._tail_size > 0)
         """Steps of this rank; the same for all ranks unless the remainder is kept."""
         # With "keep" this rank may get none of the last samples; other ranks then have one more step.
         self._is_short = (
-            config.remainder == "keep" and not config.drop_last and 0 < samples_left <= rank
+            config.remainder == "keep"
+            and not config.drop_last
+            and self._tail_size == 0 < samples_left
         )
 
     @property
@@ -134,9 +140,7 @@ class RankPartition:
 
     def batches(self, steps: Ints) -> Ints:
         """Return the batch numbers of some full steps, shape (n, m)."""
-        config = self.config
-        first = self._first + (steps * config.world_size + self.rank) * config.microbatches
-        return first[:, None] + np.arange(config.microbatches, dtype=np.int64)
+        return (self._first + steps * self._batches_per_step)[:, None] + self._own
 
     def samples(self, steps: Ints) -> list[Ints]:
         """Return the sample numbers of some steps, one array per step."""
@@ -147,18 +151,14 @@ class RankPartition:
 
     def tail(self) -> Ints:
         """Return the samples of the last, short step; none if there is no such step."""
-        rest = self.plan.rest(self._tail_batch)
-        return rest[(self._tail_start + np.arange(self._tail_size)) % len(rest)]
+        return self.plan.rest(self._tail_batch)[self._tail]
 
     def steps_of_window(self, window: int) -> Ints:
         """Return the steps of this rank that take a batch of the window, shape (n,)."""
-        step_numbers = (
-            self.plan.batches_of_window(window) - self._first
-        ) // self.config.microbatches
-        own_numbers = step_numbers[
-            (step_numbers >= 0) & (step_numbers % self.config.world_size == self.rank)
-        ]
-        steps = own_numbers // self.config.world_size  # in order, as the batches are
+        step, place = np.divmod(
+            self.plan.batches_of_window(window) - self._first, self._batches_per_step
+        )
+        steps = step[(step >= 0) & np.isin(place, self._own)]  # in order, as the batches are
         first: Ints = steps[np.diff(steps, prepend=-1) != 0]
         return first
 
@@ -245,13 +245,38 @@ class WorkerSteps:
         return cycle * self._cycle + turn * self._num_workers + self._worker
 
 
-def _tail_range(samples_left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:
-    """Return start and size of a rank's part of the last samples."""
-    per_rank, extra = divmod(samples_left, config.world_size)
+def _sort_by_node(places: Ints, order: EpochOrder, config: PartitionConfig, first: int) -> Ints:
+    """Return which batches of each step are at these places if they are sorted by node; the steps begin at batch ``first``."""
+    per_node, uneven = divmod(config.batches_per_step, order.nodes)
+    if uneven:  # no sequence is right for all steps
+        return places
+    node, turn = np.divmod(places, per_node)
+    batches: Ints = (
+        node - first
+    ) % order.nodes + order.nodes * turn  # batch t is of node t % nodes
+    return batches
+
+
+def _tail_places(samples_left: int, config: PartitionConfig, rank: int, nodes: int) -> Ints:
+    """Return the places of a rank's samples among the last ones, which are sorted by node."""
+    groups = 1 if config.world_size % nodes else nodes
+    ranks = config.world_size // groups
+    group, rank_in_group = divmod(rank, ranks)
+    first, length = (0, samples_left) if groups == 1 else _split(samples_left, groups, group)
     if config.remainder == "keep":
-        return rank * per_rank + min(rank, extra), per_rank + (rank < extra)
-    size = per_rank + (config.remainder == "pad" and extra > 0)
-    return rank * size, size
+        start, size = _split(length, ranks, rank_in_group)
+    else:
+        size, extra = divmod(samples_left, config.world_size)
+        size += config.remainder == "pad" and extra > 0
+        start = rank_in_group * size
+    places = first + (start + np.arange(size, dtype=np.int64)) % max(1, length)
+    return places % max(1, samples_left)
+
+
+def _split(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Return the start and size of one of several parts, which differ by at most one."""
+    size, extra = divmod(count, parts)
+    return part * size + min(part, extra), size + (part < extra)
 
 
 def find_even_lane_counts(config: PartitionConfig, num_workers: int, lanes: int) -> tuple[int, int]:

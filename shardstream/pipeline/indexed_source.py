@@ -18,6 +18,7 @@ from shardstream.order import (
     EpochOrder,
     EpochPlan,
     Ints,
+    NodeEpochPlan,
     PartitionConfig,
     RankPartition,
     WorkerSteps,
@@ -204,7 +205,9 @@ class OrderedSource(IndexedSource):
             batch=batch,
             shuffle=self.shuffle,
             seed=self.seed,
-            lanes=options.lanes or lanes,
+            lanes=options.lanes or math.lcm(lanes, options.nodes),
+            nodes=options.nodes,
+            exchange=options.exchange,
             # Without shuffle all readers share a window: it only sets how much is fetched together.
             window=window if self.shuffle else window * lanes,
             block=block,
@@ -212,7 +215,12 @@ class OrderedSource(IndexedSource):
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
-        return EpochPlan(order, epoch)
+        return EpochPlan(order, epoch) if order.nodes == 1 else NodeEpochPlan(order, epoch)
+
+    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
+        """Return the nodes that keep their blocks, if there are several, which must equal those of a state."""
+        options = self.options
+        return {"nodes": options.nodes, "exchange": options.exchange} if options.nodes > 1 else {}
 
     def restrict_to(self, numbers: Ints) -> Self:
         """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""

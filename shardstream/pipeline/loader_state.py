@@ -131,10 +131,11 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
             raise StateError(
                 f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
             )
-    if "weights" in state and "weights" not in expected:
-        raise StateError(
-            f"{_WHAT['weights']}: the state says {state['weights']!r}, here are none; {_remedy('weights')}"
-        )
+    for name in ("weights", "nodes"):
+        if name in state and name not in expected:
+            raise StateError(
+                f"{_WHAT[name]}: the state says {state[name]!r}, here are none; {_remedy(name)}"
+            )
     _check_steps(state.get("stages", []), expected.get("stages", []))
     _check_checksums(state.get("checksums"), expected.get("checksums"))
     _check_position(state)
@@ -215,6 +216,7 @@ _WHAT = {
     "kind": "kind of pipeline",
     "fingerprint": "fingerprint of the dataset",
     "weights": "weights= of the samples",
+    "nodes": "nodes= of the order",
     "num_workers": "number of workers",
     "world_size": "number of ranks",
 }
@@ -228,4 +230,6 @@ def _remedy(name: str) -> str:
             "steps that change counts (select, shuffle, batched, …) resume only on the same topology; "
             "use the same one, or move these steps before packing"
         )
+    if name == "nodes":
+        return "finish the epoch with the same value, then leave out the state and call set_epoch"
     return "use the same value, or start without the state"

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from shardstream.catalog import Verify
 from shardstream.errors import OptionError
-from shardstream.order import PartitionConfig, Remainder
+from shardstream.order import EpochOrder, PartitionConfig, Remainder
 from shardstream.pipeline.fields import check_fields
 from shardstream.pipeline.stage import check_at_least, whole_number
 from shardstream.storage import Storage, check_cache, open_cache
@@ -34,6 +34,9 @@ class OrderOptions:
         window: Samples shuffled together, a multiple of the microbatch; by default 64 MiB of them.
         block: Consecutive samples that are fetched together; by default 2 MiB of them. A mix takes it from each of its datasets.
         remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `PartitionConfig`).
+        nodes: Machines with a ``cache_dir`` each: a node reads the same blocks in every epoch, in another order, so that its cache
+            serves them. The ranks of a node must have consecutive numbers, equally many on each node. Lanes are a multiple of it.
+        exchange: Share of the blocks that all nodes exchange at random in each epoch, 0 to 1. With 1 all blocks are shuffled over all nodes.
 
     Raises:
         OptionError: If an option is out of range.
@@ -44,19 +47,45 @@ class OrderOptions:
     window: int | None = None
     block: int | None = None
     remainder: Remainder = "pad"
+    nodes: int = 1
+    exchange: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "microbatch", "window", "block"):
+        for name in ("lanes", "microbatch", "window", "block", "nodes"):
             value = getattr(self, name)
             if value is not None:  # states hold them as JSON
                 object.__setattr__(self, name, whole_number(name, value))
         PartitionConfig(remainder=self.remainder)  # validates remainder
         check_at_least(
-            1, lanes=self.lanes, microbatch=self.microbatch, window=self.window, block=self.block
+            1,
+            lanes=self.lanes,
+            microbatch=self.microbatch,
+            window=self.window,
+            block=self.block,
+            nodes=self.nodes,
         )
+        if self.nodes != 1 or self.exchange != 0:
+            self._check_nodes()
 
     def __repr__(self) -> str:
         return _describe(self)
+
+    def _check_nodes(self) -> None:
+        exchange: object = self.exchange
+        if not isinstance(exchange, int | float):
+            raise OptionError(f"exchange must be a number, not {exchange!r}")
+        object.__setattr__(self, "exchange", float(exchange))
+        EpochOrder(  # validates
+            nsamples=0,
+            batch=1,
+            shuffle=True,
+            seed=0,
+            lanes=self.lanes or self.nodes,
+            window=1,
+            block=1,
+            nodes=self.nodes,
+            exchange=self.exchange,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -12,6 +12,7 @@ from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, OrderedSource
 from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixIndexedSource
+from shardstream.pipeline.options import refuse_options
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import ItemStage, Moved, Runner, Step
 from shardstream.pipeline.stage import State
@@ -106,7 +107,7 @@ class RowSource(OrderedSource):
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
         if not self.is_new_each_epoch:
-            return EpochPlan(order, epoch)
+            return OrderedSource.plan(self, order, epoch)
         return CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
 
     def number_of(self, number: int) -> None:
@@ -118,7 +119,8 @@ class RowSource(OrderedSource):
 
     def describe(self, *, steps: bool) -> State:
         """Return how rows are made, which must equal that of a state."""
-        return {"rows": {"made by": describe(self.maker), "of": self.part.describe(steps=steps)}}
+        rows = {"made by": describe(self.maker), "of": self.part.describe(steps=steps)}
+        return OrderedSource.describe(self, steps=steps) | {"rows": rows}
 
 
 def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) -> Pipeline:
@@ -136,6 +138,9 @@ def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) 
     source = rowable_source(pipeline, step)
     if not len(plan):
         raise OptionError(f"{step}: {plan.summary}, so there is nothing to read")
+    if plan.is_new_each_epoch:
+        reason = f"where {step} makes other rows in each epoch, of samples that other nodes keep"
+        refuse_options(source.options, ["nodes", "exchange"], reason)
     rows = RowSource(
         samples=RowSamples(source.samples, plan),
         shuffle=source.shuffle,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shardstream.errors import OptionError, plural
 from shardstream.order import EpochOrder, EpochPlan, WeightedDraw, WeightedEpochPlan, draw_by_weight
 from shardstream.pipeline.indexed_source import SamplesSource
+from shardstream.pipeline.options import refuse_options
 from shardstream.pipeline.stage import State, whole_number
 from shardstream.samples import Samples, read_array
 
@@ -100,6 +101,11 @@ def draw_samples(source: SamplesSource, weights: SampleWeights | Weights | None)
         StorageError: If the file of the weights cannot be read.
     """
     if weights is not None:
+        refuse_options(
+            source.options,
+            ["nodes", "exchange"],
+            "with weights=, which draw other samples in each epoch",
+        )
         if not isinstance(weights, Weights):
             weights = Weights(weights)
         count = weights.num_samples

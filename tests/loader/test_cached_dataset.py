@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import s3fs
 
@@ -140,6 +141,43 @@ def test_map_dataset_uses_the_cache(server: Server, tmp_path: Path) -> None:
     server.requests()
     assert [sample["cls"] for sample in open_one()] == EVERYTHING
     assert server.requests() == {}
+
+
+def run_nodes(server: Server, folder: Path, number: int, **options: Any) -> list[int]:
+    """Read an epoch in one process for each of four nodes, with a cache each; return its samples."""
+    context = multiprocessing.get_context("fork")
+    with context.Pool(4) as pool:
+        jobs = [
+            pool.apply_async(read_node, (server, folder, rank, number, options))
+            for rank in range(4)
+        ]
+        return sorted(label for job in jobs for label in job.get(60))
+
+
+def read_node(
+    server: Server, folder: Path, rank: int, number: int, options: dict[str, Any]
+) -> list[int]:
+    loader = server.loader(
+        folder / str(rank), shuffle=True, placement=ss.Placement(rank, 4), **options
+    )
+    loader.set_epoch(number)
+    return flat(labels(loader))
+
+
+def test_nodes_that_keep_their_blocks_read_each_byte_once(server: Server, tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 255, (1024, 16_384), dtype=np.uint8)
+    samples = [{"__key__": f"{i:06d}", "cls": i, "npy": one} for i, one in enumerate(data)]
+    url = f"{server.url}-large"
+    make_shards(url, samples=samples, per_shard=128, storage_options=server.options)
+    options: dict[str, Any] = {"url": url, "block": 32}
+    for kept, order in (("kept", {"nodes": 4}), ("", {})):
+        requests = []
+        for number in range(3):
+            found = run_nodes(server, tmp_path / kept, number, **options, **order)
+            assert found == list(range(1024))
+            requests.append(server.requests().get("GET .tar", 0))
+        assert requests[0] > 0
+        assert (requests[1:] == [0, 0]) == bool(kept)
 
 
 def test_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: Path) -> None:
