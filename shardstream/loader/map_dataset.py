@@ -34,6 +34,7 @@ from shardstream.pipeline import (
     Rename,
     Runner,
     SamplesSource,
+    Select,
     SkipTracker,
     Stage,
     ToTuple,
@@ -48,7 +49,7 @@ from shardstream.storage import new_lock
 # 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.
 MAX_COUNTERS = 1 << 22
 
-_NEVER_DRAW = (Decode, KeepFields, MapDict, OpenFields, Rename, ToTuple)
+_NEVER_DRAW = (Decode, KeepFields, MapDict, OpenFields, Rename, Select, ToTuple)
 
 _opening = new_lock()
 
@@ -129,6 +130,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
         Raises:
             IndexError: If there is no such sample.
+            SampleError: If it is bad, or a ``select`` refuses it.
         """
         if isinstance(index, slice):
             part = self._copy()
@@ -190,7 +192,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
             else:
                 fetcher = opened.fetcher
             # Kept open, because steps may own threads: starting four takes three times as long as decoding a small image.
-            runner = self._pipeline.open_runner(epoch, SkipTracker())
+            runner = self._pipeline.open_runner(epoch, SkipTracker(can_refuse=False))
             opened = self._opened = _Opened(pid, epoch, fetcher, runner)
             return opened
 

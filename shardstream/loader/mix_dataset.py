@@ -44,8 +44,7 @@ def mix(  # noqa: PLR0913  (the public door)
     Warns with `ClassesWarning` if the datasets number their classes differently.
 
     A mix is as exact as a single dataset: the same global batches on every topology, and a small state. So every step of the datasets
-    yields one item per item; steps that change the number of items (``select``, ``batched``, ...) come after the mix, or samples are
-    chosen with ``where=`` or ``subset=``.
+    yields one item per item, or none (``select``); steps that change the number of items (``batched``, ...) come after the mix.
 
     Args:
         datasets: By name, or in order.

@@ -123,6 +123,8 @@ class LoaderStats:
             size = timings.read_bytes / timings.requests / 1e6
             throttled = f", {timings.throttled:,.0f} times throttled" if timings.throttled else ""
             lines.append(f"{timings.requests:,.0f} requests of {size:.1f} MB{throttled}")
+        if timings.refused:
+            lines.append(f"{plural(timings.refused, 'sample')} refused by select")
         if (verdict := self.verdict) is not None:
             lines.append(str(verdict))
         return "\n".join(lines)

@@ -66,7 +66,7 @@ from shardstream.samples import (
 
 
 class ItemSteps:
-    """Steps that yield one item per item."""
+    """Steps that yield one item per item, or none of it."""
 
     @property
     def _num_stages(self) -> int:
@@ -222,10 +222,6 @@ class ItemSteps:
         """Take fields in order: ``to_tuple("jpg;png", "cls")`` or ``to_tuple("jpg;png cls")``."""
         return self.then(ToTuple(names=tuple(part for name in names for part in name.split())))
 
-
-class StreamSteps(ItemSteps):
-    """All steps, also those that change counts or order; these keep a position per worker."""
-
     def select(
         self,
         predicate: Callable[[Any], bool],
@@ -233,8 +229,29 @@ class StreamSteps(ItemSteps):
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Keep the items that ``predicate`` accepts; ``name`` and ``version`` as in `map`."""
+        """Keep the items that ``predicate`` accepts.
+
+        A refused sample leaves a hole: the order, the steps of a `ShardLoader` and its state count it, so a resume works on any number of
+        ranks and workers, and ``len`` of the dataset is an upper bound. A batch is shorter by its refused samples. Where none is left, one
+        rank alone gets no batch for that step, and of several ranks each draws an accepted sample of the epoch instead. With
+        ``on_error=ss.SkipBudget(refill=True)`` all batches are filled so. ``loader.stats()`` counts refused samples, and ``by_number()``
+        raises an error for them. To read none of them, and to know their number, choose with ``where=`` or ``subset=``.
+
+        After a step that changes counts, such as ``batched``, the next items fill the batches, as without numbers.
+
+        Args:
+            predicate: Returns whether to keep an item.
+            name: As in `map`.
+            version: As in `map`.
+
+        Raises:
+            OptionError: If the predicate returns objects that are always true.
+        """
         return self.then(Select(predicate=predicate, name=name, version=version))
+
+
+class StreamSteps(ItemSteps):
+    """All steps, also those that change counts or order; these keep a position per worker."""
 
     def shuffle(self, window: int) -> Self:
         """Shuffle runs of ``window`` items of each worker; 0 is no shuffle. Not needed with ``ShardDataset(shuffle=True)``."""

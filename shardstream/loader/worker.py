@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import SkipBudgetError
-from shardstream.loader.replacement_samples import replace_bad_samples
+from shardstream.loader.replacement_samples import replace_samples
 from shardstream.loader.worker_timings import WorkerTimings
 from shardstream.order import RankPartition, WorkerSteps
 from shardstream.pipeline import (
@@ -33,7 +33,7 @@ class SampleCounts(NamedTuple):
     per_dataset: dict[str, int]
     """All samples, by part of a mix."""
     refilled: int
-    """Samples that replaced bad ones."""
+    """Samples that replaced bad or refused ones."""
 
 
 class WorkerBatch(NamedTuple):
@@ -41,7 +41,7 @@ class WorkerBatch(NamedTuple):
 
     batch: Any
     empty: bool
-    """All samples of the step were bad: the batch counts, but is not yielded."""
+    """All samples of the step were left out: the batch counts, but is not yielded."""
     part: int
     state: State
     """Position of the part after this batch."""
@@ -91,11 +91,11 @@ class WorkerPart:
                 self.timings.samples += len(items)
                 self.timings.collate_s += perf_counter() - started
                 made = [self._worker_batch(batch, empty=not items)]
-                counted = self.skips.counts.total()
+                counted = self.skips.counts.total() + self.skips.refused
                 # Freed here, so that this frame does not keep many MB of photos alive while the next are read.
                 del items, batch
                 yield made.pop()
-            if self.skips.counts.total() > counted:  # bad samples after the last batch
+            if self.skips.counts.total() + self.skips.refused > counted:  # after the last batch
                 yield self._worker_batch(None, empty=True)
         except SkipBudgetError as error:
             yield self._worker_batch(None, empty=True, error=error)
@@ -115,7 +115,7 @@ class WorkerPart:
             self.run.state_dict(),
             SampleCounts(dict(skips.counts), dict(skips.samples_per_dataset), skips.refilled),
             self.source.with_locations(bad) if bad and self.source is not None else bad,
-            replace(self.timings, **self.read_stats()),
+            replace(self.timings, refused=skips.refused, **self.read_stats()),
             error,
         )
 
@@ -123,7 +123,7 @@ class WorkerPart:
 def read_steps(
     part: WorkerPart, run: IndexedRun, runner: Runner, partition: RankPartition, info: WorkerInfo
 ) -> Generator[Sequence[Any]]:
-    """Yield the items of each step of a worker, with replacements of bad ones."""
+    """Yield the items of each step of a worker, with replacements of those that are left out."""
     source, timings, started = part.source, part.timings, perf_counter()
     assert source is not None  # noqa: S101  (steps are those of a source)
     steps = WorkerSteps(partition, info.worker, info.num_workers)
@@ -132,7 +132,7 @@ def read_steps(
             read = perf_counter()
             items, kept = runner(samples, numbers)
             if len(items) < len(numbers):
-                items = replace_bad_samples(
+                items = replace_samples(
                     source, runner, partition, steps[place], (items, kept), part.skips
                 )
             timings.read_s += read - started

@@ -12,6 +12,7 @@ class WorkerTimings:
 
     Args:
         samples: Samples passed to the collate function.
+        refused: Samples that ``select`` refused.
         read_s: Seconds of planning, parsing and waiting for bytes.
         wait_s: Of these, seconds of waiting for bytes.
         steps_s: Seconds of the pipeline's steps: decode, map, …
@@ -24,6 +25,7 @@ class WorkerTimings:
     """
 
     samples: int = 0
+    refused: int = 0
     read_s: float = 0.0
     wait_s: float = 0.0
     steps_s: float = 0.0

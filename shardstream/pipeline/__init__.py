@@ -23,6 +23,7 @@ from shardstream.pipeline.fields import (
 )
 from shardstream.pipeline.group_batch import GroupBatched
 from shardstream.pipeline.indexed_source import (
+    LOOK_AHEAD_BYTES,
     IndexedRun,
     IndexedSource,
     OrderedSource,
@@ -100,6 +101,7 @@ from shardstream.pipeline.weighted_source import (
 
 __all__ = [
     "BASIC",
+    "LOOK_AHEAD_BYTES",
     "VERSION",
     "BadSample",
     "BadSampleReport",

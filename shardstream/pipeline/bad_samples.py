@@ -1,4 +1,4 @@
-"""Skip or raise bad samples by one policy for the whole chain, and count the skipped ones."""
+"""Skip or raise bad samples by one policy for the whole chain, and count the skipped ones and those that a step refuses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from shardstream.errors import (
     IndexMismatchError,
     OptionError,
+    SampleError,
     SkipBudgetError,
     StorageError,
     describe_error,
@@ -24,6 +25,14 @@ _LISTED = 10_000  # in each worker and epoch; further ones are only counted
 _FATAL = (OptionError, StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
 
 
+class RefusedError(Exception):
+    """A step refuses an item, which is left out and not bad.
+
+    Args:
+        step: The step, for messages.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipBudget:
     """Limit of bad samples to skip.
@@ -35,9 +44,10 @@ class SkipBudget:
             error. With several ranks its name needs ``{rank}``. Lines of earlier runs stay.
             Written with the dataset's storage options if its protocol is that of the shards. If it cannot be written, a
             `ReportWarning` is issued and training continues.
-        refill: A `ShardLoader` replaces bad samples by other good samples of the epoch, so that all batches keep their size on
-            all ranks, as losses over gathered batches need. Replacements appear twice in the epoch; `ShardLoader.refilled` counts them.
-            Without it, batches shrink by the number of bad samples, and ranks may differ at a step. A `ShardLoader` refuses it with
+        refill: A `ShardLoader` replaces bad samples, and those that ``select`` refuses, by other good samples of the epoch, so that all
+            batches keep their size on all ranks, as losses over gathered batches need. Replacements appear twice in the epoch;
+            `ShardLoader.refilled` counts them.
+            Without it, batches shrink by the number of these samples, and ranks may differ at a step. A `ShardLoader` refuses it with
             batch_size=None and after steps that change counts; it has no effect without a `ShardLoader`.
     """
 
@@ -59,9 +69,10 @@ class SkipTracker:
 
     Args:
         on_error: "raise" stops at the first; "skip" and "warn" skip up to 100; a `SkipBudget` sets the limit.
+        can_refuse: Whether steps may refuse items; else a refused item is an error.
     """
 
-    def __init__(self, on_error: OnError = "raise") -> None:
+    def __init__(self, on_error: OnError = "raise", *, can_refuse: bool = True) -> None:
         if on_error not in ("raise", "warn", "skip") and not isinstance(on_error, SkipBudget):
             raise OptionError(
                 f"on_error is 'raise', 'warn', 'skip' or ss.SkipBudget(samples=…), not {on_error!r}"
@@ -75,7 +86,10 @@ class SkipTracker:
         self.samples_per_dataset: Counter[str] = Counter()
         """All samples of each part of a mix, not only bad ones."""
         self.refilled = 0
-        """Number of samples that replaced bad ones."""
+        """Number of samples that replaced bad or refused ones."""
+        self.refused = 0
+        """Number of items that steps refused."""
+        self._can_refuse = can_refuse
         self.drained: list[BadSample] = []
         """Bad samples since the last `drain_bad_samples`."""
 
@@ -85,7 +99,7 @@ class SkipTracker:
         return drained
 
     def skip_or_raise(self, error: Exception, item: Any = None, number: int | None = None) -> None:
-        """Count a bad sample, or raise its error again.
+        """Count a bad or refused sample, or raise its error again.
 
         Args:
             error: Error of the sample.
@@ -95,8 +109,20 @@ class SkipTracker:
         Raises:
             Exception: The error itself if the policy is "raise", or if the sample is not the cause: a wrong option, a storage
                 error, an index that does not match.
+            SampleError: If a step refuses it and none may.
             SkipBudgetError: If the budget is exceeded.
         """
+        if isinstance(error, RefusedError):
+            if not self._can_refuse:
+                sample = item if isinstance(item, dict) else {}
+                raise SampleError(
+                    f"{error} refuses this sample, but here each number has a sample",
+                    remedy="choose samples with where= or subset=, or leave by_number() out",
+                    shard=sample.get("__url__"),
+                    key=sample.get("__key__"),
+                ) from None
+            self.refused += 1
+            return
         if isinstance(error, StopIteration):  # would silently end the epoch
             text = "a function of the pipeline raised StopIteration"
             raise RuntimeError(text) from error  # noqa: TRY004  (as PEP 479 does)

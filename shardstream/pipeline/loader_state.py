@@ -227,9 +227,14 @@ def _remedy(name: str) -> str:
         return "it was saved with other data (shards, counts, sizes or checksums differ); use the same dataset, or start without the state"
     if name in ("num_workers", "world_size", "rank", "batch_size"):
         return (
-            "steps that change counts (select, shuffle, batched, …) resume only on the same topology; "
+            "steps that change counts (shuffle, batched, …) resume only on the same topology; "
             "use the same one, or move these steps before packing"
         )
     if name == "nodes":
         return "finish the epoch with the same value, then leave out the state and call set_epoch"
+    if name == "kind":
+        return (
+            "'parts' are positions of workers: steps change counts, or the state was saved before select kept the numbers of samples: use the "
+            "same steps, or restart the epoch with set_epoch"
+        )
     return "use the same value, or start without the state"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
+from shardstream.pipeline.bad_samples import RefusedError
 from shardstream.pipeline.runner import ItemFunction, ItemStage
-from shardstream.pipeline.stage import Context, Run, SourceRun
+from shardstream.pipeline.stage import Context
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,8 +200,8 @@ class ToTuple(ItemStage):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Select:
-    """Keep the items that a predicate accepts; name and version as in `Map`.
+class Select(ItemStage):
+    """Refuse the items that a predicate does not accept; name and version as in `Map`.
 
     Raises:
         OptionError: If the predicate returns objects that are always true: a class, or a function with ``yield`` or ``async``.
@@ -223,26 +224,21 @@ class Select:
                 remedy="pass a plain function, or an instance of the class",
             )
 
-    def open(self, source: Run, context: Context) -> Run:
-        """Open the stage on a stream."""
-        return _SelectRun(source, self.predicate, context)
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        predicate, step = self.predicate, f"select({name_of(self.predicate)})"
 
-
-class _SelectRun(SourceRun):
-    def __init__(self, source: Run, predicate: Callable[[Any], bool], context: Context) -> None:
-        super().__init__(source)
-        self._predicate = predicate
-        self._skips = context.skips
-
-    def __next__(self) -> Any:
-        for item in self.source:
+        def apply(item: Any, number: int) -> Any:  # noqa: ARG001  (an `ItemFunction`)
             try:
-                if self._predicate(item):
-                    return item
-            except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                add_place(error, f"select({name_of(self._predicate)})", item)
-                self._skips.skip_or_raise(error, item)
-        raise StopIteration
+                is_accepted = bool(predicate(item))
+            except Exception as error:
+                add_place(error, step, item)
+                raise
+            if not is_accepted:
+                raise RefusedError(step)
+            return item
+
+        return apply
 
 
 def like_tuple(model: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:

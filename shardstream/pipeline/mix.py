@@ -128,6 +128,11 @@ class MixIndexedSource(IndexedSource):
     reading: ReadOptions
     shuffle: bool = field(init=False, default=True)
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether steps of its parts may leave samples out."""
+        return any(part.may_leave_out for part in self.recipe.parts.values())
+
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``.
 

@@ -10,6 +10,7 @@ from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.fields import KeepFields, OpenFields
 from shardstream.pipeline.indexed_source import IndexedSource
+from shardstream.pipeline.map import Select
 from shardstream.pipeline.runner import ItemStage, Runner, open_runner
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, Stage, State, open_stages
@@ -65,6 +66,12 @@ class Pipeline:
             isinstance(stage, Shuffle) or getattr(stage, "rng", False) for stage in self.stages
         )
         return draws or self.source.differs_by_epoch
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether samples may be left out, so that their number is an upper bound: bad ones, or those that a `Select` refuses."""
+        refuses = any(isinstance(stage, Select) for stage in self.stages)
+        return self.on_error != "raise" or refuses or self.source.may_leave_out
 
     @property
     def num_steps(self) -> int:

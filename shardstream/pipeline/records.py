@@ -8,7 +8,7 @@ from shardstream.catalog import ObjectCatalog
 from shardstream.errors import OptionError
 from shardstream.pipeline.fields import OpenFields
 from shardstream.pipeline.indexed_source import SamplesSource
-from shardstream.pipeline.map import MapTuple, Select, ToTuple
+from shardstream.pipeline.map import MapTuple, ToTuple
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.row_source import RowSource
 from shardstream.pipeline.runner import ItemStage
@@ -98,7 +98,7 @@ def _check_stage(stage: Stage, name: str) -> None:
         )
     if isinstance(stage, OpenFields):
         raise _refusal("lazy= leaves the bytes of fields unread", "leave it out")
-    if not isinstance(stage, ItemStage | Select):
+    if not isinstance(stage, ItemStage):
         raise _refusal(
             f"the step {name} needs several samples, or changes their number or order",
             "leave it out; map, select, decode, rename and stages of one item per item can be written, and reshard(batch_size=) calls "

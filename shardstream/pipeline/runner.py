@@ -20,11 +20,11 @@ ItemFunction = Callable[[Any, int], Any]
 """``function(item, number)`` returns one item per item; ``number`` is the sample number."""
 
 Moved = tuple[Sequence[Any], list[int]]
-"""Items and their sample numbers, in order, without bad samples."""
+"""Items and their sample numbers, in order, without bad and refused samples."""
 
 
 class ItemStage:
-    """A stage that returns one item per item, so that it needs no position."""
+    """A stage that returns one item per item or refuses it, so that it needs no position."""
 
     threads: int = 0
     """Threads that process items in parallel, keeping their order; 0 uses the caller's thread."""

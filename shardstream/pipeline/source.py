@@ -44,6 +44,11 @@ class Source(ABC):
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
 
     @property
+    def may_leave_out(self) -> bool:
+        """Whether steps of its parts may leave samples out."""
+        return False
+
+    @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
         return "streams"

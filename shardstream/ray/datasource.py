@@ -63,11 +63,11 @@ class ReadJob:
         if not isinstance(source, IndexedSource):
             yield from self._shard_tasks()
             return
-        is_exact = self.pipeline.on_error == "raise"
+        is_exact = not self.pipeline.may_leave_out
         unit, group = self._units(source)
         for rows in self._ranges(source, unit):
             stop = rows.stop
-            if row_limit is not None and is_exact:  # else bad samples in between may be skipped
+            if row_limit is not None and is_exact:  # else samples in between may be left out
                 stop = min(stop, rows.start + row_limit)
             task = ReadRows(
                 pipeline=self._part(source, rows.start, stop),

@@ -193,7 +193,7 @@ def _check_steps(pipeline: Pipeline) -> None:
         if not isinstance(stage, ItemStage):
             raise OptionError(
                 f"the step {name} changes the number or the order of items, so it cannot run in independent read tasks; leave it out, "
-                "and use filter(), map_batches(), flat_map(), limit() or random_shuffle() of the Ray dataset"
+                "and use map_batches(), flat_map(), limit() or random_shuffle() of the Ray dataset"
             )
         if isinstance(stage, ToTuple | MapTuple):
             raise OptionError(

@@ -152,7 +152,7 @@ def refusals(folder: str, out: Path) -> Any:
         numbers(accelerator.prepare(ss.ShardLoader(dataset(folder), 8, device="meta")))
     except ss.errors.OptionError as error:
         said.append(str(error))
-    odd = dataset(folder).select(_is_odd)
+    odd = dataset(folder).select(_is_odd).shuffle(9)
     accelerator.prepare(ss.ShardLoader(odd, 8))
     try:
         accelerator.save_state(str(out / "checkpoint"))

@@ -134,7 +134,9 @@ def test_inspecting_a_loader_changes_nothing(folder: str) -> None:
     loader = ss.ShardLoader(dataset(folder, ss.Placement(0, 2)), 4)
     assert not dict(inspect.getmembers(loader))["_is_accelerate_prepared"]
     assert not loader._serves_accelerate
-    changes_counts = ss.ShardLoader(dataset(folder, ss.Placement(0, 2)).select(_is_odd), 4)
+    changes_counts = ss.ShardLoader(
+        dataset(folder, ss.Placement(0, 2)).select(_is_odd).shuffle(9), 4
+    )
     assert not changes_counts.use_stateful_dataloader
 
 

@@ -276,7 +276,7 @@ def test_stream_pipelines_keep_their_positions(tmp_path: Path) -> None:
     folder = numbered(tmp_path)
 
     def make(device: str | None) -> ss.ShardLoader:
-        dataset = ss.ShardDataset(folder, shuffle=True).decode().select(_is_even)
+        dataset = ss.ShardDataset(folder, shuffle=True).decode().select(_is_even).shuffle(1)
         return ss.ShardLoader(dataset, 4, num_workers=2, device=device, prefetch_to_device=5)
 
     keys = [batch["__key__"] for batch in make(None)]

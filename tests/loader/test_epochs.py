@@ -31,7 +31,7 @@ def keeps(sample: Any) -> bool:
 
 def make(folder: str, steps: str = "plan", **options: Any) -> ss.ShardLoader:
     dataset = ss.ShardDataset(folder, shuffle=True, order=ss.OrderOptions(lanes=2)).decode()
-    dataset = dataset.select(keeps).with_length(60) if steps == "parts" else dataset
+    dataset = dataset.select(keeps).shuffle(1).with_length(60) if steps == "parts" else dataset
     return ss.ShardLoader(dataset, 8, **options)
 
 

@@ -86,7 +86,7 @@ def test_loader_shows_batch_size_and_samples_as_torch_does(num_workers: int, fol
     found = ss.ShardLoader(dataset, batch_size=8, drop_last=True, num_workers=num_workers)
     assert (found.batch_size, found.drop_last, len(found.dataset)) == (8, True, 100)  # type: ignore[arg-type]
     assert [len(batch["cls"]) for batch in found] == [8] * 12
-    streamed = ss.ShardLoader(dataset.select(bool).with_length(7), batch_size=None)
+    streamed = ss.ShardLoader(dataset.shuffle(9).with_length(7), batch_size=None)
     assert (streamed.batch_size, streamed.drop_last, len(streamed.dataset)) == (None, False, 7)  # type: ignore[arg-type]
 
 
@@ -334,7 +334,7 @@ def test_loaded_states_reach_persistent_workers_and_end_open_iterators(
     def open_loader(**options: Any) -> ss.ShardLoader:
         dataset = ss.ShardDataset(folder, **grouped(shuffle=True, seed=2, **options)).decode()
         if steps == "parts":
-            dataset = dataset.select(selects)
+            dataset = dataset.select(selects).shuffle(1)
         return ss.ShardLoader(
             dataset, 8, num_workers=num_workers, persistent_workers=num_workers > 0
         )
@@ -402,7 +402,7 @@ def test_loader_follows_its_dataset_to_an_epoch(num_workers: int, folder: str) -
 
 def test_with_length_sets_the_length_of_the_loader(folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode()
-    for changed in (dataset, dataset.select(selects)):
+    for changed in (dataset, dataset.select(selects), dataset.shuffle(9)):
         given = changed.with_length(20)
         assert (len(given), len(ss.ShardLoader(given, 8))) == (20, 3)
         assert len(ss.ShardLoader(given, 8, drop_last=True)) == 2

@@ -216,7 +216,7 @@ def test_a_copy_of_a_map_dataset_has_an_epoch_and_random_numbers_of_its_own(
 
 
 def test_steps_that_change_counts_are_refused(dataset: ss.loader.MapDataset) -> None:
-    assert not hasattr(dataset, "select")
+    assert not hasattr(dataset, "batched")
 
 
 def noise(item: Any, rng: np.random.Generator) -> tuple[int, float]:
@@ -294,7 +294,7 @@ def test_samples_by_number_begin_at_the_epoch_of_their_dataset(folder: str) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda one: one.select(bool), "the step Select changes the number of items"),
+        (lambda one: one.shuffle(9), "the step Shuffle changes the number of items"),
         (lambda one: one.decode().batched(4), "the step Batched changes the number of items"),
         (lambda one: ss.mix([one], weights=[1.0]), "weights draw the samples of an epoch"),
         (lambda one: ss.mix({"a": one}, weights=lambda _: {"a": 1.0}), "weights draw"),

@@ -73,7 +73,7 @@ def test_stats_are_available_as_text_and_as_dict(tmp_path: Path) -> None:
 
 
 def test_stats_cover_steps_that_change_counts(tmp_path: Path) -> None:
-    dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).select(keep_all)
+    dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).select(keep_all).shuffle(1)
     one = ss.ShardLoader(dataset, batch_size=7)
     list(one)
     assert one.stats().timings.samples == 60

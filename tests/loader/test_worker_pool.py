@@ -72,7 +72,7 @@ def test_state_of_a_stream_counts_only_yielded_batches(many: str, worker_method:
     """Steps change counts, and one worker has more batches than the other."""
 
     def loader() -> ss.ShardLoader:
-        dataset = ss.ShardDataset(many, shuffle=True).decode().select(not_every_third)
+        dataset = ss.ShardDataset(many, shuffle=True).decode().select(not_every_third).shuffle(1)
         return ss.ShardLoader(dataset, 4, num_workers=3, worker_method=worker_method)
 
     whole = batches_of(loader())

@@ -201,7 +201,6 @@ def test_mix_works_in_plain_iteration_and_a_plain_data_loader(folders: dict[str,
 @pytest.mark.parametrize(
     ("step", "name"),
     [
-        (lambda dataset: dataset.select(bool), "Select"),
         (lambda dataset: dataset.map(dict).batched(4), "Batched"),
         (lambda dataset: dataset.shuffle(10), "Shuffle"),
     ],

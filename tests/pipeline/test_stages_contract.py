@@ -389,7 +389,7 @@ def every_other(samples: Iterator[Any]) -> Iterator[Any]:
 
 
 PIPELINES: dict[str, tuple[Callable[[ss.ShardDataset], ss.ShardDataset], int | None]] = {
-    "select": (lambda ds: ds.select(is_even), 4),
+    "select": (lambda ds: ds.shuffle(5).select(is_even), 4),
     "shuffle": (lambda ds: ds.shuffle(9), 4),
     "slice": (lambda ds: ds.slice(1, 17, 2), 4),
     "repeat": (lambda ds: ds.repeat(2), 8),
@@ -471,7 +471,7 @@ def test_another_rank_or_world_is_refused_with_both(folder: str) -> None:
     [
         lambda ds: ds.shuffle(10),
         lambda ds: ds.shuffle(9).select(is_even),
-        lambda ds: ds.select(is_even),
+        lambda ds: ds.select(is_even).shuffle(9),
         lambda ds: ds.slice(9),
     ],
 )

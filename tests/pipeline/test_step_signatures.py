@@ -101,72 +101,72 @@ def over(limit: int) -> Callable[[Sample], bool]:
 
 
 DIFFERENT: dict[str, tuple[Build, Build]] = {
-    "select": (lambda ds: ds.select(is_even), lambda ds: ds.select(is_odd)),
+    "select": (lambda ds: ds.select(is_even).shuffle(1), lambda ds: ds.select(is_odd).shuffle(1)),
     "lambda": (
-        lambda ds: ds.select(lambda sample: sample["cls"] < 5),
-        lambda ds: ds.select(lambda sample: sample["cls"] < 7),
+        lambda ds: ds.select(lambda sample: sample["cls"] < 5).shuffle(1),
+        lambda ds: ds.select(lambda sample: sample["cls"] < 7).shuffle(1),
     ),
     "default of a lambda": (
-        lambda ds: ds.select(lambda sample, limit=5: sample["cls"] < limit),  # type: ignore[misc]
-        lambda ds: ds.select(lambda sample, limit=7: sample["cls"] < limit),  # type: ignore[misc]
+        lambda ds: ds.select(lambda sample, limit=5: sample["cls"] < limit).shuffle(1),  # type: ignore[misc]
+        lambda ds: ds.select(lambda sample, limit=7: sample["cls"] < limit).shuffle(1),  # type: ignore[misc]
     ),
-    "default of a function": (lambda ds: ds.select(over(5)), lambda ds: ds.select(over(7))),
+    "default of a function": (lambda ds: ds.select(over(5)).shuffle(1), lambda ds: ds.select(over(7)).shuffle(1)),
     "image name": (
-        lambda ds: ds.decode("rgb8").select(bool),
-        lambda ds: ds.decode("l8").select(bool),
+        lambda ds: ds.decode("rgb8").shuffle(1),
+        lambda ds: ds.decode("l8").shuffle(1),
     ),
     "max_side": (
-        lambda ds: ds.decode("rgb8", max_side=32).select(bool),
-        lambda ds: ds.decode("rgb8", max_side=64).select(bool),
+        lambda ds: ds.decode("rgb8", max_side=32).shuffle(1),
+        lambda ds: ds.decode("rgb8", max_side=64).shuffle(1),
     ),
     "upright": (
-        lambda ds: ds.decode("rgb8").select(bool),
-        lambda ds: ds.decode("rgb8", upright=True).select(bool),
+        lambda ds: ds.decode("rgb8").shuffle(1),
+        lambda ds: ds.decode("rgb8", upright=True).shuffle(1),
     ),
     "builtin decoder of a field": (
-        lambda ds: ds.decode(fields={"cls": int}).select(bool),
-        lambda ds: ds.decode(fields={"cls": bytes}).select(bool),
+        lambda ds: ds.decode(fields={"cls": int}).shuffle(1),
+        lambda ds: ds.decode(fields={"cls": bytes}).shuffle(1),
     ),
     "lambda that calls another": (
-        lambda ds: ds.select(lambda sample: not is_even(sample)),
-        lambda ds: ds.select(lambda sample: not is_odd(sample)),
+        lambda ds: ds.select(lambda sample: not is_even(sample)).shuffle(1),
+        lambda ds: ds.select(lambda sample: not is_odd(sample)).shuffle(1),
     ),
     "partial": (
-        lambda ds: ds.select(partial(is_under, limit=5)),
-        lambda ds: ds.select(partial(is_under, limit=7)),
+        lambda ds: ds.select(partial(is_under, limit=5)).shuffle(1),
+        lambda ds: ds.select(partial(is_under, limit=7)).shuffle(1),
     ),
-    "dataclass": (lambda ds: ds.select(Under(5)), lambda ds: ds.select(Under(7))),
+    "dataclass": (lambda ds: ds.select(Under(5)).shuffle(1), lambda ds: ds.select(Under(7)).shuffle(1)),
     "method of a dataclass": (
-        lambda ds: ds.select(Under(5).or_even),
-        lambda ds: ds.select(Under(7).or_even),
+        lambda ds: ds.select(Under(5).or_even).shuffle(1),
+        lambda ds: ds.select(Under(7).or_even).shuffle(1),
     ),
-    "method": (lambda ds: ds.select(Keeps().even), lambda ds: ds.select(Keeps().odd)),
-    "object": (lambda ds: ds.select(Keeps()), lambda ds: ds.select(Under(5))),
-    "map": (lambda ds: ds.map(dict).select(bool), lambda ds: ds.map(Keeps()).select(bool)),
+    "method": (lambda ds: ds.select(Keeps().even).shuffle(1), lambda ds: ds.select(Keeps().odd).shuffle(1)),
+    "object": (lambda ds: ds.select(Keeps()).shuffle(1), lambda ds: ds.select(Under(5)).shuffle(1)),
+    "map": (lambda ds: ds.map(dict).shuffle(1), lambda ds: ds.map(Keeps()).shuffle(1)),
     "map_dict": (
-        lambda ds: ds.map_dict(cls=int).select(bool),
-        lambda ds: ds.map_dict(cls=float).select(bool),
+        lambda ds: ds.map_dict(cls=int).shuffle(1),
+        lambda ds: ds.map_dict(cls=float).shuffle(1),
     ),
     "map_tuple": (
-        lambda ds: ds.to_tuple("cls").map_tuple(int).select(bool),
-        lambda ds: ds.to_tuple("cls").map_tuple(float).select(bool),
+        lambda ds: ds.to_tuple("cls").map_tuple(int).shuffle(1),
+        lambda ds: ds.to_tuple("cls").map_tuple(float).shuffle(1),
     ),
     "rename": (
-        lambda ds: ds.rename(a="cls").select(bool),
-        lambda ds: ds.rename(a="npy").select(bool),
+        lambda ds: ds.rename(a="cls").shuffle(1),
+        lambda ds: ds.rename(a="npy").shuffle(1),
     ),
     "to_tuple": (
-        lambda ds: ds.to_tuple("cls").select(bool),
-        lambda ds: ds.to_tuple("npy").select(bool),
+        lambda ds: ds.to_tuple("cls").shuffle(1),
+        lambda ds: ds.to_tuple("npy").shuffle(1),
     ),
-    "decode": (lambda ds: ds.decode(only="cls").select(bool), lambda ds: ds.decode(only="npy").select(bool)),
+    "decode": (lambda ds: ds.decode(only="cls").shuffle(1), lambda ds: ds.decode(only="npy").shuffle(1)),
     "decoder of a field": (
-        lambda ds: ds.decode(fields={"cls": half}).select(bool),
-        lambda ds: ds.decode(fields={"npy": half}).select(bool),
+        lambda ds: ds.decode(fields={"cls": half}).shuffle(1),
+        lambda ds: ds.decode(fields={"npy": half}).shuffle(1),
     ),
     "handler": (
-        lambda ds: ds.decode(by_name).select(bool),
-        lambda ds: ds.decode(by_data).select(bool),
+        lambda ds: ds.decode(by_name).shuffle(1),
+        lambda ds: ds.decode(by_data).shuffle(1),
     ),
     "group_batched by field": (
         lambda ds: ds.group_batched("cls", 2),
@@ -190,12 +190,12 @@ DIFFERENT: dict[str, tuple[Build, Build]] = {
         lambda ds: ds.pack_sequences("npy", 4, pad=1),
     ),
     "version": (
-        lambda ds: ds.select(is_even),
-        lambda ds: ds.select(is_even, version=2),
+        lambda ds: ds.select(is_even).shuffle(1),
+        lambda ds: ds.select(is_even, version=2).shuffle(1),
     ),
-    "map in a mix that is selected from": (
-        lambda ds: ss.mix([ds.map(dict)]).select(bool),
-        lambda ds: ss.mix([ds.map(Keeps())]).select(bool),
+    "map in a mix that is shuffled": (
+        lambda ds: ss.mix([ds.map(dict)]).shuffle(1),
+        lambda ds: ss.mix([ds.map(Keeps())]).shuffle(1),
     ),
     "weights": (
         lambda ds: ss.mix({"a": ds}, lambda epoch: {"a": 1 + epoch // 2}),
@@ -223,12 +223,12 @@ def test_first_step_that_differs_is_named(folder: str) -> None:
 
 
 def test_renamed_function_resumes_with_its_old_name(folder: str) -> None:
-    left = open_loader(folder, lambda ds: ds.select(is_even))
-    whole = labels(open_loader(folder, lambda ds: ds.select(is_even)))
+    left = open_loader(folder, lambda ds: ds.select(is_even).shuffle(1))
+    whole = labels(open_loader(folder, lambda ds: ds.select(is_even).shuffle(1)))
     first = labels(take(left, 2))
     old_name = function_name(is_even)
     again = open_loader(
-        folder, lambda ds: ds.select(lambda one: one["cls"] % 2 == 0, name=old_name)
+        folder, lambda ds: ds.select(lambda one: one["cls"] % 2 == 0, name=old_name).shuffle(1)
     )
     again.load_state_dict(left.state_dict())
     assert first + labels(again) == whole
@@ -330,9 +330,9 @@ class Counting:
 
 
 def test_state_is_accepted_for_a_callable_with_changing_fields(folder: str) -> None:
-    left = open_loader(folder, lambda ds: ds.select(Counting()))
-    whole = labels(open_loader(folder, lambda ds: ds.select(Counting())))
-    again = open_loader(folder, lambda ds: ds.select(Counting()))
+    left = open_loader(folder, lambda ds: ds.select(Counting()).shuffle(1))
+    whole = labels(open_loader(folder, lambda ds: ds.select(Counting()).shuffle(1)))
+    again = open_loader(folder, lambda ds: ds.select(Counting()).shuffle(1))
     first = labels(take(left, 2))
     again.load_state_dict(json.loads(json.dumps(left.state_dict())))
     assert first + labels(again) == whole
@@ -344,7 +344,7 @@ def test_signatures_omit_fields_excluded_from_comparison() -> None:
 
 
 def test_signatures_are_computed_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = open_loader(folder, lambda ds: ds.select(Under(50)))
+    loader = open_loader(folder, lambda ds: ds.select(Under(50)).shuffle(1))
     state = loader.state_dict()
     monkeypatch.setattr(module_of(Pipeline), "describe", None)
     assert loader.state_dict() == state
@@ -353,4 +353,4 @@ def test_signatures_are_computed_once(folder: str, monkeypatch: pytest.MonkeyPat
 def test_self_referencing_function_can_be_used(folder: str) -> None:
     function = Counting()
     function.table[0] = function  # type: ignore[assignment]
-    assert open_loader(folder, lambda ds: ds.select(function)).state_dict()
+    assert open_loader(folder, lambda ds: ds.select(function).shuffle(1)).state_dict()

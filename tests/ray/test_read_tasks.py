@@ -290,7 +290,6 @@ def test_verified_data_are_verified_in_the_tasks(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda d: d.batched(4), r"the step Batched changes the number or the order .* map_batches\(\)"),
-        (lambda d: d.select(bool), r"the step Select changes .* use filter\(\)"),
         (lambda d: d.shuffle(10), r"the step Shuffle changes .* random_shuffle\(\)"),
         (lambda d: d.to_tuple("cls"), r"the step ToTuple returns tuples"),
         (lambda d: d.map(str), r"a row of Ray is a dict of columns by name, but a step returns str"),
@@ -355,3 +354,17 @@ def test_rows_have_the_fields_that_the_dataset_keeps(folder: str) -> None:
         ss.errors.OptionError, match="has no field 'npy;jpg'; its fields are cls, npy"
     ):
         rows(ss.ShardDataset(folder), fields=["npy;jpg"])
+
+
+def test_rows_that_select_refuses_are_left_out(folder: str) -> None:
+    dataset = ss.ShardDataset(folder).decode().select(is_even)
+    job = ss.ray.plan_read(dataset, num_tasks=3)
+    assert [row["cls"] for row in rows(dataset, num_tasks=3)] == list(range(0, 107, 2))
+    for planned in (job, ss.ray.plan_read(ss.mix([dataset]), num_tasks=3)):
+        # Ray must not take the planned rows for the number of rows, nor read fewer for a limit.
+        assert {metadata.num_rows for _, metadata in planned.tasks(2)} == {None}
+        assert sum(task.stop - task.start for task, _ in planned.tasks(2)) == 107  # type: ignore[union-attr]
+
+
+def is_even(sample: dict[str, Any]) -> bool:
+    return bool(sample["cls"] % 2 == 0)

@@ -276,7 +276,7 @@ def test_a_dataset_of_the_user_is_shown_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import shardstream as ss\n"
         f"def make(): return ss.ShardDataset({folder!r}, shuffle=True, seed=7, where='cls = 1')\n"
-        "def changes(): return make().decode().select(bool)\n"
+        "def changes(): return make().decode().shuffle(9)\n"
     )
     environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with running_viewer(folder, "--dataset", "train:make", environment=environment) as running:
