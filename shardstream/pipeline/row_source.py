@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from shardstream.errors import OptionError, SampleError
 from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
-from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.bad_samples import RefusedError, SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, OrderedSource
 from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixIndexedSource
 from shardstream.pipeline.options import refuse_options
@@ -88,6 +88,11 @@ class RowSource(OrderedSource):
     def yields_rows(self) -> bool:
         """Whether items are made of parts of samples: yes."""
         return True
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether the steps before may leave samples out, and so all of a row."""
+        return self.part.may_leave_out
 
     @property
     def yields_batches(self) -> bool:
@@ -218,13 +223,10 @@ class _RowSteps:
         return rows, row_numbers
 
     def apply(self, item: Any, number: int, /) -> Any:
-        samples, numbers = dict[int, Any](), self._numbers(item, number)
-        for own, sample in zip(numbers, item.samples, strict=True):
-            if isinstance(sample, Exception):
-                raise sample
-            samples[own] = self._runner.apply(sample, own)
-            self._check(samples[own], own)
-        return self._maker.make(_parts(item, numbers, samples, set()))
+        made, _ = self([item], [number])
+        if not made:
+            raise RefusedError("all samples of a row")
+        return made[0]
 
     def close(self) -> None:
         self._runner.close()

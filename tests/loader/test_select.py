@@ -194,3 +194,16 @@ def test_after_batches_the_items_have_positions_of_workers(folder: str, tmp_path
     state = loader.state_dict()
     with pytest.raises(ss.errors.StateError, match="number of workers"):
         ss.ShardLoader(dataset, None, num_workers=2).load_state_dict(state)
+
+
+def test_rows_lack_refused_samples_in_a_loader_and_in_a_loop(folder: str) -> None:
+    def fine(sample: Any) -> bool:
+        return odd(sample) and not 32 <= sample["cls"] < 48
+
+    dataset = ss.ShardDataset(folder).decode().select(fine)
+    rows = dataset.batch_by_cost([1.0] * SAMPLES, 8, multiple=1)
+    loader = ss.ShardLoader(rows, batch_size=None)
+    expected = sorted(number for number in range(SAMPLES) if fine({"cls": number}))
+    assert sorted(flat(labels(loader))) == sorted(flat(labels(rows))) == expected
+    assert len(loader) == 12  # of two batches nothing is left
+    assert len(labels(loader)) == 10
