@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +18,63 @@ from shardstream.order import (
     ConcatRows,
     CostBatches,
     Ints,
+    RowParts,
     RowPlan,
     WindowRows,
 )
+
+FIVE, EMPTY = np.array([3, 0, 25, 10, 9]), np.array([], dtype=np.int64)
+COSTS = FIVE.astype(float)
+LIMITS = BatchLimits(max_cost=30)
+PLANS: list[tuple[RowPlan, int, int, str]] = [
+    (
+        BestFitRows(FIVE, length=10), 5, 6,
+        "5 rows of 10 tokens, 94.0% filled, from 5 sequences, 1 longer ones split, 1 without tokens left out",
+    ),
+    (
+        BestFitRows(FIVE, length=10, long="cut"), 4, 4,
+        "4 rows of 10 tokens, 80.0% filled, from 5 sequences, 1 longer ones cut, 1 without tokens left out",
+    ),
+    (BestFitRows(FIVE, length=25), 2, 4, "2 rows of 25 tokens, 94.0% filled, from 5 sequences, 1 without tokens left out"),
+    (ConcatRows(FIVE, length=10), 5, 10, "5 rows of 10 tokens, cut out of 5 sequences"),
+    (ConcatRows(FIVE, length=10, drop_last=True), 4, 9, "4 rows of 10 tokens, cut out of 5 sequences"),
+    (
+        WindowRows(FIVE, size=10, stride=5, drop_last=True), 5, 5,
+        "5 windows of 10, from 5 samples, 3 samples too short",
+    ),
+    (
+        WindowRows(FIVE, size=10, stride=5, drop_last=False), 7, 7,
+        "7 windows of 10, from 5 samples, 1 sample too short",
+    ),
+    (
+        WindowRows(FIVE, size=3, stride=5, drop_last=False, of_runs=True), 10, 30,
+        "10 windows of 3, from 5 runs, 1 run too short",
+    ),
+    (CostBatches(COSTS, LIMITS), 4, 5, "4 batches of a padded cost of at most 30, from 5 samples"),
+    (
+        CostBatches(COSTS, replace(LIMITS, padded=False)), 3, 5,
+        "3 batches of a cost of at most 30, from 5 samples",
+    ),
+]  # fmt: skip
+NONE: list[RowPlan] = [
+    BestFitRows(EMPTY, length=3),
+    ConcatRows(EMPTY, length=3),
+    WindowRows(EMPTY, size=10, stride=5, drop_last=True),
+    CostBatches(EMPTY.astype(float), BatchLimits(max_cost=30)),
+]
+OTHERS: list[RowPlan] = [
+    BestFitRows(FIVE + 1, length=10),
+    BestFitRows(FIVE, length=10, is_new_each_epoch=True),
+    ConcatRows(FIVE + 1, length=10),
+    WindowRows(FIVE + 1, size=10, stride=5, drop_last=True),
+    WindowRows(FIVE, size=3, stride=5, drop_last=False),
+    WindowRows(FIVE, size=9, stride=5, drop_last=False),
+    WindowRows(FIVE, size=10, stride=6, drop_last=False),
+    CostBatches(COSTS + 1, LIMITS),
+    CostBatches(COSTS, LIMITS, is_new_each_epoch=False),
+    CostBatches(COSTS, replace(LIMITS, max_samples=2)),
+    CostBatches(COSTS, replace(LIMITS, multiple=2)),
+]
 
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=600).map(
     lambda found: np.array(found, dtype=np.int64)
@@ -43,6 +99,11 @@ def tokens(plan: RowPlan, copy: int = 0) -> list[list[tuple[int, int]]]:
     ]
 
 
+def samples_of_rows(plan: RowPlan, copy: int) -> set[frozenset[int]]:
+    parts = plan.parts(np.arange(len(plan)) + copy * len(plan))
+    return {frozenset(row.tolist()) for row in np.split(parts.numbers, parts.firsts[1:])}
+
+
 def every_token(found: Ints) -> list[tuple[int, int]]:
     return [(number, place) for number, length in enumerate(found) for place in range(length)]
 
@@ -58,11 +119,13 @@ def check_plan(plan: RowPlan, copy: int) -> None:
         joined = np.concatenate([getattr(one, name) for one in alone])
         assert np.array_equal(getattr(taken, name), joined)
     assert other.fingerprint == plan.fingerprint
+    assert len(together.numbers) <= plan.num_parts
     assert not len(plan.parts(np.array([], dtype=np.int64)).numbers)
 
 
 @given(lengths, st.integers(1, 50), st.booleans(), st.integers(0, 3))
 @example(np.full(300, 1), 50, True, 1)
+@example(np.full(9000, 7), 10, True, 1)  # more groups than are planned at once
 def test_best_fit_has_each_token_once_and_no_row_is_too_long(
     found: Ints, length: int, is_new: bool, copy: int
 ) -> None:
@@ -77,22 +140,34 @@ def test_best_fit_has_each_token_once_and_no_row_is_too_long(
     check_plan(plan, copy)
 
 
-@given(lengths, st.integers(1, 50), st.booleans())
-def test_concat_has_each_token_once_in_order(found: Ints, length: int, drop_last: bool) -> None:
+@given(lengths, st.integers(1, 50), st.booleans(), st.integers(0, 3))
+@example(np.array([3, 0, 2]), 9, False, 1)
+def test_concat_has_each_token_once_in_order(
+    found: Ints, length: int, drop_last: bool, copy: int
+) -> None:
     plan = ConcatRows(found, length=length, drop_last=drop_last)
     whole = every_token(found)
     kept = len(whole) // length * length if drop_last else len(whole)
     assert len(plan) == -(-kept // length)
     if len(plan):
-        rows = tokens(plan)
+        rows = tokens(plan, copy)
         assert [token for row in rows for token in row] == whole[:kept]
         assert {len(row) for row in rows[:-1]} <= {length}
-        check_plan(plan, 0)
+        assert kept / (len(plan) * length) == pytest.approx(plan.filled)
+        check_plan(plan, copy)
 
 
-@given(lengths, st.integers(1, 12), st.integers(1, 12), st.booleans(), st.booleans())
+@given(
+    lengths,
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 3),
+)
+@example(np.array([4]), 4, 1, False, False, 1)
 def test_windows_are_those_of_slicing(
-    found: Ints, size: int, stride: int, drop_last: bool, of_runs: bool
+    found: Ints, size: int, stride: int, drop_last: bool, of_runs: bool, copy: int
 ) -> None:
     plan = WindowRows(found, size=size, stride=stride, drop_last=drop_last, of_runs=of_runs)
     first = np.cumsum(found) - found
@@ -111,8 +186,8 @@ def test_windows_are_those_of_slicing(
             )
     assert len(plan) == len(expected)
     if expected:
-        assert tokens(plan) == expected
-        check_plan(plan, 0)
+        assert tokens(plan, copy) == expected
+        check_plan(plan, copy)
 
 
 @given(
@@ -124,6 +199,7 @@ def test_windows_are_those_of_slicing(
     st.integers(1, 8),
     st.integers(0, 3),
 )
+@example(np.full(17_000, 40), 41, None, True, True, 2, 1)  # more groups than are planned at once
 def test_batches_have_each_sample_once_and_none_costs_too_much(  # noqa: PLR0913, PLR0917
     found: Ints,
     max_cost: int,
@@ -144,6 +220,8 @@ def test_batches_have_each_sample_once_and_none_costs_too_much(  # noqa: PLR0913
         assert (costs.max() * len(batch) if padded else costs.sum()) <= max_cost
         assert len(batch) <= (max_samples or len(batch))
     assert len(plan) % multiple == 0 or len(found) < len(plan) + multiple
+    one = CostBatches(found.astype(float), replace(limits, multiple=1), is_new_each_epoch=is_new)
+    assert len(one) <= len(plan) < len(one) + multiple
     check_plan(plan, copy)
 
 
@@ -151,8 +229,62 @@ def test_lognormal_lengths_fill_over_98_percent_and_copies_have_other_rows() -> 
     draws = np.random.default_rng(0).lognormal(np.log(700) - 0.5, 1.0, 20_000)
     plan = BestFitRows(draws.astype(np.int64), length=8192, is_new_each_epoch=True)
     assert plan.filled >= 0.98
-    first, second = ({frozenset(row) for row in tokens(plan, copy)} for copy in (0, 1))
+    first, second = (samples_of_rows(plan, copy) for copy in (0, 1))
     assert len(first & second) < 0.05 * len(plan)
+    other = BestFitRows(draws.astype(np.int64), length=8192, is_new_each_epoch=True, seed=1)
+    assert samples_of_rows(other, 0) == first
+    assert len(samples_of_rows(other, 1) & second) < 0.05 * len(plan)
+
+
+def test_samples_of_a_batch_are_of_similar_cost_and_meet_others_in_other_epochs() -> None:
+    costs = np.random.default_rng(0).lognormal(5, 0.6, 5000)
+    plan = CostBatches(costs, BatchLimits(max_cost=8192))
+    for copy in (0, 1):
+        parts = plan.parts(np.arange(len(plan)) + copy * len(plan))
+        largest = np.maximum.reduceat(costs[parts.numbers], parts.firsts)
+        assert costs.sum() / (largest * parts.counts).sum() > 0.9
+    assert len(samples_of_rows(plan, 0) & samples_of_rows(plan, 1)) < 0.1 * len(plan)
+    same = CostBatches(costs, BatchLimits(max_cost=8192), is_new_each_epoch=False)
+    assert samples_of_rows(same, 0) == samples_of_rows(same, 1)
+    assert len(same) < len(plan) < 1.05 * len(same)
+
+
+class CountedBatches(CostBatches):
+    """Batches that count how often a group is planned."""
+
+    planned = 0
+
+    def plan(self, groups: Ints, keys: Sequence[int | None]) -> list[RowParts]:
+        self.planned += len(groups)
+        return super().plan(groups, keys)
+
+
+def test_the_groups_that_were_planned_last_are_kept_but_not_pickled() -> None:
+    plan = CountedBatches(np.ones(65_536), BatchLimits(max_cost=1024))  # one group
+
+    def planned(copy: int) -> int:
+        plan.parts(np.array([3, 4]) + copy * len(plan))
+        return plan.planned
+
+    assert [planned(copy) for copy in (0, 1, 0)] == [1, 2, 2]
+    assert [planned(copy) for copy in range(2, 61)][-1] == 61
+    assert [planned(copy) for copy in (0, 61, 1, 0)] == [61, 62, 62, 63]
+    assert len(pickle.dumps(plan)) < 2 * plan.costs.nbytes
+
+
+def test_plans_say_what_they_hold() -> None:
+    for plan, rows, num_parts, summary in PLANS:
+        assert (len(plan), plan.num_parts, plan.summary) == (rows, num_parts, summary)
+        taken_whole = isinstance(plan, CostBatches) or "run" in summary
+        assert (plan.lengths is None) == taken_whole
+        assert plan.lengths is None or np.array_equal(plan.lengths, FIVE)
+    for plan in NONE:
+        assert (len(plan), plan.num_parts, plan.summary.split()[0]) == (0, 0, "0")
+
+
+def test_fingerprint_changes_with_each_option_and_length() -> None:
+    plans = [one for one, *_ in PLANS] + NONE + OTHERS
+    assert len({plan.fingerprint for plan in plans}) == len(plans)
 
 
 def test_long_sequences_are_split_cut_or_refused_as_asked() -> None:
