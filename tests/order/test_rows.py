@@ -86,6 +86,7 @@ def tokens(plan: RowPlan, copy: int = 0) -> list[list[tuple[int, int]]]:
     parts = plan.parts(np.arange(len(plan), dtype=np.int64) + copy * len(plan))
     assert parts.counts.sum() == len(parts.numbers)
     assert (parts.counts > 0).all()
+    assert (parts.stops >= -1).all()
     rows = np.split(np.arange(len(parts.numbers)), np.cumsum(parts.counts)[:-1])
     return [
         [
