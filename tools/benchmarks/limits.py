@@ -134,22 +134,34 @@ def read_sockets(case: Case) -> Callable[[], int]:
 
 
 def read_with_obstore(case: Case) -> Callable[[], int]:
-    """Fetch all tars of an Azure container with obstore, in ranges as shardstream asks for them.
+    """Fetch all tars of an Azure container or an S3 bucket with obstore, in ranges as shardstream asks for them.
 
     They have 4 MiB, or the size of a block if it shuffles: each request costs Azurite some milliseconds, whatever its size.
     """
     import obstore  # noqa: PLC0415  (the other limits do without)
-    from obstore.store import AzureStore  # noqa: PLC0415
+    from obstore.store import AzureStore, S3Store  # noqa: PLC0415
 
-    parts = os.environ["AZURE_STORAGE_CONNECTION_STRING"].split(";")
-    given = {name: value for name, _, value in (part.partition("=") for part in parts)}
-    config: Any = {
-        "account_name": given["AccountName"],
-        "account_key": given["AccountKey"],
-        "endpoint": given["BlobEndpoint"],
-    }
-    container, _, prefix = case.location.removeprefix("az://").partition("/")
-    store = AzureStore(container, config=config, client_options={"allow_http": True})
+    protocol, _, path = case.location.partition("://")
+    container, _, prefix = path.partition("/")
+    client: Any = {"allow_http": True, "allow_invalid_certificates": True}
+    store: Any
+    if protocol == "s3":
+        names = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION"}
+        names |= {
+            "access_key_id": "AWS_ACCESS_KEY_ID",
+            "secret_access_key": "AWS_SECRET_ACCESS_KEY",
+        }
+        config: Any = {name: os.environ[variable] for name, variable in names.items()}
+        store = S3Store(container, config=config, client_options=client)
+    else:
+        parts = os.environ["AZURE_STORAGE_CONNECTION_STRING"].split(";")
+        given = {name: value for name, _, value in (part.partition("=") for part in parts)}
+        config = {
+            "account_name": given["AccountName"],
+            "account_key": given["AccountKey"],
+            "endpoint": given["BlobEndpoint"],
+        }
+        store = AzureStore(container, config=config, client_options=client)
     found = [meta for metas in obstore.list(store, prefix) for meta in metas]
     tars = [(meta["path"], meta["size"]) for meta in found if meta["path"].endswith(".tar")]
     step = sum(size for _, size in tars) // _BLOCKS if case.shuffle else _RANGE_BYTES

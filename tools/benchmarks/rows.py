@@ -184,6 +184,16 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
     yield replace(two, row="s3-fast", store="s3-fast")
     for workers in (1, 2):
         yield Setting(
+            row="s3-https",
+            label=f"{workers} worker{'s' * (workers > 1)}, after the first epoch",
+            case=_case(sizes, max_s=0.0, warm=True, workers=workers, connections=16),
+            corpus=sizes.photos,
+            store="s3-https",
+            contestants=(OURS, "webdataset"),
+            limits=("limit-obstore",),
+            targets=(of_limit(0.85, "limit-obstore"),),
+        )
+        yield Setting(
             row="s3-fast",
             # Without the start of the workers, which is a third of the time of one epoch. litdata would read its cache.
             label=f"{workers} worker{'s' * (workers > 1)}, after the first epoch",

@@ -19,9 +19,9 @@ from typing import Literal
 from benchmarks.case import Case, Result
 from benchmarks.data import Corpus
 from shardstream.storage import Storage, publish_bytes
-from tests.servers import S3Server, ShapedS3, start_azurite, start_nginx, start_s3
+from tests.servers import S3Server, ShapedS3, start_azurite, start_nginx, start_s3, start_tls
 
-Store = Literal["local", "s3-slow", "s3-fast", "azure"]
+Store = Literal["local", "s3-slow", "s3-fast", "s3-https", "azure"]
 """Location of the data of a setting."""
 
 TOOLS = Path(__file__).parent.parent
@@ -57,6 +57,7 @@ class Work:
     _stack: ExitStack = field(default_factory=ExitStack)
     _s3: S3Server | None = None
     _shaped: ShapedS3 | None = None
+    _https: tuple[S3Server, Path] | None = None
     _azurite: str | None = None
     _uploaded: set[str] = field(default_factory=set)
 
@@ -84,6 +85,15 @@ class Work:
         self._shaped.control(f"/set?profile=shaped&{brake}")
         return self._shaped.shaped
 
+    def https(self) -> tuple[S3Server, Path]:
+        """Return the server over TLS, and its certificate."""
+        if self._https is None:
+            place = Path(
+                self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-tls-"))
+            )
+            self._https = self._stack.enter_context(start_tls(place, self.server(slow=False)))
+        return self._https
+
     def azurite(self) -> str:
         """Return the connection string of the Azure server."""
         if self._azurite is None:
@@ -102,6 +112,10 @@ class Work:
             return {}
         if store == "azure":
             return {"AZURE_STORAGE_CONNECTION_STRING": self.azurite()}
+        if store == "s3-https":
+            server, certificate = self.https()
+            names = ("AWS_CA_BUNDLE", "SSL_CERT_FILE", "CURL_CA_BUNDLE")
+            return server.environment | dict.fromkeys(names, str(certificate))
         server = self.server(slow=store == "s3-slow", rate=rate)
         # for litdata, mosaicml and the AWS command line
         return server.environment | {"S3_ENDPOINT_URL": server.endpoint}
