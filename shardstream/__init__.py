@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         show,
     )
     from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
-    from shardstream.pipeline import OrderOptions, ReadOptions, SkipBudget, Weights
+    from shardstream.pipeline import Balance, OrderOptions, ReadOptions, SkipBudget, Weights
 
 __all__ = [
+    "Balance",
     "ObjectDataset",
     "OrderOptions",
     "Placement",
@@ -63,6 +64,7 @@ __all__ = [
 
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
+    "Balance": "pipeline",
     "ObjectDataset": "loader",
     "OrderOptions": "pipeline",
     "ReadOptions": "pipeline",

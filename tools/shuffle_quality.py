@@ -1,6 +1,6 @@
 """Measure shuffle quality against shuffled shards with a buffer, on data sorted by class (the worst case).
 
-    python tools/shuffle_quality.py [--plot docs/shuffle.png]
+    python tools/shuffle_quality.py [--plot docs/shuffle.png] [--costs]
 
 100,000 samples of 100 kB in 100 shards, 100 classes stored in sequence, batches of 64, 8 readers. Two figures:
 
@@ -11,6 +11,13 @@
 
 A second table has orders in which each node keeps its blocks (``nodes=``), with the share of an epoch's samples that the same node
 read in the epoch before, and the classes that the poorest node reads in an epoch.
+
+``--costs`` measures ``balance=`` instead, for samples of lognormal lengths n that cost n + n^2 / 8192:
+
+* busy: mean over the steps of the mean cost / the largest cost of the ranks, before and after
+* classes by cost: the costs are cut into 100 classes of equal size (the worst case); different ones in a batch of a rank, and in a
+  step of 64 samples, against a random draw
+* the costs of 8 ranks at some steps, before and after
 """
 
 from __future__ import annotations
@@ -22,9 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.order import (
+    BalancedEpochPlan,
     EpochOrder,
     EpochPlan,
     NodeEpochPlan,
+    StepBalance,
     default_block,
     default_window,
 )
@@ -32,8 +41,10 @@ from shardstream.order import (
 _SAMPLES, _SHARDS, _CLASSES, _BATCH, _READERS = 100_000, 100, 100, 64, 8
 _TOTAL_BYTES = _SAMPLES * 100_000
 _USED = _SAMPLES // _BATCH * _BATCH
+_SIGMAS, _RANKS = (0.6, 1.0, 1.4), (8, 64, 512)
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def ours(window: int, block: int, *, nodes: int = 1, exchange: float = 0, epoch: int = 0) -> Ints:
@@ -119,6 +130,69 @@ def print_nodes(window: int, block: int) -> None:
             )
 
 
+def lognormal_costs(sigma: float, samples: int) -> Floats:
+    """Return the costs of samples with lognormal lengths, of 16 to 32,768."""
+    lengths = np.random.default_rng(0).lognormal(6.5, sigma, samples).clip(16, 32768)
+    return lengths + lengths**2 / 8192
+
+
+def costs_of_ranks(costs: Floats, ranks: int, batch: int, steps: int) -> tuple[Floats, Ints]:
+    """Return the cost of each rank at each step, shape (steps, ranks), and the samples; ``steps=0`` does not balance."""
+    order = EpochOrder(
+        nsamples=len(costs),
+        batch=batch,
+        shuffle=True,
+        seed=0,
+        lanes=ranks,
+        window=640 // batch * batch,
+        block=20,
+    )
+    plan = EpochPlan(order, 0)
+    if steps:
+        balance = StepBalance(
+            costs=costs.astype(np.float32), steps=steps, group_size=None, padded=False
+        )
+        plan = BalancedEpochPlan(plan, balance)
+    numbers = plan.batches(np.arange(order.num_batches // ranks * ranks))
+    return costs[numbers].sum(axis=1).reshape(-1, ranks), numbers.reshape(-1, ranks, batch)
+
+
+def busy(of_ranks: Floats) -> float:
+    """Return the mean over the steps of the mean cost / the largest cost of the ranks."""
+    return float((of_ranks.mean(axis=1) / of_ranks.max(axis=1)).mean())
+
+
+def print_costs() -> None:
+    """Measure what ``balance=`` gains, and its price in shuffle quality."""
+    print(f"{'busy share of the ranks':28}{'before':>8}{'16':>8}{'64':>8}{'256 steps':>11}")
+    for batch in (8, 1):
+        for sigma in _SIGMAS:
+            for ranks in _RANKS:
+                costs = lognormal_costs(sigma, max(_SAMPLES, ranks * batch * 256 * 2))
+                shares = [busy(costs_of_ranks(costs, ranks, batch, k)[0]) for k in (0, 16, 64, 256)]
+                name = f"batch {batch}, sigma {sigma}, {ranks} ranks"
+                print(f"{name:28}" + "".join(f"{share:8.3f}" for share in shares))
+    costs = lognormal_costs(1.0, _SAMPLES)
+    by_cost = np.argsort(np.argsort(costs)) * _CLASSES // _SAMPLES
+    print(f"\n{'classes by cost':28}{'ideal':>8}{'before':>8}{'16':>8}{'64':>8}{'256 steps':>11}")
+    for batch, ranks in ((8, 8), (4, 16), (2, 32), (1, 64)):
+        ideal = np.random.default_rng(1).permutation(_SAMPLES)[:_USED].reshape(-1, ranks, batch)
+        found = [ideal, *(costs_of_ranks(costs, ranks, batch, k)[1] for k in (0, 16, 64, 256))]
+        for what, size in (("rank", batch), ("step", batch * ranks)):
+            name = f"a {what}, {ranks} ranks x batch {batch}"
+            kinds = [_kinds(by_cost[numbers].reshape(-1, size)) for numbers in found]
+            print(f"{name:28}" + "".join(f"{mean:8.1f}" for mean in kinds))
+    for what, steps in (("before", 0), ("after", 64)):
+        print(f"\ncosts of 8 ranks x batch 8 at steps 0 to 7, {what} (1 is the mean)")
+        of_ranks = costs_of_ranks(costs, 8, 8, steps)[0]
+        for row in of_ranks[:8] / of_ranks.mean():
+            print("".join(f"{cost:6.2f}" for cost in row))
+
+
+def _kinds(batches: Ints) -> float:
+    return float(np.mean([len(np.unique(batch)) for batch in batches]))
+
+
 def plot(rows: dict[str, Ints], path: str) -> None:
     """Draw the distribution of classes per batch."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (only for the picture)
@@ -149,7 +223,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plot", metavar="FILE.png", help="draw the classes a batch")
-    path = parser.parse_args().plot
+    parser.add_argument("--costs", action="store_true", help="measure balance= instead")
+    options = parser.parse_args()
+    if options.costs:
+        print_costs()
+        return
+    path = options.plot
     window, block = (
         default_window(_SAMPLES, _TOTAL_BYTES, _BATCH),
         default_block(_SAMPLES, _TOTAL_BYTES),
@@ -158,6 +237,9 @@ def main() -> None:
         "ideal": np.random.default_rng(1).permutation(_SAMPLES)[:_USED].astype(np.int64),
         f"shardstream (window {window}, block {block})": ours(window, block),
         f"shardstream (window {window}, block 1)": ours(window, 1),
+        "shardstream, balance=": costs_of_ranks(
+            lognormal_costs(1.0, _SAMPLES), _READERS, _BATCH, 64
+        )[1].ravel(),
         f"shards + buffer of {window}": buffered(window),
         "shards + buffer of 5000": buffered(5000),
     }

@@ -429,7 +429,7 @@ class ShardDataset(StreamDataset):
             needs |= {"weights=": weights, "lazy=": places}
             _check_whole_shards(unindexed, read.index, needs)
             reason = "on shards that are read whole"
-            names = ["lanes", "microbatch", "block", "remainder", "nodes", "exchange"]
+            names = ["lanes", "microbatch", "block", "remainder", "nodes", "exchange", "balance"]
             refuse_options(order, names, reason)
             refuse_options(read, ["prefetch_bytes", "hedge"], reason)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)

@@ -35,7 +35,11 @@ from shardstream.loader.device_transfer import (
     prefetch,
 )
 from shardstream.loader.lightning import is_overfit_by_lightning, received_position
-from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
+from shardstream.loader.option_checks import (
+    check_options,
+    unwrap_rebuilt,
+    warn_of_lanes,
+)
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_ranks
 from shardstream.loader.serialize import new_tensor
@@ -131,7 +135,7 @@ class ShardLoader(DataLoader[Any]):
         self._pool: WorkerPool | None = None  # of persistent workers
         self._stopwatch = Stopwatch(epoch=self._chosen[0], workers=num_workers)
         self._bad_sample_report = _open_report(dataset)
-        warn_of_lanes(self._batches)
+        warn_of_lanes(self._batches, self._cursor.position)
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator("cpu")
@@ -501,7 +505,7 @@ class ShardLoader(DataLoader[Any]):
                 the number of ranks or workers.
         """
         position = self._batches.load(state, self._cursor.position.epoch)
-        warn_of_lanes(self._batches)
+        warn_of_lanes(self._batches, position)
         self._cursor = self._cursor.at(position)
         self._pool = None  # ends persistent workers, which cannot receive a new order
         self._is_compared = False

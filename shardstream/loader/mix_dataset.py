@@ -20,6 +20,7 @@ from shardstream.pipeline import (
     Pipeline,
     ReadOptions,
     Stop,
+    balance_of,
     options_or_default,
     refuse_options,
     whole_number,
@@ -120,13 +121,15 @@ def _source(
     for options in (order, *(source.options for source in sources)):
         refuse_options(options, ["nodes", "exchange"], "in a mix")
     hedge = read.hedge or any(source.reading.hedge for source in sources)
+    samples = Concat([source.samples for source in sources])
     return MixIndexedSource(
         recipe=recipe,
         sources=sources,
-        samples=Concat([source.samples for source in sources]),
+        samples=samples,
         seed=seed,
         options=order,
         reading=replace(read, hedge=hedge),
+        balance=None if order.balance is None else balance_of(order.balance, samples, shuffle=True),
     )
 
 
@@ -137,6 +140,9 @@ def _indexed_source(name: str, part: Pipeline) -> IndexedSource:
         OptionError: If a step changes the number of items, or the part is read without an index.
     """
     if part.indexed_source is not None:
+        refuse_options(
+            part.indexed_source.options, ["balance"], "in a dataset of a mix, only in its order="
+        )
         return part.indexed_source
     changing = [stage for stage in part.stages if not isinstance(stage, ItemStage)]
     if not changing:

@@ -10,8 +10,20 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.dataset import StreamDataset
-from shardstream.order import find_even_lane_counts, uneven_effect
-from shardstream.pipeline import OrderOptions, ReadOptions, SkipTracker, check_at_least
+from shardstream.order import (
+    EpochOrder,
+    PartitionConfig,
+    StepBalance,
+    find_even_lane_counts,
+    uneven_effect,
+)
+from shardstream.pipeline import (
+    LoaderPosition,
+    OrderOptions,
+    ReadOptions,
+    SkipTracker,
+    check_at_least,
+)
 
 _DATASET_OPTIONS = {
     name: f"{name}=" for name in ("fields", "order", "read", "seed", "subset", "weights", "where")
@@ -110,15 +122,22 @@ def check_options(
         )
 
 
-def warn_of_lanes(batches: BatchDataset) -> None:
-    """Warn if several workers must read the same windows, or one must hold too many bytes of them."""
+def warn_of_lanes(batches: BatchDataset, begin: LoaderPosition) -> None:
+    """Warn if several workers must read the same windows, one must hold too many bytes of them, or steps from a position on cost ranks unequally.
+
+    Raises:
+        OptionError: If the ranks are not a multiple of the groups whose costs are balanced.
+    """
     if batches.indexed_source is None or not batches.indexed_source.shuffle:
         return
     config, order, num_workers = batches.partition_config, batches.order(0), batches.num_readers
     lanes = order.lanes
     lanes_per_step = config.batches_per_step * num_workers
     lane_counts = sorted(set(find_even_lane_counts(config, num_workers, lanes)))
-    if lanes % lanes_per_step:
+    balance = batches.indexed_source.balance
+    if balance is not None and config.world_size > 1:
+        _check_balance(balance, config, order, begin)
+    elif balance is None and lanes % lanes_per_step:
         warnings.warn(
             f"lanes={lanes} is not a multiple of {config.world_size} ranks x {num_workers} workers x {config.microbatches} "
             f"microbatches: the order stays exact, but {uneven_effect(order, config, num_workers)}. "
@@ -144,3 +163,28 @@ def warn_of_lanes(batches: BatchDataset) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def _check_balance(
+    balance: StepBalance, config: PartitionConfig, order: EpochOrder, begin: LoaderPosition
+) -> None:
+    """Check that the batches of a step of these ranks are batches that cost the same; warn if they are not."""
+    given, step = balance.group_size, config.batches_per_step
+    if given and step % given and given % step:
+        raise OptionError(
+            f"balance= has group_size={given}, but {config.world_size} ranks x {config.microbatches} microbatches of a step are not a "
+            "multiple of it; choose another one, or another number of ranks"
+        )
+    if not given and order.lanes % step:
+        reason = f"lanes={order.lanes} are not a multiple of the {step} batches of a step"
+    elif begin.consumed // order.batch % min(given or order.lanes, step):
+        reason = (
+            f"the state is in the middle of a step of {step} batches: it was saved on other ranks"
+        )
+    else:
+        return
+    warnings.warn(
+        f"{reason}, so steps of this epoch have batches of two rounds: the samples are exact, but their costs are not balanced",
+        UserWarning,
+        stacklevel=5,
+    )

@@ -1,5 +1,6 @@
 """Compute the order of samples from sizes, seed and epoch."""
 
+from shardstream.order.balanced_plan import BalancedEpochPlan, StepBalance
 from shardstream.order.cost_batches import BatchLimits, CostBatches
 from shardstream.order.epoch_plan import (
     CopyPlan,
@@ -25,6 +26,7 @@ from shardstream.order.weighted_plan import WeightedDraw, WeightedEpochPlan, dra
 from shardstream.order.window_rows import WindowRows
 
 __all__ = [
+    "BalancedEpochPlan",
     "BatchLimits",
     "BestFitRows",
     "ConcatRows",
@@ -41,6 +43,7 @@ __all__ = [
     "Remainder",
     "RowParts",
     "RowPlan",
+    "StepBalance",
     "WeightedDraw",
     "WeightedEpochPlan",
     "WindowRows",

@@ -106,6 +106,7 @@ class EpochPlan:
         self.order = order
         self.epoch = epoch
         self.passes = 1  # a mix repeats its parts, and each pass has its own sample numbers
+        self.spread = 1  # batches that are planned for each one that is asked for
         if not order.shuffle:
             return  # nothing is random
         self._blocks, self._short = divmod(order.nsamples, order.block)

@@ -6,6 +6,7 @@ from shardstream.pipeline.bad_sample_report import (
     warn_or_raise,
 )
 from shardstream.pipeline.bad_samples import OnError, SkipBudget, SkipTracker
+from shardstream.pipeline.balance import Balance, balance_of
 from shardstream.pipeline.batch import Batched, Unbatched, split_batch
 from shardstream.pipeline.decode import (
     BASIC,
@@ -105,6 +106,7 @@ __all__ = [
     "VERSION",
     "BadSample",
     "BadSampleReport",
+    "Balance",
     "Batched",
     "Batches",
     "Compose",
@@ -160,6 +162,7 @@ __all__ = [
     "WeightedSource",
     "Weights",
     "Windows",
+    "balance_of",
     "check_at_least",
     "check_epoch",
     "check_fields",

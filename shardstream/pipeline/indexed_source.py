@@ -15,12 +15,14 @@ from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, redact
 from shardstream.format import Rows, Sample
 from shardstream.order import (
+    BalancedEpochPlan,
     EpochOrder,
     EpochPlan,
     Ints,
     NodeEpochPlan,
     PartitionConfig,
     RankPartition,
+    StepBalance,
     WorkerSteps,
     default_block,
     default_window,
@@ -57,6 +59,8 @@ class IndexedSource(Source):
     """Options of their order."""
     reading: ReadOptions
     """Options of prefetching."""
+    balance: StepBalance | None
+    """Costs of the samples, of ``options.balance``."""
 
     @property
     def yields_rows(self) -> bool:
@@ -105,13 +109,23 @@ class IndexedSource(Source):
         """Size of the dataset, for ``repr``."""
         return self.samples.summary
 
+    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
+        """Return what must equal that of a state: nodes that keep their blocks, if there are several, and costs by which samples are dealt."""
+        options, found = self.options, dict[str, Any]()
+        if options.nodes > 1:
+            found |= {"nodes": options.nodes, "exchange": options.exchange}
+        if self.balance is not None:
+            found |= {"balance": self.balance.describe()}
+        return found
+
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened."""
         return FetchOptions(
             prefetch_bytes=self.reading.prefetch_bytes,
             hedge=self.reading.hedge,
             num_workers=num_workers,
-            is_sparse=self.is_sparse,
+            is_sparse=self.is_sparse
+            or self.balance is not None,  # a reader has few samples of a block
         )
 
     def number_of(self, number: int) -> int | None:
@@ -182,6 +196,7 @@ class OrderedSource(IndexedSource):
         seed: Seed of the order.
         options: Options of the order.
         reading: Options of prefetching.
+        balance: Costs of the samples, of ``options.balance``.
     """
 
     samples: Samples
@@ -189,6 +204,7 @@ class OrderedSource(IndexedSource):
     seed: int = 0
     options: OrderOptions = field(default_factory=OrderOptions)
     reading: ReadOptions = field(default_factory=ReadOptions)
+    balance: StepBalance | None = None
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
@@ -215,12 +231,8 @@ class OrderedSource(IndexedSource):
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
-        return EpochPlan(order, epoch) if order.nodes == 1 else NodeEpochPlan(order, epoch)
-
-    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
-        """Return the nodes that keep their blocks, if there are several, which must equal those of a state."""
-        options = self.options
-        return {"nodes": options.nodes, "exchange": options.exchange} if options.nodes > 1 else {}
+        plan = EpochPlan(order, epoch) if order.nodes == 1 else NodeEpochPlan(order, epoch)
+        return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
 
     def restrict_to(self, numbers: Ints) -> Self:
         """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
@@ -261,7 +273,7 @@ def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int
 
 def plan_steps(partition: RankPartition, steps: WorkerSteps) -> Iterator[list[Ints]]:
     """Yield the sample numbers of the steps, one array per step, in lists that start small so that reading starts early."""
-    width = partition.config.microbatches * partition.plan.order.batch
+    width = partition.config.microbatches * partition.plan.order.batch * partition.plan.spread
     start, size = 0, 4
     while start < len(steps):
         yield partition.samples(steps[start : start + size])

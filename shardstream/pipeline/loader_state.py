@@ -131,7 +131,7 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
             raise StateError(
                 f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
             )
-    for name in ("weights", "nodes"):
+    for name in ("weights", "nodes", "balance"):
         if name in state and name not in expected:
             raise StateError(
                 f"{_WHAT[name]}: the state says {state[name]!r}, here are none; {_remedy(name)}"
@@ -217,6 +217,7 @@ _WHAT = {
     "fingerprint": "fingerprint of the dataset",
     "weights": "weights= of the samples",
     "nodes": "nodes= of the order",
+    "balance": "balance= of the order",
     "num_workers": "number of workers",
     "world_size": "number of ranks",
 }

@@ -11,11 +11,13 @@ import numpy as np
 
 from shardstream.errors import OptionError, plural
 from shardstream.order import (
+    BalancedEpochPlan,
     CopyPlan,
     EpochOrder,
     EpochPlan,
     Ints,
     MixSchedule,
+    StepBalance,
     default_window,
     derive_key,
 )
@@ -118,6 +120,7 @@ class MixIndexedSource(IndexedSource):
         seed: Seed of the order.
         options: Options of the order of the mix.
         reading: Options of prefetching.
+        balance: Costs of the samples, of ``options.balance``.
     """
 
     recipe: MixRecipe
@@ -126,6 +129,7 @@ class MixIndexedSource(IndexedSource):
     seed: int = 0
     options: OrderOptions
     reading: ReadOptions
+    balance: StepBalance | None = None
     shuffle: bool = field(init=False, default=True)
 
     @property
@@ -159,10 +163,12 @@ class MixIndexedSource(IndexedSource):
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
         if self.recipe.weights is not None:
-            return MixEpochPlan(order, epoch, self._lanes(order, epoch))
-        if self.is_new_each_epoch:
-            return CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
-        return EpochPlan(order, epoch)
+            plan: EpochPlan = MixEpochPlan(order, epoch, self._lanes(order, epoch))
+        elif self.is_new_each_epoch:
+            plan = CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
+        else:
+            plan = EpochPlan(order, epoch)
+        return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
 
     def with_options(self, **changes: Any) -> MixIndexedSource:
         """Return the same mix with other options of the order."""
@@ -198,7 +204,8 @@ class MixIndexedSource(IndexedSource):
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
-        return {"mix": self.recipe.describe(steps=steps)}
+        recipe = self.recipe.describe(steps=steps)
+        return IndexedSource.describe(self, steps=steps) | {"mix": recipe}
 
     def counts(self, order: EpochOrder, epoch: int) -> dict[str, int]:
         """Return the number of samples of each part in an epoch."""

@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeVar
 from shardstream.catalog import Verify
 from shardstream.errors import OptionError
 from shardstream.order import EpochOrder, PartitionConfig, Remainder
+from shardstream.pipeline.balance import Balance
 from shardstream.pipeline.fields import check_fields
 from shardstream.pipeline.stage import check_at_least, whole_number
+from shardstream.samples import Lengths
 from shardstream.storage import Storage, check_cache, open_cache
 
 DEFAULT_PREFETCH_BYTES = 64 << 20
@@ -37,6 +39,7 @@ class OrderOptions:
         nodes: Machines with a ``cache_dir`` each: a node reads the same blocks in every epoch, in another order, so that its cache
             serves them. The ranks of a node must have consecutive numbers, equally many on each node. Lanes are a multiple of it.
         exchange: Share of the blocks that all nodes exchange at random in each epoch, 0 to 1. With 1 all blocks are shuffled over all nodes.
+        balance: Costs of samples, such as the column ``"n"``: at each step all ranks get batches of equal cost. `Balance` has its options.
 
     Raises:
         OptionError: If an option is out of range.
@@ -49,12 +52,15 @@ class OrderOptions:
     remainder: Remainder = "pad"
     nodes: int = 1
     exchange: float = 0.0
+    balance: Balance | Lengths | None = None
 
     def __post_init__(self) -> None:
         for name in ("lanes", "microbatch", "window", "block", "nodes"):
             value = getattr(self, name)
             if value is not None:  # states hold them as JSON
                 object.__setattr__(self, name, whole_number(name, value))
+        if self.balance is not None and not isinstance(self.balance, Balance):
+            object.__setattr__(self, "balance", Balance(self.balance))
         PartitionConfig(remainder=self.remainder)  # validates remainder
         check_at_least(
             1,
@@ -64,6 +70,10 @@ class OrderOptions:
             block=self.block,
             nodes=self.nodes,
         )
+        if self.balance is not None and self.nodes != 1:
+            raise OptionError(
+                "balance= deals samples to the ranks of all nodes, but nodes= keeps them on one; leave one of them out"
+            )
         if self.nodes != 1 or self.exchange != 0:
             self._check_nodes()
 

@@ -146,6 +146,7 @@ def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) 
     if plan.is_new_each_epoch:
         reason = f"where {step} makes other rows in each epoch, of samples that other nodes keep"
         refuse_options(source.options, ["nodes", "exchange"], reason)
+    refuse_options(source.options, ["balance"], f"on the rows of {step}")
     rows = RowSource(
         samples=RowSamples(source.samples, plan),
         shuffle=source.shuffle,

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.order import EpochOrder, EpochPlan, WeightedDraw, WeightedEpochPlan, draw_by_weight
-from shardstream.pipeline.indexed_source import SamplesSource
+from shardstream.order import (
+    BalancedEpochPlan,
+    EpochOrder,
+    EpochPlan,
+    WeightedDraw,
+    WeightedEpochPlan,
+    draw_by_weight,
+)
+from shardstream.pipeline.balance import balance_of
+from shardstream.pipeline.indexed_source import IndexedSource, SamplesSource
 from shardstream.pipeline.options import refuse_options
 from shardstream.pipeline.stage import State, whole_number
 from shardstream.samples import Samples, read_array
@@ -75,12 +83,13 @@ class WeightedSource(SamplesSource):
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
-        return WeightedEpochPlan(order, epoch, self.draw)
+        plan = WeightedEpochPlan(order, epoch, self.draw)
+        return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
 
-    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
+    def describe(self, *, steps: bool) -> State:
         """Return the weights and their options, which must equal those of a state."""
         draw = self.draw
-        return {
+        return IndexedSource.describe(self, steps=steps) | {
             "weights": {
                 "fingerprint": draw.fingerprint,
                 "num_samples": draw.num_samples,
@@ -90,7 +99,7 @@ class WeightedSource(SamplesSource):
 
 
 def draw_samples(source: SamplesSource, weights: SampleWeights | Weights | None) -> SamplesSource:
-    """Return the source, with samples drawn by weight if there are weights.
+    """Return the source, with samples drawn by weight if there are weights, and with costs if its order has ``balance=``.
 
     Args:
         source: All samples.
@@ -117,6 +126,11 @@ def draw_samples(source: SamplesSource, weights: SampleWeights | Weights | None)
         own = {one.name: getattr(source, one.name) for one in fields(source)}
         source = WeightedSource(**own, draw=draw)
     source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # validates
+    balance = source.options.balance
+    if balance is not None:
+        source = replace(
+            source, balance=balance_of(balance, source.samples, shuffle=source.shuffle)
+        )
     return source
 
 
