@@ -57,8 +57,8 @@ Columns = Annotated[
     typer.Option(
         "--columns",
         metavar="FIELDS",
-        help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples by a condition or by key (where=, subset=): "
-        "cls,json.width,high=json.size.height.",
+        help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples by a condition or by key (where=, subset=), and to "
+        "plan rows: fields, values in JSON, and lengths of files, e.g. cls,json.width,n=npy.len,t=txt.len,f=mp4.frames,s=wav.seconds,w=jpg.width.",
     ),
 ]
 Overwrite = Annotated[

@@ -19,6 +19,7 @@ from shardstream.codecs.plain_values import (
     iter_tsv,
     parse_json,
 )
+from shardstream.codecs.properties import properties_of, read_property
 from shardstream.codecs.raw_images import LossyDecodeError
 from shardstream.codecs.tenbin import decode_buffer, encode_buffer
 from shardstream.codecs.value_parts import length_of, part_of
@@ -57,5 +58,7 @@ __all__ = [
     "length_of",
     "parse_json",
     "part_of",
+    "properties_of",
+    "read_property",
     "sound_peaks",
 ]

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardstream.codecs.optional import import_extra
 from shardstream.codecs.video_container import container_of
-from shardstream.codecs.video_readers import AUDIO_LIMIT_BYTES, read_sound
+from shardstream.codecs.video_readers import AUDIO_LIMIT_BYTES, RangedFile, read_sound
 from shardstream.errors import OptionError
 
 _READ = (
@@ -67,6 +67,10 @@ _STARTS = (
 """First bytes of sound files, long enough not to occur in sound."""
 
 
+_BY_HEADER = (b"RIFF", b"RF64", b"riff", b"fLaC", b"FORM", b"caff", b".snd")
+"""First bytes of sound files whose headers have their length."""
+
+
 class Audio(NamedTuple):
     """Decoded sound; unpacks as the result of ``torchaudio.load``.
 
@@ -110,6 +114,42 @@ class AudioDecoder:
         """
         audio = convert_audio(*_read(data), rate_to=self.rate, mono=self.mono)
         return audio if self.to_tensor is None else audio._replace(samples=self.to_tensor(audio[0]))
+
+
+class SoundHeader(NamedTuple):
+    """Length of a sound."""
+
+    frames: int
+    """Samples of each channel."""
+    rate: int
+    """Samples a second, in Hz."""
+    channels: int
+
+    @property
+    def seconds(self) -> float:
+        """Length in seconds."""
+        return self.frames / self.rate
+
+
+def sound_header(file: RangedFile) -> SoundHeader:
+    """Return the length of a sound that `AudioDecoder` finds; wav, flac, aiff, au, caf and w64 are read in part.
+
+    Other files are read whole, and decoded if their headers only estimate the length (MP3 without a number of frames) or PyAV reads them.
+
+    Raises:
+        OptionError, ValueError: As `AudioDecoder`, as far as it is read.
+    """
+    if file[: len(_BY_HEADER[0])] in _BY_HEADER:
+        with _opened(file) as opened:
+            _check_found(opened.frames, len(file))
+            return SoundHeader(opened.frames, opened.samplerate, opened.channels)
+    data = file.read()
+    if not _needs_pyav(data):
+        with _opened(data) as opened:
+            if opened.format != "MP3" or _declares_length(data):
+                return SoundHeader(opened.frames, opened.samplerate, opened.channels)
+    samples, rate = _read(data)
+    return SoundHeader(samples.shape[1], rate, len(samples))
 
 
 def audio_decoders(decoder: AudioDecoder) -> dict[str, Callable[[bytes], Any]]:
@@ -221,13 +261,14 @@ def _read_with_pyav(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
 
 
 @contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
+def _opened(data: bytes | RangedFile) -> Iterator[Any]:
     """Open a sound file, after checks of its headers and its decoded size."""
     soundfile = import_extra("soundfile", extra="audio", purpose="decoding sound")
+    source = io.BytesIO(data) if isinstance(data, bytes) else data.open()
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
+        with soundfile.SoundFile(source) as file:
             _check_whole(file.extra_info)
-            if data[:4] == b"OggS":
+            if isinstance(data, bytes) and data[:4] == b"OggS":
                 _check_one_stream(data)
             if file.frames >= _UNKNOWN_FRAMES:  # libsndfile cannot read it
                 raise ValueError(
@@ -247,8 +288,12 @@ def _check_read(file: Any, data: bytes, frames: int) -> None:
     _check_one_file(data)
     if missing and (file.format != "MP3" or _declares_length(data)):  # else it is estimated
         raise ValueError(f"{_CUT}{missing} of {missing + frames} samples are missing")
-    if not frames and len(data) > _LARGE_HEADER_BYTES:
-        raise ValueError(f"libsndfile finds no samples in {len(data)} bytes")
+    _check_found(frames, len(data))
+
+
+def _check_found(frames: int, size_bytes: int) -> None:
+    if not frames and size_bytes > _LARGE_HEADER_BYTES:
+        raise ValueError(f"libsndfile finds no samples in {size_bytes} bytes")
 
 
 def _check_one_stream(data: bytes) -> None:

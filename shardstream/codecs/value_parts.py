@@ -28,7 +28,7 @@ def length_of(value: Any) -> int:
     if isinstance(value, RangedFile):
         layout = _npy_layout(value)
         if layout is not None:
-            return layout[0].shape[0]
+            return _num_rows(*layout, len(value))
         with _sound_file(value) as file:
             return int(file.frames)
     if (
@@ -40,6 +40,27 @@ def length_of(value: Any) -> int:
             f"a {type(value).__name__} has no parts: {_WHAT} has; decode the field first"
         )
     return len(value)
+
+
+def array_length(file: RangedFile) -> int:
+    """Return the first dimension of the array in a ``.npy`` file, of which only the header is read.
+
+    Raises:
+        TypeError: If the array has no dimension.
+        ValueError: If the file is damaged, cut short or of another format.
+    """
+    layout = _npy_layout(file)
+    if layout is None:
+        raise ValueError(f"the file begins with {file[:8]!r}, as no .npy file")
+    return _num_rows(*layout, len(file))
+
+
+def _num_rows(layout: NpyLayout, first: int, size_bytes: int) -> int:
+    if layout.size * layout.dtype.itemsize > size_bytes - first:
+        raise ValueError(
+            f"the array is cut short: {layout.shape} of {layout.dtype} do not fit in {size_bytes - first} bytes"
+        )
+    return layout.shape[0]
 
 
 def part_of(value: Any, start: int, stop: int) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -123,6 +123,28 @@ def open_reader(data: bytes | RangedFile, library: str | None) -> VideoReader:
         raise
     except Exception as error:  # noqa: BLE001  (any refusal)
         return _PyavReader(_pyav_after(error), data, table, container)
+
+
+class VideoLength(NamedTuple):
+    """Length of a video."""
+
+    frames: int
+    seconds: float
+
+
+def read_video_length(data: bytes | RangedFile) -> VideoLength:
+    """Return the length of a video; of an MP4 or QuickTime file with tables only these are read, without a library.
+
+    Raises:
+        OptionError, ValueError, Exception: As `open_reader`.
+    """
+    if container_of(data) == "mov":
+        _check(data)
+        table = read_frame_table(data)
+        if table is not None:
+            return VideoLength(len(table.times), table.duration_s)
+    metadata = open_reader(data, None).metadata
+    return VideoLength(metadata.num_frames, metadata.duration_s)
 
 
 def read_sound(

@@ -7,8 +7,9 @@ so that a file that is left next to another shard is noticed (docs/formats.md).
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -33,40 +34,64 @@ _VERSION = 1
 _REMEDY = "run 'shardstream index --columns' again"
 
 
-class Column(NamedTuple):
-    """A column to make."""
-
-    name: str
-    """Its name in the file."""
-    source: str
-    """A field such as ``cls``, or a value in a field of JSON such as ``json.size.width``."""
+ColumnFunction = Callable[[dict[str, Any]], Any]
+"""Sample, a dict of its fields as bytes and its key, to a value."""
+ColumnSources = str | Sequence[str] | Mapping[str, str | ColumnFunction]
+"""Columns as a user names them (see `parse_columns`)."""
 
 
-def parse_columns(columns: str | Sequence[str] | Mapping[str, str]) -> tuple[Column, ...]:
-    """Return the columns that a user names.
-
-    >>> [*parse_columns("cls,json.width,high=json.size.height")]
-    [Column(name='cls', source='cls'), Column(name='width', source='json.width'), Column(name='high', source='json.size.height')]
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column to make.
 
     Args:
-        columns: Sources, or ``name=source``, as a list or separated by commas; or a mapping of names to sources. Without a name, the
-            last part of the source is the name. ``__key__`` is a column always, and may be named.
+        name: Its name in the file.
+        source: A field such as ``cls``, a value in a field of JSON such as ``json.size.width``, a property of the files of a field such as
+            ``npy.len``, or the name of a function, with ``()``.
+        function: The function, where it is known.
+    """
+
+    name: str
+    source: str
+    function: ColumnFunction | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def spec(self) -> str:
+        """The column as a user names it."""
+        return f"{self.name}={self.source}"
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its values are results of a function."""
+        return self.source.endswith("()")
+
+
+def parse_columns(columns: ColumnSources) -> tuple[Column, ...]:
+    """Return the columns that a user names.
+
+    >>> [*parse_columns("cls,n=npy.len,high=json.size.height")]
+    [Column(name='cls', source='cls'), Column(name='n', source='npy.len'), Column(name='high', source='json.size.height')]
+
+    Args:
+        columns: Sources, or ``name=source``, as a list or separated by commas; or a mapping of names to sources or functions. Without a
+            name, the last part of the source is the name. ``__key__`` is a column always, and may be named.
 
     Raises:
         OptionError: If there is none, or two have one name.
     """
     if isinstance(columns, Mapping):
-        found = [Column(*item) for item in columns.items()]
+        found = [_named_column(*item) for item in columns.items()]
     else:
         listed = columns.split(",") if isinstance(columns, str) else columns
         found = [_parse_column(text.strip()) for text in listed]
     if not found or any(not one.name or not one.source for one in found):
         raise OptionError(
-            "columns= (--columns) takes fields, and values in JSON fields, e.g. cls,json.width"
+            "columns= (--columns) takes fields, values in JSON fields, and lengths, e.g. cls,json.width,n=npy.len"
         )
     found = [one for one in found if one.source != KEY_COLUMN]
     sources: dict[str, str] = {}
-    for name, source in found:
+    for one in found:
+        name, source = one.name, one.source
         if name != KEY_COLUMN and is_reserved_column(name):
             raise OptionError(
                 f"the name {name!r} is reserved; name the column otherwise, by NAME={source}"
@@ -86,6 +111,17 @@ def is_reserved_column(name: str) -> bool:
     (True, False)
     """
     return name.startswith("__") and name.endswith("__")
+
+
+def _named_column(name: str, source: str | ColumnFunction) -> Column:
+    if isinstance(source, str):
+        return Column(name, source)
+    if not callable(source):
+        raise OptionError(
+            f"the column {name!r} is made of {source!r}; give the name of a field, or a function of a sample"
+        )
+    known = getattr(source, "__qualname__", type(source).__qualname__)
+    return Column(name, f"{known}()", source)
 
 
 def _parse_column(text: str) -> Column:

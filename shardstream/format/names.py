@@ -14,6 +14,11 @@ INT_FIELDS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 """Last parts of fields that hold one whole number, as ASCII digits."""
 JSON_FIELDS = frozenset({"json", "jsn"})
 """Last parts of fields that hold a JSON value."""
+TEXT_FIELDS = frozenset(
+    {"txt", "text", "transcript", "md", "html", "htm", "xml", "yaml", "yml"}
+    | {"csv", "tsv", "jsonl", "srt", "vtt"}
+)
+"""Last parts of fields that hold text, as UTF-8."""
 
 _SPELLINGS = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "tiff": "tif"}
 _META = re.compile(r"__[^/]*__($|/)")

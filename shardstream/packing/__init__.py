@@ -1,7 +1,6 @@
 """Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``."""
 
 from shardstream.packing.encode import (
-    TEXT_FIELDS,
     encode_field,
     encode_npz,
     encode_sample,
@@ -53,7 +52,6 @@ from shardstream.packing.verify import VerifyReport, verify
 __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_MAX_SAMPLES",
-    "TEXT_FIELDS",
     "Claim",
     "Encoded",
     "FileRef",

@@ -16,14 +16,8 @@ import numpy as np
 
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack, import_extra
 from shardstream.errors import OptionError, SampleError, describe_error
-from shardstream.format import IMAGE_FORMATS, INT_FIELDS, JSON_FIELDS
+from shardstream.format import IMAGE_FORMATS, INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.packing.images import encode_image
-
-TEXT_FIELDS = frozenset(
-    {"txt", "text", "transcript", "md", "html", "htm", "xml", "yaml", "yml"}
-    | {"csv", "tsv", "jsonl", "srt", "vtt"}
-)
-"""Fields that take text, as UTF-8."""
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 

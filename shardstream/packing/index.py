@@ -15,6 +15,7 @@ from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     Column,
+    ColumnSources,
     Manifest,
     ShardInfo,
     encode_index,
@@ -94,6 +95,7 @@ class IndexShard:
         output: Where the index goes.
         columns: Columns of its samples to write to ``NAME.tar.cols.parquet``; None writes no such file.
         sha256: Hash the tar.
+        before: The tar in the manifest that is replaced; its checksum is kept where the tar is not hashed.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
 
@@ -103,6 +105,7 @@ class IndexShard:
     output: OutputFolder
     columns: tuple[Column, ...] | None = None
     sha256: bool = True
+    before: ShardInfo | None = None
     meter: ProgressMeter | None = None
 
     @property
@@ -118,6 +121,9 @@ class IndexShard:
         with scanner as shard:
             scan = shard.scan(keep_members=self.members, columns=builder)
             sha256, nbytes = shard.finish()
+        before = self.before
+        if before and (before.nsamples, before.filesize) == (len(scan.keys), nbytes):
+            sha256 = sha256 or before.sha256
         result = ShardResult(nbytes=nbytes, sha256=sha256).with_samples(scan)
         files = {name + INDEX_SUFFIX: encode_index(scan.offsets)}
         if builder is not None:
@@ -144,7 +150,7 @@ def index(  # noqa: PLR0913  (the public door)
     *,
     to: str | os.PathLike[str] | None = None,
     sha256: bool = True,
-    columns: str | Sequence[str] | Mapping[str, str] | None = None,
+    columns: ColumnSources | None = None,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     threads: int | None = None,
@@ -163,10 +169,14 @@ def index(  # noqa: PLR0913  (the public door)
             given.
         to: Another folder for the indexes and the manifest, for tars in a place that you may only read. Open that folder to read the
             tars; ``storage_options`` must fit both places.
-        sha256: Hash the tars. Without, only headers are read (of remote tars, where bodies exceed 256 KiB), and damaged bytes are not noticed later.
+        sha256: Hash the tars. Without, only headers are read (of remote tars, where bodies exceed 256 KiB), and damaged bytes are not noticed later;
+            checksums of the manifest that is there stay, for tars with as many bytes and samples.
         columns: Also write ``NAME.tar.cols.parquet`` (docs/formats.md) with the key of each sample and these values, to choose samples
-            with ``where=`` and keys in ``subset=``: e.g. ``"cls,json.width"``, or name -> source, as in ``{"high": "json.size.height"}``. Sources
-            are fields of one whole number or text, and bools, numbers and text in fields of JSON. ``"__key__"`` writes the keys only.
+            with ``where=`` and keys in ``subset=``, and to plan rows: e.g. ``"cls,json.width"``, or name -> source, as in ``{"n": "npy.len"}``. Sources
+            are fields of one whole number or text, bools, numbers and text in fields of JSON, and properties of files, read from their headers: ``len`` of
+            ``npy`` (first dimension) and text (characters), ``frames`` and ``seconds`` of video and sound, ``height`` and ``width`` of pictures and
+            video, ``rate`` and ``channels`` of sound, ``bytes``. A source may be a function of a sample, a dict of its fields as bytes and
+            ``__key__``, that returns a bool, number, text or None: ``{"keep": is_sharp}`` (picklable with an executor). ``"__key__"`` writes the keys only.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time, by default 4; each takes about 4 MiB of memory (remote: 32 MiB).
@@ -182,7 +192,8 @@ def index(  # noqa: PLR0913  (the public door)
         OptionError: If the tars are compressed, in several folders or named twice, or the executor is `Parts`; if no sample has a value for a
             column.
         ShardError: If a tar is damaged, cut or not a tar.
-        SampleError: If a key or field is repeated, a name does not fit the index of members, or a value its column.
+        SampleError: If a key or field is repeated, a name does not fit the index of members, a value its column, or a file is damaged whose length
+            is a column. An error of a function is raised as it is, with a note of the sample.
         ChangedError: If a tar was replaced meanwhile; then ``index.json`` is not written.
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written, or a pack or `ShardWriter` replaces the dataset meanwhile.
@@ -195,7 +206,7 @@ def index(  # noqa: PLR0913  (the public door)
     # Processes may have another current folder, and the manifest may be elsewhere.
     if executor is not None or to is not None:
         urls = absolute_urls(urls)
-    wanted = checked_columns(columns)
+    wanted = checked_columns(columns, takes_functions=True)
     storage = Storage(storage_options, filesystem)
     tars = _find_tars(urls, storage, is_elsewhere=to is not None)
     folder = parent_url(tars[0].url) if to is None else absolute_url(to).rstrip("/")
@@ -214,13 +225,14 @@ def index(  # noqa: PLR0913  (the public door)
     )
     # Another folder object than that of the tasks: one that is locked cannot be pickled.
     with locked(output_folder_in(storage, folder)), KeyHashes() as keys:
-        tasks = [replace(task, tar=tar) for tar in tars]
+        old = read_old_manifest(output)
+        before = {_name(shard.url): shard for shard in old.shards}
+        tasks = [replace(task, tar=tar, before=before.get(_name(tar.url))) for tar in tars]
         results = [*scan_shards(tasks, keys, executor, threads=threads, meter=meter).values()]
         nsamples = sum(one.nsamples or 0 for one in results)
         warnings = [str(problem) for one in results for problem in one.problems]
         warnings += check_summaries(wanted or (), [one.summary for one in results], nsamples)
-        title = name or read_old_manifest(output).name
-        manifest = _manifest_of(tars, results, title, is_elsewhere=to is not None)
+        manifest = _manifest_of(tars, results, name or old.name, is_elsewhere=to is not None)
         _check_all_unchanged(tars, storage)
         warnings += _warn_repeated(keys, manifest, tars, folder, storage)
         _publish(output, manifest, present)

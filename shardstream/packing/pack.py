@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardstream.errors import OptionError
+from shardstream.format import ColumnSources
 from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.job.pack_parts import run_pack
 from shardstream.packing.job.pack_plan import PackRequest
@@ -45,7 +46,7 @@ def pack(  # noqa: PLR0913  (public door)
     masks: Sequence[str] | None = None,
     scale_16_bits: bool = False,
     check: bool = False,
-    columns: str | Sequence[str] | Mapping[str, str] | None = None,
+    columns: ColumnSources | None = None,
     processes: int | None = None,
     executor: Executor | None = None,
     overwrite: bool = False,
@@ -91,7 +92,7 @@ def pack(  # noqa: PLR0913  (public door)
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
         scale_16_bits: Scale images of 9 to 16 bits to 8 bits, which "rgb8" and its like can decode; masks keep all bits.
         check: Decode all pixels of each image, as `verify` with ``decode=True``: a truncated one cannot be packed. By default its header is read.
-        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
+        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`); no functions.
         processes: Processes that read and encode, by default 1; an executor has its own. They are used if there is something to encode or files are remote; local
             files that are packed unchanged are read in this process.
         executor: Pack shards as separate tasks, in processes, on a cluster or in `Parts`, which `merge` publishes (docs/jobs.md).
@@ -123,7 +124,7 @@ def pack(  # noqa: PLR0913  (public door)
             allow=_names(allow),
             header=_names(header),
         ),
-        limits=replace(limits, columns=checked_columns(columns)),
+        limits=replace(limits, columns=checked_columns(columns, takes_functions=False)),
         shuffle=shuffle,
         seed=seed,
         split=split or {},

@@ -21,6 +21,7 @@ from shardstream.errors import OptionError, plural, redact
 from shardstream.format import (
     CLASSES_NAME,
     END_OF_ARCHIVE,
+    ColumnSources,
     Sample,
     encode_classes,
 )
@@ -107,7 +108,7 @@ def reshard(  # noqa: PLR0913  (public door)
     batch_size: int | None = None,
     version: int | str | None = None,
     name: str = "",
-    columns: str | Sequence[str] | Mapping[str, str] | None = None,
+    columns: ColumnSources | None = None,
     overwrite: bool = False,
     executor: Executor | None = None,
     progress: ProgressFunction | None = None,
@@ -146,7 +147,7 @@ def reshard(  # noqa: PLR0913  (public door)
         version: Version of all functions, also those of the dataset's steps, which cannot be compared: change it when they, what they call or what
             they hold changes. Without it, a stopped job with functions begins again, and cannot be cut into `Parts`.
         name: Name of the dataset, kept in the manifest.
-        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
+        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`); no functions.
         overwrite: Replace an existing dataset, or an unfinished one of another job.
         executor: Where the tasks run; by default in this process. ``LocalExecutor(processes=8)`` uses processes, `Parts` does a part
             of the job, and `merge` publishes it. Functions must be importable by other processes, and storage options travel with the tasks.
@@ -172,7 +173,7 @@ def reshard(  # noqa: PLR0913  (public door)
         max_samples=max_samples,
         max_bytes=parse_bytes(max_bytes),
         name=name,
-        columns=checked_columns(columns),
+        columns=checked_columns(columns, takes_functions=False),
     )
     reading = storage_options if source_options is None else source_options
     records = _open_records(source, reading)

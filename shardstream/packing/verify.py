@@ -131,7 +131,7 @@ class VerifyShard:
         members_file = None if is_compressed(url) else self._read(info.members_url, problems)
         builder = _builder_of(columns_file, info, problems)
         result = ShardResult(
-            columns=None if builder is None else list(map("=".join, builder.columns))
+            columns=None if builder is None else [one.spec for one in builder.columns]
         )
         with noted(problems, url), self._open() as shard:
             scan = None
@@ -488,7 +488,7 @@ def check_columns(
             remedy=_COLUMNS_AGAIN,
         )
         return
-    for name in read.column_names:
+    for name in [one.name for one in builder.columns if not one.is_computed]:
         values = zip(keys, found[name].to_pylist(), read[name].to_pylist(), strict=True)
         wrong = next((one for one in values if not _is_same(*one[1:])), None)
         if wrong is not None:

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from ray.data.extensions import ArrowTensorArray, ArrowVariableShapedTensorArray
 
 from shardstream.errors import SampleError
-from shardstream.format import BLOCK_BYTES, INT_FIELDS, member_bytes, member_name
-from shardstream.packing import TEXT_FIELDS, encode_field, has_encoder
+from shardstream.format import BLOCK_BYTES, INT_FIELDS, TEXT_FIELDS, member_bytes, member_name
+from shardstream.packing import encode_field, has_encoder
 from shardstream.ray.arrow_columns import KEY
 
 Sizes = npt.NDArray[np.int64]

@@ -6,17 +6,22 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardstream.errors import OptionError, SampleError, plural
+import numpy as np
+
+from shardstream.codecs import properties_of, read_property
+from shardstream.errors import OptionError, SampleError, ShardStreamError, plural
 from shardstream.format import (
     INT_FIELDS,
     JSON_FIELDS,
+    TEXT_FIELDS,
     Column,
+    ColumnSources,
     ShardInfo,
     encode_column_file,
     import_parquet,
     parse_columns,
 )
-from shardstream.packing.encode import TEXT_FIELDS
+from shardstream.storage import FieldFile
 from shardstream.tasks import JSON
 
 VALUE_LIMIT_BYTES = 16 << 20
@@ -42,6 +47,8 @@ class ColumnBuilder:
         self._values: dict[Column, dict[str, Any]] = {column: {} for column in columns}
         self._kinds: dict[Column, tuple[str, str]] = {}
         self._by_field: dict[str, list[Column]] = {}
+        self._functions = [(one, one.function) for one in columns if one.function is not None]
+        self._sample: dict[str, Any] = {}  # whose members come one by one
 
     @property
     def summary(self) -> ColumnSummary:
@@ -51,7 +58,11 @@ class ColumnBuilder:
             for column, values in self._values.items()
         }
 
-    def columns_of(self, field: str) -> list[Column]:
+    def takes(self, field: str) -> bool:
+        """Return whether values are made of a field."""
+        return bool(self._functions or self._columns_of(field))
+
+    def _columns_of(self, field: str) -> list[Column]:
         """Return the columns whose values are in a field."""
         found = self._by_field.get(field)
         if found is None:
@@ -59,60 +70,127 @@ class ColumnBuilder:
                 column
                 for column in self.columns
                 if column.source == field.lower()
-                or (_is_json(field) and column.source.startswith(f"{field.lower()}."))
+                or (
+                    column.source.startswith(f"{field.lower()}.")
+                    and (_is_json(field) or _path(column, field) in properties_of(field))
+                )
             ]
         return found
 
     def add(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
-        """Take the values of a sample, or of some of its fields.
+        """Take the values of a sample.
 
         Raises:
             SampleError: If a value is not a bool, a number or text, or not of the type of the values before; then none is taken.
         """
-        found: list[tuple[Column, Any]] = []
-        for field, data in fields.items():
-            for column in self.columns_of(field):
-                value = self._value(key, field, bytes(data), column)
-                found += [] if value is None else [(column, value)]
-        for column, value in found:
-            self._kinds.setdefault(column, (_KINDS[type(value)], key))
-            self._values[column][key] = value
+        found = [
+            one
+            for field, data in fields.items()
+            if self._columns_of(field)
+            for one in self._values_in(key, field, FieldFile(bytes(data)))
+        ]
+        if self._functions:
+            found += self._results({"__key__": key} | {n: bytes(v) for n, v in fields.items()})
+        self._take(key, found)
+
+    def add_member(self, key: str, field: str, file: FieldFile) -> None:
+        """Take the values of a field; those of a sample come one after the other.
+
+        Raises:
+            SampleError: As `add`.
+        """
+        if self._functions:
+            if key != self._sample.get("__key__"):
+                self._end_sample()
+            self._sample |= {"__key__": key, field: file.read()}
+        self._take(key, self._values_in(key, field, file))
 
     def encode(self, keys: Sequence[str], info: ShardInfo) -> bytes:
         """Return the file of columns of the finished shard; its samples have these keys, in order."""
+        self._end_sample()
         values = {
             column: [found.get(key) for key in keys] for column, found in self._values.items()
         }
         return encode_column_file(keys, values, info)
 
-    def _value(self, key: str, field: str, data: bytes, column: Column) -> Any:
-        def failed(problem: str) -> SampleError:
-            return SampleError(
-                f"the column {column.name} ({column.source}): {problem}",
-                shard=self._shard,
-                key=key,
-                field=field,
-            )
+    def _values_in(self, key: str, field: str, file: FieldFile) -> list[tuple[Column, Any]]:
+        return [(one, self._value(key, field, file, one)) for one in self._columns_of(field)]
 
-        if len(data) > VALUE_LIMIT_BYTES:
-            raise failed(f"a field of {len(data)} bytes, the limit is {VALUE_LIMIT_BYTES}")
+    def _results(self, sample: dict[str, Any]) -> list[tuple[Column, Any]]:
+        """Return the results of the functions for a sample."""
+        key, found = sample["__key__"], list[tuple[Column, Any]]()
+        for column, function in self._functions:
+            try:
+                value = function(dict(sample))
+            except Exception as error:
+                error.add_note(f"in the column {column.name} of sample {key!r} in {self._shard}")
+                raise
+            value = value.item() if isinstance(value, np.generic) else value
+            found.append((column, self._checked(value, column, key, None)))
+        return found
+
+    def _end_sample(self) -> None:
+        sample, self._sample = self._sample, {}
+        if sample:
+            self._take(sample["__key__"], self._results(sample))
+
+    def _take(self, key: str, found: Iterable[tuple[Column, Any]]) -> None:
+        for column, value in found:
+            if value is not None:
+                self._kinds.setdefault(column, (_KINDS[type(value)], key))
+                self._values[column][key] = value
+
+    def _value(self, key: str, field: str, file: FieldFile, column: Column) -> Any:
+        path = _path(column, field)
+        is_property = path and not _is_json(field)
+        if len(file) > VALUE_LIMIT_BYTES and not is_property:
+            problem = f"a field of {len(file)} bytes, the limit is {VALUE_LIMIT_BYTES}"
+            raise self._error(problem, column, key, field)
         try:
-            value = _value_of(field, data, column.source[len(field) + 1 :])
+            if is_property:
+                value: Any = read_property(field, path, file)
+            else:
+                value = _value_of(field, file.read(), path)
         except (ValueError, RecursionError) as error:
-            raise failed(f"the value cannot be read: {error}") from error
+            if isinstance(error, ShardStreamError):
+                raise
+            raise self._error(f"the value cannot be read: {error}", column, key, field) from error
+        return self._checked(value, column, key, field)
+
+    def _checked(self, value: Any, column: Column, key: str, field: str | None) -> Any:
+        """Return a value that fits its column, or None.
+
+        Raises:
+            SampleError: If it does not fit.
+        """
         if value is None:
             return None
         if type(value) not in _KINDS:
-            raise failed(
+            problem = (
                 f"the value is a {type(value).__name__}; a column holds bools, numbers or text"
             )
+            raise self._error(problem, column, key, field)
         if type(value) is int and not -(1 << 63) <= value < 1 << 63:
-            raise failed(f"{value} needs more than 64 bits")
+            raise self._error(f"{value} needs more than 64 bits", column, key, field)
         kind = _KINDS[type(value)]
         known, first = self._kinds.get(column, (kind, key))
         if known != kind:
-            raise failed(f"the value is {kind}, but that of {first} is {known}; make it one type")
+            problem = f"the value is {kind}, but that of {first} is {known}; make it one type"
+            raise self._error(problem, column, key, field)
         return value
+
+    def _error(self, problem: str, column: Column, key: str, field: str | None) -> SampleError:
+        return SampleError(
+            f"the column {column.name} ({column.source}): {problem}",
+            shard=self._shard,
+            key=key,
+            field=field,
+        )
+
+
+def _path(column: Column, field: str) -> str:
+    """Return what follows the field in the source of a column: names in its JSON, or a property of its files."""
+    return column.source[len(field) + 1 :]
 
 
 def _is_json(field: str) -> bool:
@@ -132,28 +210,50 @@ def _value_of(field: str, data: bytes, path: str) -> Any:
     if kind in TEXT_FIELDS:
         return data.decode()
     raise ValueError(
-        "columns are made of whole numbers (cls, id, ...), text and JSON; "
-        "write others to a field of JSON"
+        "columns are made of whole numbers (cls, id, ...), text and JSON, and of lengths and sizes of files, such as npy.len or jpg.bytes; "
+        "write others to a field of JSON, or give a function"
     )
 
 
 def checked_columns(
-    columns: str | Sequence[str] | Mapping[str, str] | None,
+    columns: ColumnSources | None, *, takes_functions: bool
 ) -> tuple[Column, ...] | None:
     """Return the columns that a user names (see `parse_columns`); None for no columns at all.
 
     Raises:
-        OptionError: If they are invalid, or pyarrow is not installed.
+        OptionError: If they are invalid, functions are not taken, or pyarrow is not installed.
     """
     if columns is None:
         return None
     import_parquet()  # before the first sample is read or written
-    return parse_columns(columns)
+    found = parse_columns(columns)
+    for column in found:
+        if column.is_computed and (column.function is None or not takes_functions):
+            raise OptionError(
+                f"the column {column.name!r} is made by a function, which a stopped job could not compare when it is resumed; "
+                "write the shards, then ss.index(url, columns={name: function})"
+            )
+        _check_property(column.source)
+    return found
+
+
+def _check_property(source: str) -> None:
+    """Refuse a property that the files of a field do not have.
+
+    Raises:
+        OptionError: If there is none of this name.
+    """
+    field, _, name = source.rpartition(".")
+    known = [*properties_of(field)] if field else []
+    if len(known) > 1 and name not in known and name not in TEXT_FIELDS | INT_FIELDS | JSON_FIELDS:
+        raise OptionError(
+            f"files of {field} have no property {name!r}, but {', '.join(known)}; correct the column {source}"
+        )
 
 
 def columns_identity(columns: Iterable[Column] | None) -> list[JSON] | None:
     """Return columns as JSON, for the identity of a job."""
-    return None if columns is None else [f"{name}={source}" for name, source in columns]
+    return None if columns is None else [one.spec for one in columns]
 
 
 def check_summaries(
@@ -179,7 +279,8 @@ def check_summaries(
                     f"the column {name} has {kinds[name]} in some shards and {kind} in others; make it one type"
                 )
     warnings = []
-    for name, source in columns:
+    for column in columns:
+        name, source = column.name, column.source
         if not totals[name]:
             raise OptionError(
                 f"no sample has a value for the column {name} ({source}); "

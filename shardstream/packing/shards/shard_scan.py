@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 from shardstream.catalog import open_headers
-from shardstream.errors import OptionError, WorkerError, plural
+from shardstream.errors import OptionError, StorageError, WorkerError, plural
 from shardstream.format import (
     ForwardReader,
     Member,
@@ -34,19 +34,19 @@ from shardstream.packing.job.key_hashes import (
     place_of,
 )
 from shardstream.packing.job.report import Progress, ProgressFunction, logged
-from shardstream.packing.shards.column_builder import (
-    VALUE_LIMIT_BYTES,
-    ColumnBuilder,
-    ColumnSummary,
-)
+from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import Cancellation, RangeStream, Storage, is_compressed
+from shardstream.storage import Cancellation, FieldFile, RangeStream, Storage, is_compressed
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
 _REMOTE_READ_BYTES = 8 << 20
 # A tenth faster than 8 MiB: the bytes are still in the processor's cache when they are hashed.
 DEFAULT_THREADS = 4  # that read tars
 _LOCAL_READ_BYTES = 1 << 20
+_HEAD_BYTES = 64 << 10  # of a member, which come with the bytes around it
+_RANGE_BYTES = 64 << 10  # of the rest, at least
+_ALIGNED_BYTES = 4 << 10  # parsers also go back a few bytes
+_BUFFER_BYTES = 8 << 10  # of libraries that read a header
 OnImage = Callable[[int, str, str, bytes], None]
 
 
@@ -285,20 +285,68 @@ class ShardScanner:
             name, offset, start, size = member
             parts = split_member_name(name)
             if parts is not None and not is_meta_name(name):
-                if columns is not None and columns.columns_of(parts[1]):
-                    data = self._read(start, min(size, VALUE_LIMIT_BYTES + 1))
-                    columns.add(parts[0], {parts[1]: data})
+                if columns is not None and columns.takes(parts[1]):
+                    columns.add_member(*parts, MemberFile(self._read, self._fetch, start, size))
                 if on_image is not None and is_image_field(parts[1]):
                     data = self._read(start, size)
                     if len(data) == size:  # else the tar is cut, which the scan tells
                         on_image(offset, *parts, data)
             yield member
 
+    def _fetch(self, start: int, end: int) -> bytes:
+        return self._storage.read(self.url, start, end, size=self._size)
+
     def _on_chunk(self, chunk: bytes) -> None:
         if self._meter is not None:
             self._meter.add(len(chunk))
         self._digest.update(chunk)
         self._nbytes += len(chunk)
+
+
+class MemberFile(FieldFile):
+    """A field of a tar that is being read from its start to its end.
+
+    Its first bytes come from that pass, as all do if it is read whole; other parts, such as tables at the end of a video, by requests of their own.
+
+    Args:
+        read: Reads the tar at growing offsets.
+        fetch: Reads any range of it, by one request.
+        start: Offset of the first byte in the tar.
+        size: Number of bytes.
+    """
+
+    def __init__(
+        self, read: ReadAt, fetch: Callable[[int, int], bytes], start: int, size: int
+    ) -> None:
+        super().__init__()
+        self.block_bytes = _BUFFER_BYTES
+        self._read_at, self._fetch_range = read, fetch
+        self._start, self._size = start, size
+        self._kept, self._kept_start = b"", 0
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Return a part of the bytes.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+        start, end, _ = part.indices(self._size)
+        if end <= _HEAD_BYTES:
+            return self._read_at(self._start, end)[start:]
+        if not self._kept_start <= start <= end <= self._kept_start + len(self._kept):
+            first = start - start % _ALIGNED_BYTES
+            read_end = min(max(end, first + _RANGE_BYTES), self._size)
+            try:
+                self._kept = self._fetch_range(self._start + first, self._start + read_end)
+            except StorageError as error:
+                self.failure = error
+                raise
+            self._kept_start = first
+        return self._kept[start - self._kept_start : end - self._kept_start]
+
+    def read(self) -> bytes:
+        """Return all bytes."""
+        return self._read_at(self._start, self._size)
 
 
 class _TappedStream:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger
-from shardstream.format import Manifest
+from shardstream.format import ColumnSources, Manifest
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.destination import ShardNames, claim_destination, remove_replaced
 from shardstream.packing.job.folder_state import WRITER_TASK, Journal, ManifestFiles
@@ -61,7 +61,7 @@ class ShardWriter:
         max_bytes: int | str = DEFAULT_MAX_BYTES,
         max_samples: int = DEFAULT_MAX_SAMPLES,
         name: str = "",
-        columns: str | Sequence[str] | Mapping[str, str] | None = None,
+        columns: ColumnSources | None = None,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
@@ -70,7 +70,7 @@ class ShardWriter:
             max_samples=max_samples,
             max_bytes=parse_bytes(max_bytes),
             name=name,
-            columns=checked_columns(columns),
+            columns=checked_columns(columns, takes_functions=True),
         )
         names = ShardNames.parse(url)
         self._folder = open_output_folder(names.folder, storage_options, filesystem)

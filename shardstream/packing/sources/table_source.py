@@ -20,11 +20,12 @@ from shardstream.format import (
     BLOCK_BYTES,
     INT_FIELDS,
     JSON_FIELDS,
+    TEXT_FIELDS,
     canonical_field,
     is_image_name,
     split_member_name,
 )
-from shardstream.packing.encode import TEXT_FIELDS, has_encoder, number_array
+from shardstream.packing.encode import has_encoder, number_array
 from shardstream.packing.job.cut import Numbers
 from shardstream.packing.sources.parquet_table import ParquetCounts
 from shardstream.packing.sources.source import (
