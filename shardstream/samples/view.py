@@ -174,7 +174,7 @@ class ViewFetcher(Fetcher):
             # One for all, in the order of need: equal shares leave too few to large inner samples.
             self._own_limit = limit_of_worker(DEFAULT_REQUESTS, options.num_workers)
             options = replace(options, concurrency=self._own_limit)
-        total = sum(weights) or 1.0
+        total = sum(weights)
         plan = None if upcoming is None else _SharedPlan(upcoming, len(view.inner))
         self.fetchers: list[Fetcher] = []
         for place, (one, weight) in enumerate(zip(view.inner, weights, strict=True)):

@@ -204,14 +204,28 @@ def test_batches_too_large_for_the_ring_share_no_memory(many: str, worker_method
         assert {int(batch["buffer"][place]) for place in (0, 1000, -1)} == {batch["cls"]}
 
 
-def test_unsendable_batch_raises_after_the_batches_before_it(many: str, worker_method: str) -> None:
+@pytest.mark.parametrize(
+    ("worker_method", "unsendable"),
+    [
+        ("multiprocessing", lambda: None),
+        ("multiprocessing", torch.ones(3, requires_grad=True) * 2),  # torch refuses when it is sent
+        ("thread", lambda: None),
+    ],
+)
+def test_unsendable_batch_raises_after_the_batches_before_it(
+    many: str, worker_method: str, unsendable: Any
+) -> None:
     def odd(sample: dict[str, Any]) -> dict[str, Any]:
-        return sample | {"x": (lambda: None) if sample["cls"] == 3001 else 0}
+        return sample | {"x": unsendable if sample["cls"] == 3001 else 0}
 
     came = 0
     with pytest.raises(ss.errors.SampleError, match="cannot be sent"):  # noqa: PT012  (an error ends the loop)
         for _ in ss.ShardLoader(
-            ss.ShardDataset(many).decode().map(odd), 4, num_workers=1, worker_method=worker_method
+            ss.ShardDataset(many).decode().map(odd),
+            4,
+            num_workers=1,
+            worker_method=worker_method,
+            collate_fn=as_dicts,
         ):
             came += 1
     assert came == 750

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from collections.abc import Iterable
 from concurrent.futures import CancelledError
 from contextlib import closing
 from typing import Any
@@ -15,7 +16,16 @@ import pytest
 from shardstream.catalog import ShardCatalog
 from shardstream.fetch import Catalog, Extents
 from shardstream.format import encode_member
-from shardstream.samples import Concat, FetchOptions, Numbers, Subset
+from shardstream.samples import (
+    Concat,
+    Fetcher,
+    FetchOptions,
+    Join,
+    JoinPart,
+    Numbers,
+    Samples,
+    Subset,
+)
 from shardstream.storage import AdaptiveLimit, Storage, locate_shards, share_requests
 from shardstream.testing import make_shards
 
@@ -117,6 +127,55 @@ class Tiny(Catalog):
     def fetch(self, shard: int, start: int, end: int, concurrency: Any = None) -> bytes:  # noqa: ARG002
         self.read_bytes += end - start
         return b"".join(encode_member("a.txt", b"x")) * ((end - start) >> 10)
+
+
+class Asked(Tiny):
+    """Samples that keep the options of their fetcher."""
+
+    options = FetchOptions()
+
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        self.options = options or self.options
+        return super().open_fetcher(upcoming, options)
+
+
+MIB = 1 << 20
+
+
+def test_parts_have_shares_of_the_prefetch_and_one_limit_of_requests() -> None:
+    parts = [Asked(10), Asked(30)]
+
+    def opened(samples: Samples, options: FetchOptions) -> list[FetchOptions]:
+        with closing(samples.open_fetcher(None, options)):
+            return [part.options for part in parts]
+
+    first, second = opened(Concat(parts), FetchOptions(prefetch_bytes=12 * MIB, hedge=True))
+    assert first.prefetch_bytes == second.prefetch_bytes == 6 * MIB
+    assert first.concurrency is second.concurrency is not None
+    assert first.hedge and second.hedge  # noqa: PT018
+    limit = AdaptiveLimit(3)
+    for one in opened(Concat(parts), FetchOptions(prefetch_bytes=MIB, concurrency=limit)):
+        assert (one.prefetch_bytes, one.concurrency) == (MIB, limit)
+    assert opened(Concat(parts[:1]), FetchOptions())[0].concurrency is None
+    joined = Join(parts[1], [JoinPart(samples=parts[0], defaults={})])  # a third of its mean size
+    first, second = opened(joined, FetchOptions(prefetch_bytes=12 * MIB))
+    assert (first.prefetch_bytes, second.prefetch_bytes) == (9 * MIB, 3 * MIB)
+    assert first.concurrency is second.concurrency is None
+
+
+def test_statistics_of_a_view_are_sums_over_its_parts() -> None:
+    parts = [Asked(10), Asked(30)]
+    with closing(Concat(parts).open_fetcher(None, FetchOptions(prefetch_bytes=MIB))) as fetcher:
+        fetcher.samples(np.array([3, 15, 16]))
+        limit = parts[0].options.concurrency
+        assert limit is not None
+        limit.num_throttled = 2  # as after two answers of a busy server
+        stats = fetcher.stats()
+    assert stats["read_bytes"] == parts[0].read_bytes + parts[1].read_bytes == 3 << 10
+    assert stats["requests"] == 2
+    assert stats["throttled"] == 2
 
 
 def test_a_plan_is_kept_for_a_part_while_a_rare_one_is_far_ahead_of_it() -> None:

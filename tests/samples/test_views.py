@@ -17,7 +17,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.packing import open_joined_table
-from shardstream.samples import Join, Numbers, Subset, View, join_samples, open_part
+from shardstream.samples import Concat, Join, Numbers, Subset, View, join_samples, open_part
 from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_samples
 from tests.samples.made import Made, Row, concat, join, open_files, open_shards, subset
@@ -202,6 +202,29 @@ def test_a_subset_has_the_fields_and_its_share_of_the_bytes(tmp_path: Path) -> N
     assert some.total_bytes == whole.total_bytes // 4
     one = Subset(some, np.array([2]))
     assert Subset(one, np.array([0])).total_bytes == one.total_bytes == whole.total_bytes // 20
+
+
+def test_shards_of_a_concat_are_those_of_its_datasets_in_turn(tmp_path: Path) -> None:
+    made = [shards(f"{tmp_path}/a"), shards(f"{tmp_path}/b", 3, field="wav")]
+    one, other = (each.samples for each in made)
+    both = concat(*made).samples
+    assert both.fields == ("txt", "txt.cls", "wav", "wav.cls")
+    assert Concat([one, Many([other])]).fields is None
+    assert [both.url_of(shard) for shard in range(both.num_shards)] == [
+        each.url_of(shard) for each in (one, other) for shard in range(each.num_shards)
+    ]
+    numbers = np.array([24, 3, 22, 25, 23, 0])
+    assert both.find_shards(numbers).tolist() == [5, 0, 4, 5, 5, 0]
+    assert both.place_of(25) == other.place_of(2) != other.place_of(1)
+    assert both.sizes(numbers).tolist() == [
+        *other.sizes(np.array([1])), *one.sizes(np.array([3, 22])),
+        *other.sizes(np.array([2, 0])), *one.sizes(np.array([0])),
+    ]  # fmt: skip
+    assert both.checksums == [*one.checksums, *other.checksums]
+    assert both.total_bytes == one.total_bytes + other.total_bytes
+    assert (both.is_local, both.can_coalesce) == (True, True)
+    mixed = concat(*made, files(f"{tmp_path}/files")).samples
+    assert (mixed.is_local, mixed.can_coalesce) == (False, False)
 
 
 class Many(View):
