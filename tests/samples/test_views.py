@@ -10,14 +10,24 @@ import uuid
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
 
 import shardstream as ss
+from shardstream.order import WindowRows
 from shardstream.packing import open_joined_table
-from shardstream.samples import Concat, Join, Numbers, Subset, View, join_samples, open_part
+from shardstream.samples import (
+    Concat,
+    Join,
+    Numbers,
+    RowSamples,
+    Subset,
+    View,
+    join_samples,
+    open_part,
+)
 from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_samples
 from tests.samples.made import Made, Row, concat, join, open_files, open_shards, subset
@@ -202,6 +212,68 @@ def test_a_subset_has_the_fields_and_its_share_of_the_bytes(tmp_path: Path) -> N
     assert some.total_bytes == whole.total_bytes // 4
     one = Subset(some, np.array([2]))
     assert Subset(one, np.array([0])).total_bytes == one.total_bytes == whole.total_bytes // 20
+
+
+class Recorded(Subset):
+    """Samples that record the numbers that are looked up."""
+
+    read: ClassVar[list[int]] = []
+
+    def whole_numbers(self, numbers: Numbers) -> Numbers:
+        self.read.extend(numbers.tolist())
+        return super().whole_numbers(numbers)
+
+
+RUNS = np.array([9, 17])
+WINDOWS = WindowRows(RUNS, size=4, stride=4, drop_last=False, of_runs=True)
+MEMBERS = [
+    [0, 1, 2, 3],
+    [4, 5, 6, 7],
+    [8],
+    *([n, n + 1, n + 2, n + 3] for n in (9, 13, 17, 21)),
+    [25],
+]
+ASKED = np.array([6, 0, 7 + 8, 2, 6])  # one is a copy
+
+
+def test_rows_have_their_samples_which_are_read_once_each(tmp_path: Path) -> None:
+    made = concat(shards(f"{tmp_path}/a"), shards(f"{tmp_path}/b", 3, field="wav"))
+    expected = [MEMBERS[number % 8] for number in ASKED.tolist()]
+    whole = Recorded(made.samples, np.arange(26))
+    rows = RowSamples(whole, WINDOWS)
+    assert rows.numbers_in(0, ASKED).tolist() == sorted({*sum(expected, list[int]())})
+    part = pickle.loads(pickle.dumps(rows.restrict_to(ASKED)))  # noqa: S301  (made in the same line)
+    for some, upcoming in ((rows, None), (rows, [ASKED]), (part, None)):
+        whole.read.clear()
+        with closing(some.open_fetcher(upcoming)) as fetcher:
+            items: list[Any] = list(fetcher.samples(ASKED))
+            assert not len(fetcher.samples(ASKED[:0]))
+        assert some is part or len(whole.read) == len({*whole.read})
+        assert [item.numbers for item in items] == expected
+        for item in items:
+            keys = [made.rows[number]["__key__"] for number in item.numbers]
+            assert [row["__key__"] for row in item.samples] == keys
+            assert item.starts == [0] * len(keys)
+            assert item.stops == [-1] * len(keys)
+
+
+def test_rows_have_the_places_and_sizes_of_their_samples(tmp_path: Path) -> None:
+    made = concat(shards(f"{tmp_path}/a"), shards(f"{tmp_path}/b", 3, field="wav"))
+    whole, rows = made.samples, RowSamples(made.samples, WINDOWS)
+    expected = [np.array(MEMBERS[number % 8]) for number in ASKED.tolist()]
+    assert rows.sizes(ASKED).tolist() == [whole.sizes(some).sum() for some in expected]
+    assert rows.sizes(ASKED[:0]).tolist() == []
+    firsts = np.array([some[0] for some in expected])
+    assert rows.find_shards(ASKED).tolist() == whole.find_shards(firsts).tolist()
+    assert rows.place_of(7) == whole.place_of(25)
+    assert rows.total_bytes == int(whole.mean_bytes * WINDOWS.num_parts)
+    assert rows.summary == "8 windows of 4, from 2 runs in 6 shards"
+    assert (len(rows), rows.fields, rows.column_names()) == (8, None, [])
+    with pytest.raises(ss.errors.OptionError, match="no columns"):
+        rows.read_columns(None)
+    other = WindowRows(RUNS, size=4, stride=3, drop_last=False, of_runs=True)
+    alike = [rows, RowSamples(whole, other), RowSamples(subset(made, range(26)).samples, WINDOWS)]
+    assert len({one.fingerprint for one in alike}) == 3
 
 
 def test_shards_of_a_concat_are_those_of_its_datasets_in_turn(tmp_path: Path) -> None:
