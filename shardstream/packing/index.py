@@ -170,7 +170,7 @@ def index(  # noqa: PLR0913  (the public door)
         to: Another folder for the indexes and the manifest, for tars in a place that you may only read. Open that folder to read the
             tars; ``storage_options`` must fit both places.
         sha256: Hash the tars. Without, only headers are read (of remote tars, where bodies exceed 256 KiB), and damaged bytes are not noticed later;
-            checksums of the manifest that is there stay, for tars with as many bytes and samples.
+            with ``columns`` the checksums of the manifest that is there stay, for tars with as many bytes and samples.
         columns: Also write ``NAME.tar.cols.parquet`` (docs/formats.md) with the key of each sample and these values, to choose samples
             with ``where=`` and keys in ``subset=``, and to plan rows: e.g. ``"cls,json.width"``, or name -> source, as in ``{"n": "npy.len"}``. Sources
             are fields of one whole number or text, bools, numbers and text in fields of JSON, and properties of files, read from their headers: ``len`` of
@@ -226,7 +226,8 @@ def index(  # noqa: PLR0913  (the public door)
     # Another folder object than that of the tasks: one that is locked cannot be pickled.
     with locked(output_folder_in(storage, folder)), KeyHashes() as keys:
         old = read_old_manifest(output)
-        before = {_name(shard.url): shard for shard in old.shards}
+        # Columns of an earlier run could be those of another tar: only their checksum tells.
+        before = {_name(shard.url): shard for shard in old.shards if wanted is not None}
         tasks = [replace(task, tar=tar, before=before.get(_name(tar.url))) for tar in tars]
         results = [*scan_shards(tasks, keys, executor, threads=threads, meter=meter).values()]
         nsamples = sum(one.nsamples or 0 for one in results)

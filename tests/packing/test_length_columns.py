@@ -13,7 +13,7 @@ import PIL.Image
 import pytest
 
 import shardstream as ss
-from shardstream.errors import OptionError, SampleError
+from shardstream.errors import IndexMismatchError, OptionError, SampleError
 from tests.codecs.sounds import sound_file, tone
 from tests.codecs.videos import video_file
 from tests.static_server import serve_files
@@ -286,6 +286,18 @@ def test_checksums_of_a_manifest_are_kept_where_tars_are_not_read_whole(tmp_path
     shards = json.loads((tmp_path / "data/index.json").read_text())["shardlist"]
     assert [("sha256" in shard) for shard in shards] == [True, False]
     assert not ss.verify(folder).problems
+
+
+def test_columns_of_a_replaced_tar_are_refused_without_a_checksum(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", samples(4)[1:], "n=txt.len")
+    write(tmp_path / "other", [row | {"txt": "äa"} for row in samples(4)[1:]])
+    size = (tmp_path / "data/0.tar").stat().st_size
+    assert (tmp_path / "other/0.tar").replace(tmp_path / "data/0.tar").stat().st_size == size
+    ss.index(folder, sha256=False)
+    with pytest.raises(IndexMismatchError, match="no checksum of the shard is known"):
+        ss.catalog.read_columns(folder)
+    ss.index(folder, columns="n=txt.len", sha256=False)
+    assert ss.catalog.read_columns(folder)["n"].to_pylist() == [2, 2, 2]
 
 
 def is_long(sample: dict[str, Any]) -> bool:
