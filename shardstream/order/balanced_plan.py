@@ -49,7 +49,7 @@ class StepBalance:
 
     def describe(self) -> dict[str, Any]:
         """Return the values of which the order is a function, as JSON values."""
-        digest = hashlib.sha256(self.costs.astype("<f4", copy=False).tobytes())
+        digest = hashlib.sha256(self.costs.astype("<f4", copy=False).data)
         options = {"steps": self.steps, "group_size": self.group_size, "padded": self.padded}
         return options | {"fingerprint": digest.hexdigest()[:16]}
 

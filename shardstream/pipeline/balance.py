@@ -66,7 +66,7 @@ def balance_of(options: object, samples: Samples, *, shuffle: bool) -> StepBalan
     most = max(float(costs.max(initial=0)), 1e-300)
     return StepBalance(
         # Relative to the largest one, so that neither a cost nor a sum of them is too large for float32.
-        costs=(costs / most).astype(np.float32),
+        costs=np.divide(costs, most, out=np.empty(len(costs), np.float32), casting="same_kind"),
         steps=options.steps,
         group_size=options.group_size,
         padded=options.padded,

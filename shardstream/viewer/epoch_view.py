@@ -15,6 +15,7 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     Remainder,
+    StepBalance,
     find_even_lane_counts,
     uneven_effect,
 )
@@ -32,6 +33,7 @@ _OPTIONS = ("remainder", *_ORDER)
 _MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
 _PATH_STEPS, _PATH_SAMPLES = 240, 16
 _CLASSES = 24
+_COST_STEPS, _COST_RANKS = 64, 64
 _WHOLE_NUMBERS = ("epoch", "seed", "ranks", "workers", "batch_size", "step", "rank", "consumed")
 
 
@@ -122,9 +124,14 @@ class Training:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
-    def partitions(self, source: IndexedSource) -> list[RankPartition]:
-        """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
-        source = self._with_order(source)
+    def partitions(self, source: IndexedSource, *, is_balanced: bool = True) -> list[RankPartition]:
+        """Return the steps of each rank, as a ``ShardLoader`` of this training computes them.
+
+        Args:
+            source: The samples.
+            is_balanced: False leaves out their ``balance=``.
+        """
+        source = self._with_order(source, source.balance if is_balanced else None)
         config = PartitionConfig(
             world_size=self.ranks,
             microbatches=self.batch_size // (self.microbatch or self.batch_size),
@@ -143,14 +150,15 @@ class Training:
             for rank in range(self.ranks)
         ]
 
-    def _with_order(self, source: IndexedSource) -> IndexedSource:
+    def _with_order(self, source: IndexedSource, balance: StepBalance | None) -> IndexedSource:
         source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
         if isinstance(source, OrderedSource):
-            return replace(source, seed=self.seed, shuffle=self.shuffle)
+            balance = balance if self.shuffle else None
+            return replace(source, seed=self.seed, shuffle=self.shuffle, balance=balance)
         assert isinstance(source, MixIndexedSource)  # noqa: S101  (there are no others)
         if not self.shuffle:
             raise OptionError("a mix is always shuffled")
-        return replace(source, seed=self.seed)
+        return replace(source, seed=self.seed, balance=balance)
 
 
 def _whole(name: str, text: str) -> int:
@@ -212,6 +220,8 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
         "notes": _notes(training, first),
         "shards": {"count": len(shards), "of": samples.num_shards},
     }
+    if source.balance is not None and training.shuffle:
+        found["costs"] = _costs(training, source, source.balance)
     if stored.classes is not None:
         known = np.append(stored.classes, -1)  # the last is that of samples elsewhere
         whole = known[stored.number_of(np.arange(len(samples)))]
@@ -320,6 +330,27 @@ def _path(partition: RankPartition, stored: Stored) -> dict[str, Any]:
         spread = np.linspace(0, max(0, len(numbers) - 1), min(len(numbers), _PATH_SAMPLES))
         points.append(stored.number_of(numbers[spread.astype(np.int64)]).tolist())
     return {"steps": steps.tolist(), "numbers": points, "of_steps": count}
+
+
+def _costs(training: Training, source: IndexedSource, balance: StepBalance) -> dict[str, Any]:
+    """Return the costs of the ranks at some steps around the shown one, without and with ``balance=``; 1 is the mean."""
+    count = min(_COST_STEPS, _MAX_SAMPLES // (training.ranks * training.batch_size))
+    first = training.step // max(1, count) * count
+    found: dict[str, Any] = {"first": first, "padded": balance.padded}
+    total = np.max if balance.padded else np.sum
+    for name in ("before", "after"):
+        partitions = training.partitions(source, is_balanced=name == "after")
+        steps = np.arange(first, min(first + count, partitions[0].full_steps), dtype=np.int64)
+        ranks = [
+            [float(total(balance.costs[own % len(balance.costs)])) for own in one.samples(steps)]
+            for one in partitions
+        ]
+        costs = np.array(ranks).T  # shape (steps, ranks)
+        costs /= max(float(costs.mean()), 1e-300) if costs.size else 1.0
+        most = np.maximum(costs.max(axis=1, initial=0.0), 1e-300)
+        busy = costs.mean(axis=1) / most if costs.size else costs
+        found[name] = {"costs": costs[:, :_COST_RANKS].round(4).tolist(), "busy": busy.tolist()}
+    return found
 
 
 def _notes(training: Training, partition: RankPartition) -> list[str]:

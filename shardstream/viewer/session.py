@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,7 +21,16 @@ from shardstream.display import (
     render_value,
 )
 from shardstream.errors import OptionError, ShardStreamError, describe_error, get_logger, redact
-from shardstream.pipeline import BASIC, BadSample, IndexedSource, SamplesSource
+from shardstream.order import StepBalance
+from shardstream.pipeline import (
+    BASIC,
+    BadSample,
+    Balance,
+    IndexedSource,
+    OrderOptions,
+    SamplesSource,
+    balance_of,
+)
 from shardstream.samples import Numbers
 from shardstream.storage import LazyShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
@@ -116,6 +125,7 @@ class Session:
         self._selections = (
             None if self.samples.catalog is None else Selections(self.samples.catalog)
         )
+        self._last_balance: tuple[tuple[str, str], OrderOptions, StepBalance] | None = None
 
     def warm_up(self) -> None:
         """Read the first page, so that clients are open and indexes known when the browser asks."""
@@ -257,10 +267,10 @@ class Session:
         """Return what each rank of a training reads at a step.
 
         Args:
-            values: Fields of the form, see `Training`.
+            values: Fields of the form, see `Training`, and ``balance``, the column of the cost.
             where: The condition of ``ShardDataset(where=)``.
         """
-        source = self._source(where)
+        source, values = self._source(where, values)
         return self._view(Training.parse(values, source), source)
 
     def resume(self, state: str, values: Mapping[str, str], where: str = "") -> dict[str, Any]:
@@ -271,7 +281,7 @@ class Session:
             values: Fields of the form; those of the order are replaced by the state's.
             where: The condition of ``ShardDataset(where=)``.
         """
-        source = self._source(where)
+        source, values = self._source(where, values)
         training = read_state(state, source)
         return self._view(continued(training, Training.parse(values, source)), source)
 
@@ -281,13 +291,20 @@ class Session:
         stored = Stored(partial(self.samples.numbers_of, source.samples), classes, self.classes)
         found = view_epoch(training, source, stored)
         shown = {field.name: getattr(training, field.name) for field in fields(training)}
+        balance = source.options.balance
+        if self.options.training is None and isinstance(balance, Balance):
+            shown["balance"] = balance.costs
         hint = "" if classes is not None else f"Classes are unknown: {NO_COLUMNS}."
         is_given = self.options.training is not None
         more = {"training": shown, "hint": hint, "of_samples": len(self.samples)}
         return found | more | {"is_given": is_given}
 
-    def _source(self, where: str) -> IndexedSource:
-        """Return the samples of a training and the options of their order."""
+    def _source(
+        self, where: str, values: Mapping[str, str]
+    ) -> tuple[IndexedSource, Mapping[str, str]]:
+        """Return the samples of a training with the options of their order, and the fields of the form that it does not have."""
+        column = values.get("balance", "").strip()
+        values = {name: value for name, value in values.items() if name != "balance"}
         if self._selections is None:
             raise OptionError(
                 "without an index shards are dealt out to workers, and no plan says which sample comes when; run 'shardstream index'"
@@ -296,10 +313,22 @@ class Session:
             raise OptionError("the dataset has no samples")
         if self.options.training is None:
             samples = self._selections.samples(where)
-            return SamplesSource(samples=samples, shuffle=True)
-        if where:
-            raise OptionError("the dataset of --dataset chooses its samples; leave where empty")
-        return self.options.training
+            source = SamplesSource(samples=samples, shuffle=True)
+            return (self._balanced(source, where, column) if column else source), values
+        if where or column:
+            raise OptionError(
+                "the dataset of --dataset chooses its samples and their order; leave where and balance empty"
+            )
+        return self.options.training, values
+
+    def _balanced(self, source: SamplesSource, where: str, column: str) -> SamplesSource:
+        """Return a source with ``balance=``; the costs of the last one are kept, as pages ask for many steps."""
+        kept = self._last_balance
+        if kept is None or kept[0] != (where, column):
+            options = OrderOptions(balance=column)
+            costs = balance_of(options.balance, source.samples, shuffle=True)
+            self._last_balance = kept = ((where, column), options, costs)
+        return replace(source, options=kept[1], balance=kept[2])
 
     def picture(self, number: int, place: int, side: int, *, overlay: bool = False) -> Picture:
         """Return the picture of a field.

@@ -17,6 +17,7 @@ from hypothesis.strategies import booleans, integers, sampled_from
 
 import shardstream as ss
 from shardstream.pipeline import IndexedSource
+from shardstream.testing import make_shards
 from shardstream.viewer import Session, Stored, Training, ViewOptions, read_state, view_epoch
 from tests.small_datasets import FEW_CORES, labels, loader, numbered
 
@@ -248,8 +249,66 @@ def test_the_order_of_the_dataset_is_that_of_the_form(tmp_path: Path) -> None:
     mix = viewed(a, b, training=COMPOSED["mix"](a, b, None))
     with pytest.raises(ss.errors.OptionError, match="a mix is always shuffled"):
         mix.epoch({"shuffle": "false"})
-    with pytest.raises(ss.errors.OptionError, match="leave where empty"):
+    with pytest.raises(ss.errors.OptionError, match="leave where and balance empty"):
         mix.epoch({}, "cls = 1")
+
+
+LENGTHS = np.random.default_rng(0).lognormal(4, 1, 400).astype(int) + 1
+BALANCED = ss.OrderOptions(balance="cls")
+ON_RANKS = {"ranks": "4", "batch_size": "4", "step": "3"}
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset whose samples have their cost in ``cls``."""
+    samples = [{"__key__": f"{i:04d}", "cls": int(n)} for i, n in enumerate(LENGTHS)]
+    folder = tmp_path_factory.mktemp("uneven")
+    return make_shards(folder, samples=samples, per_shard=50, columns="cls")
+
+
+def balanced(folder: str, rank: int) -> ss.ShardLoader:
+    at = ss.Placement(rank, 4)
+    dataset = ss.ShardDataset(folder, shuffle=True, order=BALANCED, placement=at)
+    return ss.ShardLoader(dataset.decode(), 4)
+
+
+def test_costs_of_the_ranks_are_shown_without_and_with_balance(uneven: str) -> None:
+    plain = viewed(uneven).epoch(ON_RANKS)
+    found = viewed(uneven).epoch(ON_RANKS | {"balance": "cls"})
+    assert "costs" not in plain
+    assert found["training"]["balance"] == "cls"
+    loaded = [[sum(batch["cls"].tolist()) for batch in balanced(uneven, rank)] for rank in range(4)]
+    costs = np.array(loaded).T
+    shown = found["costs"]
+    assert np.allclose(shown["after"]["costs"], costs / costs.mean(), atol=1e-3)
+    assert np.mean(shown["after"]["busy"]) > 0.95
+    assert np.mean(shown["before"]["busy"]) < 0.75
+    for name, view in {"before": plain, "after": found}.items():
+        at_step = np.array([LENGTHS[rank["numbers"]].sum() for rank in view["ranks"]])
+        assert np.allclose(shown[name]["costs"][3], at_step / costs.mean(), atol=1e-3)
+
+
+def test_a_state_with_balance_is_continued_with_its_column(uneven: str) -> None:
+    saved = balanced(uneven, 0)
+    batches = iter(saved)
+    list(islice(batches, 2))
+    state = json.dumps(saved.state_dict())
+    found = viewed(uneven).resume(state, ON_RANKS | {"balance": "cls", "step": "0"})
+    assert LENGTHS[found["ranks"][0]["numbers"]].tolist() == next(batches)["cls"].tolist()
+    with pytest.raises(ss.errors.StateError, match="balance= of the order"):
+        viewed(uneven).resume(state, {})
+
+
+def test_the_balance_of_the_dataset_is_shown(uneven: str) -> None:
+    dataset = ss.ShardDataset(uneven, shuffle=True, order=BALANCED)
+    given = viewed(uneven, training=dataset)
+    expected = viewed(uneven).epoch(ON_RANKS | {"balance": "cls"})["costs"]
+    assert given.epoch(ON_RANKS)["costs"] == expected
+    assert "costs" not in given.epoch(ON_RANKS | {"shuffle": "false"})
+    with pytest.raises(ss.errors.OptionError, match="leave where and balance empty"):
+        given.epoch({"balance": "cls"})
+    with pytest.raises(ss.errors.OptionError, match="nothing"):
+        viewed(uneven).epoch({"balance": "nothing"})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import { jump } from "./address.js";
 import { ask, byId, count, definitions, element, emit, plural, table } from "./common.js";
 
 const FIELDS = ["epoch", "seed", "ranks", "workers", "batch_size"];
-const MORE = ["microbatch", "lanes", "window", "block", "consumed"];
+const MORE = ["microbatch", "lanes", "window", "block", "consumed", "balance"];
 const ELSEWHERE =
   "Samples of this step are in shards that this page does not show: start it with the URLs of all datasets.";
 const trainings = [];
@@ -49,6 +49,11 @@ function training(number) {
   const input = (name) => {
     const placeholder = "default";
     inputs[name] = element("input", { name, inputmode: "numeric", size: 6, placeholder });
+    if (name === "balance") {
+      inputs[name].placeholder = "column of costs";
+      inputs[name].inputMode = "text";
+      inputs[name].size = 12;
+    }
     return element("label", {}, name, inputs[name]);
   };
   const check = (name, on) => {
@@ -82,7 +87,7 @@ function training(number) {
     element(
       "details",
       { class: "span" },
-      element("summary", {}, "microbatch, lanes, window, block, consumed, where"),
+      element("summary", {}, "microbatch, lanes, window, block, consumed, balance, where"),
       element(
         "div",
         { class: "fields" },
@@ -178,6 +183,7 @@ function training(number) {
     steps.children[5].textContent = `of 0 to ${count(found.steps - 1)}`;
     if (pasted || !isFilled) fill(found.training);
     root.querySelector(".where").hidden = found.is_given;
+    inputs.balance.parentElement.hidden = found.is_given;
     draw(result, found, Boolean(pasted));
     results[number] = found;
     tellDifference();
@@ -264,6 +270,7 @@ function draw(result, found, isResumed) {
   result.replaceChildren(
     ...found.notes.map((note) => element("div", { class: "hint" }, note)),
     element("div", { class: "panel" }, definitions(facts)),
+    ...(found.costs ? [costsPanel(found)] : []),
     ranksPanel(found),
     pathPanel(found),
     classesPanel(found),
@@ -314,6 +321,81 @@ function ranksPanel(found) {
   );
 }
 
+function costsPanel(found) {
+  const { first, before, after } = found.costs;
+  const made = element(
+    "div",
+    { class: "panel" },
+    element("h3", {}, "Cost of each rank at these steps, without and with balance"),
+  );
+  if (!after.costs.length) {
+    made.append(element("div", { class: "quiet" }, "The last step is not balanced."));
+    return made;
+  }
+  const most = Math.max(...before.costs.flat(), ...after.costs.flat());
+  for (const [name, one] of [
+    ["without", before],
+    ["with balance", after],
+  ]) {
+    const share = (100 * one.busy.reduce((sum, part) => sum + part, 0)) / one.busy.length;
+    const here = one.busy[found.step - first];
+    const canvas = element("canvas", {
+      role: "img",
+      "aria-label": `costs of the ranks over the steps, ${name}`,
+    });
+    made.append(
+      element(
+        "div",
+        { class: "quiet" },
+        `${name}: a rank works ${share.toFixed(0)} % of the time in the mean${here === undefined ? "" : `, ${(100 * here).toFixed(0)} % at this step`}`,
+      ),
+      canvas,
+    );
+    requestAnimationFrame(() => plotCosts(canvas, one.costs, most, found.step - first));
+  }
+  made.append(
+    element(
+      "div",
+      { class: "quiet" },
+      `Across: steps ${count(first)} to ${count(first + after.costs.length - 1)}. Up: cost of a batch, 0 to ${most.toFixed(1)} times the mean, a dot for each rank${found.ranks.length > RANKS_SHOWN ? ` (the first ${RANKS_SHOWN})` : ""}. The line is this step.`,
+    ),
+  );
+  return made;
+}
+
+function plotCosts(canvas, costs, most, step) {
+  const { context, style, width, height } = frame(canvas);
+  const x = (place) => 4 + ((width - 8) * (place + 0.5)) / costs.length;
+  mark(context, style, x(step), height);
+  context.fillStyle = style.getPropertyValue("--bar");
+  costs.forEach((ranks, place) => {
+    for (const cost of ranks)
+      context.fillRect(x(place) - 1.5, height - 5.5 - ((height - 8) * cost) / most, 3, 3);
+  });
+}
+
+function frame(canvas) {
+  const style = getComputedStyle(document.documentElement);
+  const ratio = window.devicePixelRatio || 1,
+    width = canvas.clientWidth,
+    height = canvas.clientHeight;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  const context = canvas.getContext("2d");
+  context.scale(ratio, ratio);
+  context.strokeStyle = style.getPropertyValue("--line");
+  context.strokeRect(0.5, 0.5, width - 1, height - 1);
+  return { context, style, width, height };
+}
+
+function mark(context, style, x, height) {
+  context.strokeStyle = style.getPropertyValue("--ideal");
+  context.beginPath();
+  context.moveTo(x, 0);
+  context.lineTo(x, height);
+  context.stroke();
+}
+
 function pathPanel(found) {
   const canvas = element("canvas", {
     role: "img",
@@ -335,22 +417,9 @@ function pathPanel(found) {
 }
 
 function plot(canvas, found) {
-  const style = getComputedStyle(document.documentElement);
-  const ratio = window.devicePixelRatio || 1,
-    width = canvas.clientWidth,
-    height = canvas.clientHeight;
-  canvas.width = width * ratio;
-  canvas.height = height * ratio;
-  const context = canvas.getContext("2d");
-  context.scale(ratio, ratio);
-  context.strokeStyle = style.getPropertyValue("--line");
-  context.strokeRect(0.5, 0.5, width - 1, height - 1);
+  const { context, style, width, height } = frame(canvas);
   const x = (step) => 4 + ((width - 8) * step) / Math.max(1, found.path.of_steps - 1);
-  context.strokeStyle = style.getPropertyValue("--ideal");
-  context.beginPath();
-  context.moveTo(x(found.step), 0);
-  context.lineTo(x(found.step), height);
-  context.stroke();
+  mark(context, style, x(found.step), height);
   context.fillStyle = style.getPropertyValue("--bar");
   found.path.steps.forEach((step, place) => {
     for (const number of found.path.numbers[place].filter((one) => one >= 0))
