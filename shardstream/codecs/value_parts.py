@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def length_of(value: Any) -> int:
     """
     if isinstance(value, Audio):
         return int(value.samples.shape[-1])
-    if isinstance(value, RangedFile):
+    if _is_file(value):
         layout = _npy_layout(value)
         if layout is not None:
             return _num_rows(*layout, len(value))
@@ -83,10 +83,15 @@ def part_of(value: Any, start: int, stop: int) -> Any:
         return value._replace(samples=_copy(value.samples[..., start:stop]))
     if isinstance(value, Video):
         return value.frames(range(start, stop))
-    if isinstance(value, RangedFile):
+    if _is_file(value):
         return _part_of_file(value, start, stop)
     length_of(value)
     return _copy(value[start:stop])
+
+
+def _is_file(value: Any) -> TypeGuard[RangedFile]:
+    # An isinstance of a protocol looks at each of its members, for each value.
+    return hasattr(value, "block_bytes")
 
 
 def _copy(part: Any) -> Any:

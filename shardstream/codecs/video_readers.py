@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -68,7 +68,6 @@ class VideoMetadata:
     pixel_format: str
 
 
-@runtime_checkable
 class RangedFile(Sliceable, Protocol):
     """A file that is read by ranges, such as a `FieldFile`."""
 

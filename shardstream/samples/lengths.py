@@ -141,6 +141,6 @@ def _check(
         return
     number = int(is_valid.argmin())
     raise OptionError(
-        f"{option}: sample {number} has {found[number]}, as {plural(int((~is_valid).sum()), 'sample')} in all has a wrong number; {expected}",
+        f"{option}: sample {number} has {found[number]}; {expected} ({plural(int((~is_valid).sum()), 'sample')} with a wrong one)",
         shard=samples.place_of(number)[0],
     )
