@@ -30,7 +30,14 @@ if TYPE_CHECKING:
         show,
     )
     from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
-    from shardstream.pipeline import Balance, OrderOptions, ReadOptions, SkipBudget, Weights
+    from shardstream.pipeline import (
+        Balance,
+        OrderOptions,
+        ReadOptions,
+        SkipBudget,
+        Weights,
+        WeightSchedule,
+    )
 
 __all__ = [
     "Balance",
@@ -43,6 +50,7 @@ __all__ = [
     "ShardStreamError",
     "ShardWriter",
     "SkipBudget",
+    "WeightSchedule",
     "Weights",
     "catalog",
     "codecs",
@@ -72,6 +80,7 @@ _LAZY = {
     "ShardLoader": "loader",
     "ShardWriter": "packing",
     "SkipBudget": "pipeline",
+    "WeightSchedule": "pipeline",
     "Weights": "pipeline",
     "decode_sample": "loader",
     "index": "packing",

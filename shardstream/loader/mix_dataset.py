@@ -20,6 +20,7 @@ from shardstream.pipeline import (
     Pipeline,
     ReadOptions,
     Stop,
+    WeightSchedule,
     balance_of,
     options_or_default,
     refuse_options,
@@ -49,8 +50,8 @@ def mix(  # noqa: PLR0913  (the public door)
 
     Args:
         datasets: By name, or in order.
-        weights: Share of each dataset, by name or in order; or a function of the epoch that returns them by name. With None
-            an epoch has every sample of all datasets once.
+        weights: Share of each dataset, by name or in order; a function of the epoch that returns them by name; or a `WeightSchedule`, by the
+            step of the training. With None an epoch has every sample of all datasets once.
         stop: With weights: an epoch ends before a sample repeats ("first_exhausted"), or when all samples have been read
             ("all_exhausted"; smaller datasets repeat).
         samples: With weights: number of samples of an epoch, instead of ``stop``.
@@ -69,7 +70,7 @@ def mix(  # noqa: PLR0913  (the public door)
         if isinstance(datasets, Mapping)
         else {str(n): one for n, one in enumerate(datasets)}
     )
-    if weights is not None and not isinstance(weights, Mapping) and not callable(weights):
+    if not (weights is None or isinstance(weights, Mapping | WeightSchedule) or callable(weights)):
         if len(weights) != len(named):
             raise OptionError(
                 f"{plural(len(weights), 'weight')} for {plural(len(named), 'dataset')}; give one weight per dataset"

@@ -9,7 +9,7 @@ from shardstream.order.epoch_plan import (
     default_block,
     default_window,
 )
-from shardstream.order.mix_schedule import MixSchedule
+from shardstream.order.mix_schedule import MixSchedule, SteppedMixSchedule
 from shardstream.order.node_plan import NodeEpochPlan
 from shardstream.order.packed_rows import BestFitRows, ConcatRows, Long
 from shardstream.order.partition import (
@@ -44,6 +44,7 @@ __all__ = [
     "RowParts",
     "RowPlan",
     "StepBalance",
+    "SteppedMixSchedule",
     "WeightedDraw",
     "WeightedEpochPlan",
     "WindowRows",

@@ -88,3 +88,56 @@ class MixSchedule:
         counts[:, self._largest] = 0
         counts[:, self._largest] = pattern * self.length - counts.sum(axis=1)
         return counts
+
+
+class SteppedMixSchedule:
+    """Assign sources to the places of lanes by weights that change with the batch.
+
+    Places of a lane are counted from 0 in each segment, so that a segment has its exact shares from its first batch on.
+
+    Args:
+        segments: The first batch of each segment of an epoch, and its schedule; in order, the first from batch 0.
+        lanes: Lanes of the epoch; batch t is the next one of lane t mod ``lanes``.
+        batch: Samples of a batch.
+    """
+
+    def __init__(
+        self, segments: Sequence[tuple[int, MixSchedule]], *, lanes: int, batch: int
+    ) -> None:
+        self._first_batches = np.array([first for first, _ in segments], dtype=np.int64)
+        self._schedules = [schedule for _, schedule in segments]
+        self._lanes, self._batch = lanes, batch
+        numbers = np.arange(lanes, dtype=np.int64)
+        # Both by segment and lane: its first place, and how often each source was taken before.
+        self._starts = -((numbers - self._first_batches[:, None]) // lanes) * batch
+        counts = [
+            schedule.counts(length, numbers)
+            for schedule, length in zip(
+                self._schedules, np.diff(self._starts, axis=0), strict=False
+            )
+        ]
+        self._before = np.cumsum([np.zeros_like(counts[0]), *counts], axis=0)
+
+    def assign_sources(self, places: Ints, lanes: Ints) -> tuple[Ints, Ints]:
+        """Return for each place of a lane its source, and how often that source was taken before; shape (n,) each."""
+        batches = places // self._batch * self._lanes + lanes
+        segments = np.searchsorted(self._first_batches, batches, side="right") - 1
+        sources, num_before = np.empty_like(places), np.empty_like(places)
+        for segment in np.unique(segments).tolist():
+            own = segments == segment
+            lane = lanes[own]
+            sources[own], within = self._schedules[segment].assign_sources(
+                places[own] - self._starts[segment, lane], lane
+            )
+            num_before[own] = within + self._before[segment, lane, sources[own]]
+        return sources, num_before
+
+    def counts(self, lengths: Ints, lanes: Ints) -> Ints:
+        """Return how often each source is taken in the first ``lengths`` places of lanes, shape (n, sources)."""
+        segments = (self._starts[:, lanes] <= lengths).sum(axis=0) - 1
+        counts: Ints = self._before[segments, lanes]
+        for segment in np.unique(segments).tolist():
+            own = segments == segment
+            rest = lengths[own] - self._starts[segment, lanes[own]]
+            counts[own] += self._schedules[segment].counts(rest, lanes[own])
+        return counts

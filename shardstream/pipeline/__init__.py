@@ -54,7 +54,13 @@ from shardstream.pipeline.map import (
     find_field,
     like_tuple,
 )
-from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, MixWeights, Stop
+from shardstream.pipeline.mix import (
+    MixIndexedSource,
+    MixRecipe,
+    MixWeights,
+    Stop,
+    WeightSchedule,
+)
 from shardstream.pipeline.options import (
     OrderOptions,
     ReadOptions,
@@ -159,6 +165,7 @@ __all__ = [
     "Stop",
     "ToTuple",
     "Unbatched",
+    "WeightSchedule",
     "WeightedSource",
     "Weights",
     "Windows",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from shardstream.order import (
     Ints,
     MixSchedule,
     StepBalance,
+    SteppedMixSchedule,
     default_window,
     derive_key,
 )
@@ -26,12 +27,86 @@ from shardstream.pipeline.indexed_source import IndexedSource
 from shardstream.pipeline.options import OrderOptions, ReadOptions
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import Moved, Runner, Step
-from shardstream.pipeline.stage import State
+from shardstream.pipeline.stage import State, check_at_least, whole_number
 from shardstream.pipeline.step_signatures import function_name
 from shardstream.samples import Concat, FetchOptions
 
 Stop = Literal["first_exhausted", "all_exhausted"]
-MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
+
+_MOST_SEGMENTS = 1024  # of an epoch: each takes 8 bytes for each lane and dataset, and about 0.3 ms when the epoch begins
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSchedule:
+    """Weights of a mix by the step of the training, for ``weights=`` of `mix`.
+
+        ss.WeightSchedule({0: {"web": 1, "code": 0}, 1000: {"web": 0.5, "code": 0.5}}, step=256)
+
+    A step is a number of samples that all ranks together receive, so the weights are the same on any number of ranks and workers,
+    and after a resume on others. Epoch e of the mix begins at sample ``e * samples`` of the training. A microbatch has the weights
+    of its first sample.
+
+    Args:
+        weights: First step -> weights by name from that step on, beginning with step 0; or a function of the step (not of the epoch) that
+            returns weights by name.
+        step: Samples of a step: usually the batch size times the number of ranks.
+        every: Steps between two calls of a function, whose weights hold until the next call: up to 1,024 calls in an epoch.
+
+    Raises:
+        OptionError: If the steps are no whole numbers from 0 on, or ``every`` does not belong to a function.
+    """
+
+    weights: Mapping[int, Mapping[str, float]] | Callable[[int], Mapping[str, float]]
+    _: KW_ONLY
+    step: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, step=self.step, every=self.every)
+        if callable(self.weights) == (self.every is None):
+            raise OptionError("WeightSchedule needs every= for a function, and for nothing else")
+        if not callable(self.weights):
+            steps = [whole_number("a step of WeightSchedule", step) for step in self.weights]
+            if 0 not in steps or min(steps) < 0:
+                raise OptionError(
+                    f"the steps of WeightSchedule begin with 0, not {sorted(steps)[:1]}"
+                )
+
+    @property
+    def table(self) -> dict[int, Mapping[str, float]]:
+        """First step -> weights, in the order of the steps; empty for a function."""
+        return {} if callable(self.weights) else dict(sorted(self.weights.items()))
+
+    def describe(self) -> State:
+        """Return the values that must equal those of a state."""
+        described: Any = [[step, dict(weights)] for step, weights in self.table.items()]
+        if callable(self.weights):
+            described = function_name(self.weights)
+        return {"step": self.step, "every": self.every, "weights": described}
+
+    def segments(self, first: int, samples: int) -> list[tuple[int, Mapping[str, float]]]:
+        """Return the weights of some samples of the training, each with the sample from which they hold, counted from ``first``.
+
+        Raises:
+            OptionError: If they are too many.
+        """
+        if callable(self.weights) and self.every is not None:
+            size = self.every * self.step
+            calls = range(first // size, -(-(first + samples) // size))
+            steps = [call * self.every for call in calls]
+        else:
+            steps = [step for step in self.table if step * self.step < first + samples]
+            num_over = sum(step * self.step <= first for step in steps)
+            steps = steps[num_over - 1 :]
+        if len(steps) > _MOST_SEGMENTS:
+            raise OptionError(
+                f"WeightSchedule has {len(steps)} weights in an epoch, at most {_MOST_SEGMENTS} are possible; use a larger every="
+            )
+        weights = self.weights if callable(self.weights) else self.weights.__getitem__
+        return [(max(0, step * self.step - first), weights(step)) for step in steps]
+
+
+MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]] | WeightSchedule
 
 EPOCHS_PER_PASS = 1 << 32
 """Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
@@ -47,8 +122,8 @@ class MixRecipe:
 
     Args:
         parts: Pipelines by name, each with its own decode and steps.
-        weights: Share of each part by name, or a function of the epoch that returns the shares; None reads every sample of all
-            parts once per epoch.
+        weights: Share of each part by name, a function of the epoch that returns the shares, or shares by step; None reads every
+            sample of all parts once per epoch.
         stop: An epoch ends before the first sample that would be repeated ("first_exhausted"), or when each sample of
             each part was read ("all_exhausted": smaller parts are repeated).
         samples: Samples of an epoch, instead of ``stop``.
@@ -63,17 +138,32 @@ class MixRecipe:
     def __post_init__(self) -> None:
         if callable(self.weights):  # like steps, described before it runs
             self._schedule["schedule"] = function_name(self.weights)
+        if isinstance(self.weights, WeightSchedule):
+            self._schedule["schedule"] = self.weights.describe()
+            for weights in self.weights.table.values():
+                MixSchedule(self._in_order(weights), 0)  # validates also those of later epochs
+            if self.samples is None:
+                raise OptionError(
+                    "WeightSchedule needs samples= of the mix, the samples of an epoch: epoch e begins at sample e * samples of the training"
+                )
         if not self.parts:
             raise OptionError("a mix needs at least one dataset")
         if self.stop not in ("first_exhausted", "all_exhausted"):
             raise OptionError(f"stop is 'first_exhausted' or 'all_exhausted', not {self.stop!r}")
         if self.samples is not None and (self.samples < 1 or self.weights is None):
             raise OptionError("samples must be at least 1, and needs weights")
-        self.weights_of(0)
-        if self.weights is not None:
-            return
+        self.segments_of(0)
+        self._check_parts()
+
+    def _check_parts(self) -> None:
         for name, part in self.parts.items():
             described = part.source.describe(steps=False)
+            if isinstance(described.get("mix", {}).get("schedule"), dict):
+                raise OptionError(
+                    f"{name!r} is a mix with WeightSchedule inside a mix, where no step of the training is its own: mix all datasets at once"
+                )
+            if self.weights is not None:
+                continue
             if described.get("mix", {}).get("weights"):
                 raise OptionError(
                     f"{name!r} is a mix with weights inside a mix without weights: give weights for both, or mix all datasets at once"
@@ -85,23 +175,31 @@ class MixRecipe:
 
     def describe(self, *, steps: bool) -> State:
         """Return the values that must equal those of a state."""
-        weights = self.weights_of(0)
+        segments = self.segments_of(0)
         return {
-            "weights": weights and dict(zip(self.parts, weights, strict=True)),
+            "weights": segments and dict(zip(self.parts, segments[0][1], strict=True)),
             "stop": self.stop,
             "samples": self.samples,
             "parts": {name: part.describe(steps=steps) for name, part in self.parts.items()},
         } | self._schedule
 
-    def weights_of(self, epoch: int) -> list[float] | None:
-        """Return the weights of an epoch in the order of the parts.
+    def segments_of(self, epoch: int) -> list[tuple[int, list[float]]] | None:
+        """Return the weights of an epoch in the order of the parts, each with the sample of the epoch from which they hold.
 
         Raises:
             OptionError: If their names are not those of the parts.
         """
-        if self.weights is None:
+        weights, epoch = self.weights, epoch % EPOCHS_PER_PASS
+        if weights is None:
             return None
-        weights = self.weights(epoch % EPOCHS_PER_PASS) if callable(self.weights) else self.weights
+        if isinstance(weights, WeightSchedule):
+            length = self.samples or 0
+            found = weights.segments(epoch * length, length)
+        else:
+            found = [(0, weights(epoch) if callable(weights) else weights)]
+        return [(first, self._in_order(one)) for first, one in found]
+
+    def _in_order(self, weights: Mapping[str, float]) -> list[float]:
         if set(weights) != set(self.parts):
             raise OptionError(
                 f"weights are for {sorted(weights)}, the datasets are {sorted(self.parts)}"
@@ -221,9 +319,9 @@ class MixIndexedSource(IndexedSource):
         return dict(zip(self.recipe.parts, counts.tolist(), strict=True))
 
     def _lanes(self, order: EpochOrder, epoch: int) -> _MixLanes:
-        weights = self.recipe.weights_of(epoch)
-        assert weights is not None  # noqa: S101  (checked by the callers)
-        return _MixLanes(self, weights, order, epoch)
+        segments = self.recipe.segments_of(epoch)
+        assert segments is not None  # noqa: S101  (checked by the callers)
+        return _MixLanes(self, segments, order, epoch)
 
 
 class _PartSteps:
@@ -266,19 +364,25 @@ class _MixLanes:
     """Compute the sample at each place of a mix; lane l of the mix takes its samples from lane l of each part."""
 
     def __init__(
-        self, mix: MixIndexedSource, weights: list[float], order: EpochOrder, epoch: int
+        self,
+        mix: MixIndexedSource,
+        segments: list[tuple[int, list[float]]],
+        order: EpochOrder,
+        epoch: int,
     ) -> None:
         self._mix = mix
         self._lanes = order.lanes
         self._epoch = epoch
-        self._windows = [max(1, round(order.window * weight / sum(weights))) for weight in weights]
+        self._schedule = _schedule_of(segments, order, epoch)
+        shares = np.array([np.array(weights) / sum(weights) for _, weights in segments])
+        self._shares: Any = shares.max(axis=0)
+        sizes = [[round(order.window * one / sum(all_)) for one in all_] for _, all_ in segments]
+        self._windows = [max(1, *of_part) for of_part in zip(*sizes, strict=True)]
         self._plans: dict[tuple[int, int], EpochPlan] = {}
-        self._schedule = MixSchedule(weights, derive_key(order.seed, epoch, _MIX))
         numbers = np.arange(order.lanes, dtype=np.int64)
-        part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
+        part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(self._shares))]
         self.sizes = np.stack([-((numbers - size) // order.lanes) for size in part_sizes], axis=1)
-        self.wanted = np.array(weights) > 0
-        self._shares = np.array(weights) / sum(weights)
+        self.wanted = self._shares > 0
         small = (self.sizes == 0).any(axis=0) & self.wanted
         if small.any():
             name = list(mix.recipe.parts)[int(np.flatnonzero(small)[0])]
@@ -333,6 +437,20 @@ class _MixLanes:
             )
             plan = self._plans[part, pass_number] = source.plan(order, epoch)
         return plan
+
+
+def _schedule_of(
+    segments: Sequence[tuple[int, list[float]]], order: EpochOrder, epoch: int
+) -> MixSchedule | SteppedMixSchedule:
+    """Return the schedule of an epoch; weights hold from the first whole batch on."""
+    by_batch = {-(-first // order.batch): weights for first, weights in segments}
+    schedules = [
+        (batch, MixSchedule(weights, derive_key(order.seed, epoch, _MIX, *[batch] * (batch > 0))))
+        for batch, weights in by_batch.items()
+    ]
+    if len(schedules) == 1:
+        return schedules[0][1]
+    return SteppedMixSchedule(schedules, lanes=order.lanes, batch=order.batch)
 
 
 class MixEpochPlan(EpochPlan):
