@@ -28,6 +28,9 @@ _ROUGH = np.int32(
 _PLANNED_SAMPLES = (
     16384  # at a time: more are not in the processor's cache, and take twice the time
 )
+_FETCHED_SAMPLES = (
+    1 << 17
+)  # by all readers: of a few readers each has neighbours, which it reads together
 _HELD_STRETCHES = 4  # prefetching and reading are in different ones
 
 
@@ -77,7 +80,8 @@ class BalancedEpochPlan(EpochPlan):
                 "or choose one that divides the ranks x microbatches of a step"
             )
         self._stretch = balance.steps * lanes
-        self._window = min(balance.steps, plan.order.window // plan.order.batch) * lanes
+        at_once = max(balance.steps, _FETCHED_SAMPLES // (lanes * plan.order.batch))
+        self._window = min(at_once, plan.order.window // plan.order.batch) * lanes
         self._key = derive_key(plan.order.seed, plan.epoch)
         self._dealt: tuple[tuple[int, Ints], ...] = ()  # replaced as a whole: threads read it
 
