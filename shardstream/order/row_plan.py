@@ -57,9 +57,8 @@ def ranges(firsts: Ints, counts: Ints) -> Ints:
     >>> ranges(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]
     """
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    found: Ints = np.arange(total, dtype=np.int64) + np.repeat(firsts - (ends - counts), counts)
+    before = np.cumsum(counts) - counts
+    found: Ints = np.arange(counts.sum(), dtype=np.int64) + np.repeat(firsts - before, counts)
     return found
 
 

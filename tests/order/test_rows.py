@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
@@ -200,6 +201,8 @@ def test_windows_are_those_of_slicing(
     st.integers(1, 8),
     st.integers(0, 3),
 )
+@example(np.full(3, 9), 41, None, True, False, 3, 0)  # just enough samples for so many batches
+@example(np.full(300, 1), 41, 4, True, False, 290, 0)  # the last group cannot have a half of them
 @example(np.full(17_000, 40), 41, None, True, True, 2, 1)  # more groups than are planned at once
 def test_batches_have_each_sample_once_and_none_costs_too_much(  # noqa: PLR0913, PLR0917
     found: Ints,
@@ -220,9 +223,9 @@ def test_batches_have_each_sample_once_and_none_costs_too_much(  # noqa: PLR0913
         costs = found[batch]
         assert (costs.max() * len(batch) if padded else costs.sum()) <= max_cost
         assert len(batch) <= (max_samples or len(batch))
-    assert len(plan) % multiple == 0 or len(found) < len(plan) + multiple
     one = CostBatches(found.astype(float), replace(limits, multiple=1), is_new_each_epoch=is_new)
-    assert len(one) <= len(plan) < len(one) + multiple
+    rounded = -(-len(one) // multiple) * multiple
+    assert len(plan) == (rounded if rounded <= len(found) else len(one))
     check_plan(plan, copy)
 
 
@@ -248,6 +251,32 @@ def test_samples_of_a_batch_are_of_similar_cost_and_meet_others_in_other_epochs(
     same = CostBatches(costs, BatchLimits(max_cost=8192), is_new_each_epoch=False)
     assert samples_of_rows(same, 0) == samples_of_rows(same, 1)
     assert len(same) < len(plan) < 1.05 * len(same)
+
+
+DRAWS = np.random.default_rng(0).lognormal(3, 1, 3000).astype(np.int64)
+PINNED: list[tuple[RowPlan, str]] = [
+    (BestFitRows(DRAWS, length=128), "c6af98ee2988699c 270257cfbc2e59f9"),
+    (BestFitRows(DRAWS, length=128, is_new_each_epoch=True), "dce1b7171be38b0b 8eabfb7f06a3d8af"),
+    (ConcatRows(DRAWS, length=100), "43dd6219d528fb41 9335a1e5c8f69c35"),
+    (WindowRows(DRAWS, size=16, stride=8, drop_last=True), "cc40b8aa92502797 40ca31dd43515789"),
+    (
+        CostBatches(DRAWS.astype(float), BatchLimits(max_cost=2048)),
+        "d1ed1fb89d13dbc4 1a7c0ed1817b323c",
+    ),
+    (
+        CostBatches(DRAWS.astype(float), BatchLimits(max_cost=2048, multiple=64)),
+        "611ecec768621dd6 8af3fe95d77d3c41",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "pinned"), PINNED, ids=lambda one: type(one).__name__)
+def test_rows_are_pinned(plan: RowPlan, pinned: str) -> None:
+    """Rows are part of the order: a state of an earlier version continues with the same ones."""
+    parts = plan.parts(np.arange(2 * len(plan)))  # two copies
+    columns = (parts.counts, parts.numbers, parts.starts, parts.stops)
+    found = b"".join(column.astype("<i8").tobytes() for column in columns)
+    assert f"{plan.fingerprint} {hashlib.sha256(found).hexdigest()[:16]}" == pinned
 
 
 class CountedBatches(CostBatches):
@@ -279,6 +308,7 @@ def test_plans_say_what_they_hold() -> None:
         taken_whole = isinstance(plan, CostBatches) or "run" in summary
         assert (plan.lengths is None) == taken_whole
         assert plan.lengths is None or np.array_equal(plan.lengths, FIVE)
+        assert plan.is_new_each_epoch == isinstance(plan, CostBatches)
     for plan in NONE:
         assert (len(plan), plan.num_parts, plan.summary.split()[0]) == (0, 0, "0")
 
