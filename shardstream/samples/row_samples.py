@@ -55,7 +55,7 @@ class RowSamples(View):
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of the samples of all rows, those in several rows counted as often."""
-        return int(self.whole.mean_bytes * max(self.plan.num_parts, len(self)))
+        return int(self.whole.mean_bytes * self.plan.num_parts)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -85,8 +85,6 @@ class RowSamples(View):
     def sizes(self, numbers: Numbers) -> Numbers:
         """Return the bytes of the samples of each row, shape (n,)."""
         parts = self.plan.parts(numbers)
-        if not len(numbers):
-            return numbers
         return np.add.reduceat(self.whole.sizes(parts.numbers), parts.firsts)
 
     def column_names(self) -> list[str]:
