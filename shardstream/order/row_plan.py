@@ -11,7 +11,6 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -179,10 +178,6 @@ class GroupedRows(RowPlan):
         first_of_pair = np.cumsum(counts) - counts
         return join_parts(planned).take(first_of_pair[place] + rows - self.firsts[groups])
 
-    @cached_property
-    def _most_kept(self) -> int:
-        return max(1, _KEPT_PIECES // self._group)
-
     def _plan_groups(self, pairs: Sequence[tuple[int, int]]) -> list[RowParts]:
         """Return the rows of compositions of groups, given as (copy, group); those planned last are kept."""
         missing = [pair for pair in pairs if pair not in self._planned]
@@ -195,7 +190,7 @@ class GroupedRows(RowPlan):
         done = [found.get(pair) or self._planned[pair] for pair in pairs]
         for pair, rows in found.items():
             self._planned[pair] = rows
-            while len(self._planned) > self._most_kept:  # the oldest; threads may do it at once
+            while len(self._planned) * self._group > _KEPT_PIECES:  # threads may do it at once
                 self._planned.pop(next(iter(self._planned)), None)
         return done
 
