@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,13 +139,13 @@ class GroupedRows(RowPlan):
         room = np.minimum(groups * group + group, nsamples) - groups * group - counts
         self.firsts: Ints = np.concatenate(([0], np.cumsum(_round_up(counts, room, multiple))))
         """Number of the first row of each group, and of all rows; shape (groups + 1,)."""
-        self._planned: dict[tuple[int, int], RowParts] = {}
+        self._planned = OrderedDict[tuple[int, int], RowParts]()
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_planned": {}}
+        return self.__dict__ | {"_planned": OrderedDict()}
 
     @abstractmethod
     def count(self, groups: Ints) -> Ints:
@@ -180,19 +181,18 @@ class GroupedRows(RowPlan):
 
     def _plan_groups(self, pairs: Sequence[tuple[int, int]]) -> list[RowParts]:
         """Return the rows of compositions of groups, given as (copy, group); those planned last are kept."""
-        missing = [pair for pair in pairs if pair not in self._planned]
-        found = dict[tuple[int, int], RowParts]()
+        # Threads may do it at once, so each entry is looked up once.
+        found = {pair: self._planned.get(pair) for pair in pairs}
+        missing = [pair for pair, rows in found.items() if rows is None]
         for first in range(0, len(missing), _GROUPS_AT_ONCE):
             some = missing[first : first + _GROUPS_AT_ONCE]
             keys = [derive_key(self._seed, copy, group) if copy else None for copy, group in some]
             planned = self.plan(np.array([group for _, group in some]), keys)
-            found.update(zip(some, planned, strict=True))
-        done = [found.get(pair) or self._planned[pair] for pair in pairs]
-        for pair, rows in found.items():
-            self._planned[pair] = rows
-            while len(self._planned) * self._group > _KEPT_PIECES:  # threads may do it at once
-                self._planned.pop(next(iter(self._planned)), None)
-        return done
+            for pair, rows in zip(some, planned, strict=True):
+                found[pair] = self._planned[pair] = rows
+        while len(self._planned) * self._group > _KEPT_PIECES:
+            self._planned.popitem(last=False)
+        return [rows for rows in found.values() if rows is not None]
 
 
 def _round_up(counts: Ints, room: Ints, multiple: int) -> Ints:

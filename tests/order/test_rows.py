@@ -302,6 +302,27 @@ def test_the_groups_that_were_planned_last_are_kept_but_not_pickled() -> None:
     assert len(pickle.dumps(plan)) < 2 * plan.costs.nbytes
 
 
+class BusyBatches(CostBatches):
+    """Batches of which many copies are planned in between, as by another thread."""
+
+    is_busy = False
+
+    def plan(self, groups: Ints, keys: Sequence[int | None]) -> list[RowParts]:
+        if self.is_busy:
+            self.is_busy = False
+            for copy in range(2, 70):
+                self.parts(np.array([copy * len(self)]))
+        return super().plan(groups, keys)
+
+
+def test_a_group_that_is_dropped_while_another_is_planned_is_returned() -> None:
+    plan = BusyBatches(np.ones(65_536), BatchLimits(max_cost=1024))
+    rows = np.array([0, len(plan)])
+    first = plan.parts(rows[:1])
+    plan.is_busy = True
+    assert np.array_equal(plan.parts(rows).numbers[: len(first.numbers)], first.numbers)
+
+
 def test_plans_say_what_they_hold() -> None:
     for plan, rows, num_parts, summary in PLANS:
         assert (len(plan), plan.num_parts, plan.summary) == (rows, num_parts, summary)
