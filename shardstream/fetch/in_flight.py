@@ -72,8 +72,14 @@ class RequestPool:
         self.read_bytes = self._requests = 0
         self._wait_s = 0.0
         self._lock = threading.Lock()  # guards the three counts and the list above
-        self._pool = DaemonThreads(most, "shardstream-fetch")
-        self._side_pool = DaemonThreads(min(most, _SIDE_THREADS), "shardstream-aside")
+        # Pools with one limit share its threads: 64 datasets of a mix have as many as one.
+        self._pool, self._side_pool = _threads_of_limit.setdefault(
+            self.concurrency,
+            (
+                DaemonThreads(most, "shardstream-fetch"),
+                DaemonThreads(min(most, _SIDE_THREADS), "shardstream-aside"),
+            ),
+        )
         _open_pools.add(self)
 
     def submit(self, span: ByteRange) -> InFlightRange:
@@ -200,6 +206,9 @@ class RequestPool:
                 self._hedge_late()
 
 
+_threads_of_limit: weakref.WeakKeyDictionary[AdaptiveLimit, tuple[DaemonThreads, DaemonThreads]] = (
+    weakref.WeakKeyDictionary()
+)
 _open_pools: weakref.WeakSet[RequestPool] = weakref.WeakSet()
 # Their threads stayed with the parent, which may have held their locks.
 os.register_at_fork(after_in_child=_open_pools.clear)

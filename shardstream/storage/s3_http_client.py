@@ -6,6 +6,7 @@ A process has no threads of this client, and may fork at any time.
 from __future__ import annotations
 
 import http
+import os
 import socket
 import ssl
 import weakref
@@ -57,6 +58,21 @@ class _Exchange(NamedTuple):
     end: int | None
 
 
+class _IdleConnections:
+    """Open connections at the end of a response, by server; closed when no reader has them any more."""
+
+    def __init__(self) -> None:
+        self.by_server: defaultdict[Server, list[socket.socket]] = defaultdict(list)
+        # Not in `__del__`: where an error refers to a reader, its connections could be collected first, with a warning.
+        weakref.finalize(self, _close_all, self.by_server)
+
+
+# By process, because a child must not use those of its parent, and the certificate to trust.
+_idle_of_process: weakref.WeakValueDictionary[tuple[int, str], _IdleConnections] = (
+    weakref.WeakValueDictionary()
+)
+
+
 class S3HttpReader:
     """Reads ranges, and sends parts of uploads, over connections that are kept open; thread-safe.
 
@@ -65,11 +81,12 @@ class S3HttpReader:
     """
 
     def __init__(self, settings: S3Settings) -> None:
-        self._idle: defaultdict[Server, list[socket.socket]] = defaultdict(list)
+        # One for the readers of a process, so that its connections are as many as its requests, not as its datasets.
+        self._idle = _idle_of_process.setdefault(
+            (os.getpid(), str(settings.verify)), _IdleConnections()
+        )
         self._settings, self._requests = settings, S3Requests(settings)
         self._tls: ssl.SSLContext | None = None
-        # Not in `__del__`: where an error refers to this reader, its connections could be collected first, with a warning.
-        weakref.finalize(self, _close_all, self._idle)
 
     def read(
         self,
@@ -164,7 +181,7 @@ class S3HttpReader:
             is_reusable = head.length == 0 and not head.rest and not head.closes
         finally:
             if is_reusable:
-                self._idle[server].append(connection)
+                self._idle.by_server[server].append(connection)
             else:
                 connection.close()
         return head.headers.get("etag", "")
@@ -196,14 +213,14 @@ class S3HttpReader:
             is_reusable = is_at_end and not head.closes
         finally:
             if is_reusable:
-                self._idle[exchange.server].append(connection)
+                self._idle.by_server[exchange.server].append(connection)
             else:
                 connection.close()
         return response
 
     def _idle_connection(self, server: Server) -> socket.socket | None:
         """Return an open connection that the server has not closed; None if there is none."""
-        idle = self._idle[server]
+        idle = self._idle.by_server[server]
         while idle:
             try:
                 connection = idle.pop()  # atomic, as is `append`
