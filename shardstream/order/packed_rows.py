@@ -184,7 +184,7 @@ def _use_all(rows: Ints, count: int) -> Ints:
     for empty in np.flatnonzero(counts == 0).tolist():
         fullest = int(counts.argmax())
         rows[np.flatnonzero(rows == fullest)[-1]] = empty
-        counts[fullest], counts[empty] = counts[fullest] - 1, 1
+        counts[fullest] -= 1
     return rows
 
 

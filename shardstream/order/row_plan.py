@@ -136,7 +136,7 @@ class GroupedRows(RowPlan):
         groups = np.arange(num_groups, dtype=np.int64)
         chunks = np.array_split(groups, -(-num_groups // _GROUPS_AT_ONCE) or 1)
         counts = np.concatenate([self.count(some) for some in chunks])
-        room = np.minimum(groups * group + group, nsamples) - groups * group - counts
+        room = np.minimum(group, nsamples - groups * group) - counts
         self.firsts: Ints = np.concatenate(([0], np.cumsum(_round_up(counts, room, multiple))))
         """Number of the first row of each group, and of all rows; shape (groups + 1,)."""
         self._planned = OrderedDict[tuple[int, int], RowParts]()

@@ -256,7 +256,13 @@ def test_samples_of_a_batch_are_of_similar_cost_and_meet_others_in_other_epochs(
 DRAWS = np.random.default_rng(0).lognormal(3, 1, 3000).astype(np.int64)
 PINNED: list[tuple[RowPlan, str]] = [
     (BestFitRows(DRAWS, length=128), "c6af98ee2988699c 270257cfbc2e59f9"),
+    (BestFitRows(DRAWS, length=20), "033abe05f8843d87 9a0d88b98f73e87a"),
     (BestFitRows(DRAWS, length=128, is_new_each_epoch=True), "dce1b7171be38b0b 8eabfb7f06a3d8af"),
+    # Copies of it have fewer rows than the first, before some are split.
+    (
+        BestFitRows(np.where(DRAWS % 2, 21, 17)[:400], length=57, is_new_each_epoch=True),
+        "320533807a13eccb e66bd38968d97da1",
+    ),
     (ConcatRows(DRAWS, length=100), "43dd6219d528fb41 9335a1e5c8f69c35"),
     (WindowRows(DRAWS, size=16, stride=8, drop_last=True), "cc40b8aa92502797 40ca31dd43515789"),
     (
