@@ -121,6 +121,10 @@ def _source(
     sources = tuple(_indexed_source(name, part) for name, part in recipe.parts.items())
     for options in (order, *(source.options for source in sources)):
         refuse_options(options, ["nodes", "exchange"], "in a mix")
+    if any(source.is_new_each_epoch for source in sources):
+        refuse_options(
+            order, ["balance"], "of rows that are made anew in each epoch, with other costs"
+        )
     hedge = read.hedge or any(source.reading.hedge for source in sources)
     samples = Concat([source.samples for source in sources])
     return MixIndexedSource(

@@ -405,6 +405,13 @@ def test_rows_are_no_samples_of_other_datasets(tokens: str, tmp_path: Path) -> N
         ss.reshard(rows, tmp_path / "rows")
 
 
+def test_costs_of_rows_that_change_are_refused(tokens: str) -> None:
+    rows = opened(tokens, shuffle=True).pack_sequences("npy", 64, lengths=LENGTHS, repack=True)
+    order = ss.OrderOptions(balance=np.ones(2 * len(rows)))
+    with pytest.raises(OptionError, match="balance.*made anew in each epoch"):
+        ss.mix([rows, rows], order=order)
+
+
 @pytest.mark.parametrize("max_cost", [0, -1, float("nan")])
 def test_maximum_of_a_batch_is_above_0(tokens: str, max_cost: float) -> None:
     with pytest.raises(OptionError, match="max_cost must be above 0"):
