@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing
 from typing import Any
@@ -176,6 +177,57 @@ def test_statistics_of_a_view_are_sums_over_its_parts() -> None:
     assert stats["read_bytes"] == parts[0].read_bytes + parts[1].read_bytes == 3 << 10
     assert stats["requests"] == 2
     assert stats["throttled"] == 2
+
+
+class Closed(Asked):
+    """Samples that count checks, and the fetchers that are closed, which take no plan."""
+
+    num_checked = num_closed = 0
+
+    def check_manifests(self) -> None:
+        self.num_checked += 1
+
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        del upcoming
+        fetcher = super().open_fetcher(None, options)
+        close = fetcher.close
+
+        def counted() -> None:
+            self.num_closed += 1
+            close()
+
+        fetcher.close = counted  # type: ignore[method-assign]
+        return fetcher
+
+
+def test_all_parts_are_checked_and_closed() -> None:
+    parts = [Closed(3), Closed(4)]
+    both = Concat([parts[0], Subset(parts[1], np.array([2]))])
+    both.check_manifests()
+    both.open_fetcher().close()
+    assert [(part.num_checked, part.num_closed) for part in parts] == [(1, 1), (1, 1)]
+
+
+def test_a_plan_is_not_kept_for_a_part_that_takes_none() -> None:
+    group, num_groups = 100_000, 40
+    parts = [Tiny(num_groups), Closed(num_groups * group)]
+    given: list[weakref.ref[Numbers]] = []
+    kept: list[int] = []
+
+    def plan() -> Iterator[Numbers]:
+        for n in range(num_groups):
+            numbers = num_groups + np.arange(n * group, (n + 1) * group)
+            kept.append(sum(one() is not None for one in given))
+            given.append(weakref.ref(both := np.append(numbers, n)))
+            yield both
+
+    options = FetchOptions(prefetch_bytes=MIB)
+    with closing(Concat(parts).open_fetcher(plan(), options)) as fetcher:
+        assert len(fetcher.samples(np.arange(num_groups))) == num_groups
+    assert len(kept) == num_groups
+    assert max(kept) < 13  # a million numbers
 
 
 def test_a_plan_is_kept_for_a_part_while_a_rare_one_is_far_ahead_of_it() -> None:

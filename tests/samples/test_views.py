@@ -26,11 +26,21 @@ from shardstream.samples import (
     Subset,
     View,
     join_samples,
+    leaves_of,
     open_part,
+    replace_leaves,
 )
 from shardstream.storage import Storage, publish_bytes
-from shardstream.testing import check_samples
-from tests.samples.made import Made, Row, concat, join, open_files, open_shards, subset
+from shardstream.testing import check_samples, make_shards
+from tests.samples.made import (
+    Made,
+    Row,
+    concat,
+    join,
+    open_files,
+    open_shards,
+    subset,
+)
 
 
 def shards(folder: str, count: int = 23, *, field: str = "txt", large: bool = False) -> Made:
@@ -214,6 +224,30 @@ def test_a_subset_has_the_fields_and_its_share_of_the_bytes(tmp_path: Path) -> N
     assert Subset(one, np.array([0])).total_bytes == one.total_bytes == whole.total_bytes // 20
 
 
+def test_samples_that_views_are_made_of_are_replaced_in_their_order(tmp_path: Path) -> None:
+    a, b, c = (shards(f"{tmp_path}/{name}", 4, field=name) for name in "abc")
+    nested = concat(subset(concat(a, b), [7, 0]), c)
+    assert leaves_of(nested.samples) == [a.samples, b.samples, c.samples]
+    replaced = replace_leaves(nested.samples, iter([b.samples, c.samples, a.samples]))
+    check_samples(lambda: replaced, concat(subset(concat(b, c), [7, 0]), a).rows)
+
+
+def test_samples_of_one_form_are_found_in_maps_but_not_over_several_datasets(
+    tmp_path: Path,
+) -> None:
+    for name in "ab":
+        make_shards(f"{tmp_path}/{name}", samples=500, per_shard=500)
+    one, other = open_shards(f"{tmp_path}/a"), open_shards(f"{tmp_path}/b")
+    numbers = np.arange(400)[::-1]
+    with closing(Subset(one, numbers).open_fetcher()) as fetcher:
+        mapped = fetcher.find(np.arange(100, 300))
+        assert mapped is not None
+        found = mapped[0:200].columns["__key__"]
+    assert list(found) == [f"{n:06d}" for n in numbers[100:300]]
+    with closing(Concat([one, other]).open_fetcher()) as fetcher:
+        assert fetcher.find(numbers) is None
+
+
 class Recorded(Subset):
     """Samples that record the numbers that are looked up."""
 
@@ -295,6 +329,7 @@ def test_shards_of_a_concat_are_those_of_its_datasets_in_turn(tmp_path: Path) ->
     assert both.checksums == [*one.checksums, *other.checksums]
     assert both.total_bytes == one.total_bytes + other.total_bytes
     assert (both.is_local, both.can_coalesce) == (True, True)
+    assert both.storage is one.storage
     mixed = concat(*made, files(f"{tmp_path}/files")).samples
     assert (mixed.is_local, mixed.can_coalesce) == (False, False)
 
