@@ -251,6 +251,7 @@ def test_samples_of_a_batch_are_of_similar_cost_and_meet_others_in_other_epochs(
     same = CostBatches(costs, BatchLimits(max_cost=8192), is_new_each_epoch=False)
     assert samples_of_rows(same, 0) == samples_of_rows(same, 1)
     assert len(same) < len(plan) < 1.05 * len(same)
+    assert len(CostBatches(np.ones(102), BatchLimits(max_cost=2))) == 53  # 51, and two of room
 
 
 DRAWS = np.random.default_rng(0).lognormal(3, 1, 3000).astype(np.int64)
@@ -359,3 +360,5 @@ def test_long_sequences_are_split_cut_or_refused_as_asked() -> None:
 def test_a_sample_that_costs_too_much_alone_is_named() -> None:
     with pytest.raises(OptionError, match="sample 1 costs 25, more than max_cost=24"):
         CostBatches(np.array([3.0, 25.0]), BatchLimits(max_cost=24))
+    assert len(CostBatches(np.array([3.0, 25.0]), BatchLimits(max_cost=25))) == 2
+    assert len(CostBatches(np.array([0.2, 0.5]), BatchLimits(max_cost=0.5))) == 2
