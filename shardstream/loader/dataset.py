@@ -73,6 +73,14 @@ _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
     "drops the last ones; pass order=ss.OrderOptions(microbatch=N) to ShardDataset(...), where N is the batch size over all ranks, or use a ShardLoader"
 )
+_SAY_BALANCE = (
+    "balance= makes microbatches equal, but without a ShardLoader the batch size is not known; pass order=ss.OrderOptions(microbatch=N, lanes=L), "
+    "where N is the batch size and L a multiple of ranks x workers, or use a ShardLoader"
+)
+_SAY_LEFT_OUT = (
+    "samples may be left out (select, on_error=), so ranks may differ in batches and wait for each other without end; use a ShardLoader, "
+    "where all ranks have equally many batches, or choose samples with where= or subset="
+)
 OPTIONS_OF_OPENING = ("index", "lazy", "filesystem", "cache_dir", "cache_bytes", "verify")
 """Fields of `ReadOptions` that are used where shards are opened."""
 _WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
@@ -193,6 +201,12 @@ class StreamDataset(StreamSteps, SplitDataset):
             and accelerate_loader()
         ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
+        if source is not None and worker_info.worker == 0:
+            is_part = worker_info.placement.world_size > 1
+            if source.balance and is_default_microbatch and (is_part or self._has_several_ranks()):
+                warnings.warn(_SAY_BALANCE, stacklevel=2)
+            if self.pipeline.may_leave_out and is_part:
+                warnings.warn(_SAY_LEFT_OUT, stacklevel=2)
         epoch = begin_epoch(self, worker_info.placement)
         return WorkerIterator(self.pipeline, worker_info, epoch, self._epochs.resume)
 

@@ -275,7 +275,8 @@ class MixIndexedSource(IndexedSource):
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened; an epoch may have few samples of a part."""
         options = IndexedSource.fetch_options(self, num_workers)
-        return replace(options, is_sparse=any(source.is_sparse for source in self.sources))
+        is_sparse = options.is_sparse or any(source.is_sparse for source in self.sources)
+        return replace(options, is_sparse=is_sparse)
 
     def number_of(self, number: int) -> None:
         """Return None: the number may count in the mix, or in one of its parts."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
@@ -271,3 +272,17 @@ def test_more_steps_than_an_epoch_has_are_one_stretch(folder: str) -> None:
     batches, _ = read(datasets(folder)["all"], order_of(ss.Balance("n", steps=10**12)), 8)
     assert sorted(flat(batches)) == list(range(COUNT))
     assert shares(batches) > 0.95
+
+
+def test_without_a_loader_a_warning_says_that_batch_size_and_lanes_are_needed(folder: str) -> None:
+    def costs(order: ss.OrderOptions) -> list[int]:
+        found = [datasets(folder)["all"](ss.Placement(rank, 4), order) for rank in range(4)]
+        parts = [DataLoader(one.decode(), 4, collate_fn=list) for one in found]
+        steps = zip(*parts, strict=True)
+        sums = [[sum(one["json"]["n"] for one in batch) for batch in step] for step in steps]
+        return [max(step) - min(step) for step in sums]
+
+    with pytest.warns(UserWarning, match=r"balance= makes microbatches equal, .*microbatch=N"):
+        without = costs(ss.OrderOptions(balance="n"))
+    balanced = costs(ss.OrderOptions(balance="n", microbatch=4, lanes=4))
+    assert np.median(balanced) < np.median(without) / 4

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import shardstream as ss
 from shardstream.errors import SampleError
@@ -207,3 +208,18 @@ def test_rows_lack_refused_samples_in_a_loader_and_in_a_loop(folder: str) -> Non
     assert sorted(flat(labels(loader))) == sorted(flat(labels(rows))) == expected
     assert len(loader) == 12  # of two batches nothing is left
     assert len(labels(loader)) == 10
+
+
+def test_ranks_without_a_loader_are_warned_that_they_may_differ_in_batches(folder: str) -> None:
+    def lengths(dataset: ss.loader.StreamDataset) -> int:
+        return len(list(DataLoader(dataset, 8)))
+
+    parts = [
+        ss.ShardDataset(folder, placement=ss.Placement(rank, 2)).decode().select(tenth)
+        for rank in range(2)
+    ]
+    with pytest.warns(UserWarning, match=r"ranks may differ in batches .* use a ShardLoader"):
+        found = [lengths(part) for part in parts]
+    assert found != [len(ss.ShardLoader(part, 8)) for part in parts]
+    assert len({len(labels(ss.ShardLoader(part, 8))) for part in parts}) == 1
+    assert lengths(ss.ShardDataset(folder).decode().select(tenth)) == 2
