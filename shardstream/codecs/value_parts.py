@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -96,9 +97,8 @@ def _is_file(value: Any) -> TypeGuard[RangedFile]:
 
 def _copy(part: Any) -> Any:
     """Return a part that shares no memory with the whole: steps may change it."""
-    if isinstance(part, np.ndarray):
-        return part.copy()
-    return part.clone() if hasattr(part, "clone") else part
+    # A tensor's deep copy has the whole storage.
+    return part.clone() if hasattr(part, "clone") else copy.deepcopy(part)
 
 
 def _part_of_file(file: RangedFile, start: int, stop: int) -> Any:

@@ -59,8 +59,14 @@ class BatchDataset(SplitDataset):
         drop_last: bool,
     ) -> None:
         source = dataset.pipeline.indexed_source
-        if batch_size is None and source is not None and source.yields_batches:
-            batch_size, collate_fn = 1, itemgetter(0)  # a step has one item, which is a batch
+        if source is not None and source.yields_batches:
+            if batch_size is not None and collate_fn is collate:
+                raise OptionError(
+                    f"batch_by_cost makes batches already, and batch_size={batch_size} would make batches of these; use batch_size=None, or pass a "
+                    "collate_fn that takes a list of batches"
+                )
+            if batch_size is None:
+                batch_size, collate_fn = 1, itemgetter(0)  # a step has one item, which is a batch
         self.source_dataset = dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
@@ -161,7 +167,7 @@ class BatchDataset(SplitDataset):
             run = pipeline.open(info, context)
             if number in position.parts:
                 run.load_state_dict(position.parts[number])
-            part = WorkerPart(number=number, run=run, skips=context.skips)
+            part = WorkerPart(number=number, run=run, skips=context.skips, source=pipeline.source)
             drop_last = self.partition_config.drop_last
             items = read_stream(part, self.batch_size or 1, drop_last=drop_last)
             return part.batches(items, itemgetter(0) if self.batch_size is None else make_batch)

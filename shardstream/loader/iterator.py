@@ -49,7 +49,7 @@ class WorkerIterator:
                 rank=self._worker_info.placement.rank,
                 worker=self._worker_info.worker,
             )
-            for one in self._context.skips.drain_bad_samples()
+            for one in self._pipeline.source.with_locations(self._context.skips.drain_bad_samples())
         )
         return list(self._bad)
 

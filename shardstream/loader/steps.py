@@ -54,7 +54,9 @@ from shardstream.pipeline import (
     Windows,
     check_at_least,
     check_packing,
+    check_row_fields,
     find_field,
+    whole_number,
 )
 from shardstream.samples import (
     CostFunction,
@@ -375,6 +377,8 @@ class StreamSteps(ItemSteps):
         fields = tuple(_as_list(field))
         kept = tuple(_as_list(keep))
         check_at_least(1, length=length, open_rows=open_rows)
+        check_row_fields((*fields, *kept), labels=labels)
+        whole_number("pad", pad)
         if lengths is None:
             if len(fields) != 1 or kept or labels or repack or packing == "best_fit":
                 raise OptionError(

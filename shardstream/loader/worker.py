@@ -21,6 +21,7 @@ from shardstream.pipeline import (
     Run,
     Runner,
     SkipTracker,
+    Source,
     State,
 )
 
@@ -67,7 +68,7 @@ class WorkerPart:
         number: Number of the part.
         run: Reads it, and has its position.
         skips: Skip policy and counts.
-        source: The source of its bad samples, if their numbers say where they lie.
+        source: The source of its samples.
         read_stats: Returns the reading statistics so far, as `Fetcher.stats`.
         timings: Timings so far.
     """
@@ -75,7 +76,7 @@ class WorkerPart:
     number: int
     run: Run
     skips: SkipTracker
-    source: IndexedSource | None = None
+    source: Source
     read_stats: Callable[[], Mapping[str, Any]] = dict
     timings: WorkerTimings = field(default_factory=WorkerTimings)
 
@@ -114,7 +115,7 @@ class WorkerPart:
             self.number,
             self.run.state_dict(),
             SampleCounts(dict(skips.counts), dict(skips.samples_per_dataset), skips.refilled),
-            self.source.with_locations(bad) if bad and self.source is not None else bad,
+            self.source.with_locations(bad) if bad else bad,
             replace(self.timings, refused=skips.refused, **self.read_stats()),
             error,
         )
@@ -125,7 +126,7 @@ def read_steps(
 ) -> Generator[Sequence[Any]]:
     """Yield the items of each step of a worker, with replacements of those that are left out."""
     source, timings, started = part.source, part.timings, perf_counter()
-    assert source is not None  # noqa: S101  (steps are those of a source)
+    assert isinstance(source, IndexedSource)  # noqa: S101  (steps are those of a source)
     steps = WorkerSteps(partition, info.worker, info.num_workers)
     with closing(runner):
         for place, (numbers, samples) in enumerate(run.steps()):

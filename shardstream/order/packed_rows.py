@@ -148,17 +148,17 @@ def _fit(sizes: Sequence[Ints], orders: Sequence[Ints], length: int) -> list[Int
     Returns:
         Row of each piece, for each group; shape (pieces,).
     """
-    num_pieces = max(map(len, sizes), default=0)
-    if not num_pieces:
-        return [np.empty(0, dtype=np.int64) for _ in sizes]
+    # Those that fill a row have one of their own: books of 1000 rows would take a minute.
+    shared = [order[own[order] < length] for own, order in zip(sizes, orders, strict=True)]
+    num_pieces = max(map(len, shared), default=0)
     dtype = np.min_scalar_type(
         2 * length
     )  # unsigned: a piece that does not fit wraps to more than a row
     waiting = np.zeros((num_pieces, len(sizes)), dtype=dtype)
-    for group, (own, order) in enumerate(zip(sizes, orders, strict=True)):
-        waiting[: len(own), group] = own[order]
+    for group, (own, order) in enumerate(zip(sizes, shared, strict=True)):
+        waiting[: len(order), group] = own[order]
     # All rows but one are more than half full in the end, whatever the order.
-    columns = int(max(2 * own.sum() // length for own in sizes)) + 2
+    columns = int(waiting.sum(axis=0, dtype=np.int64).max(initial=0)) * 2 // length + 2
     room = np.full((len(sizes), columns), length, dtype=dtype)
     left, groups = np.empty_like(room), np.arange(len(sizes))
     chosen = np.empty(waiting.shape, dtype=np.int64)
@@ -167,10 +167,11 @@ def _fit(sizes: Sequence[Ints], orders: Sequence[Ints], length: int) -> list[Int
         best = chosen[place] = left.argmin(axis=1)
         room[groups, best] -= piece
     rows = []
-    for group, order in enumerate(orders):
-        own = np.empty(len(order), dtype=np.int64)
-        own[order] = chosen[: len(order), group]
-        rows.append(own)
+    for group, (own, order) in enumerate(zip(sizes, shared, strict=True)):
+        ends = np.cumsum(own == length)
+        row = ends - 1
+        row[order] = chosen[: len(order), group] + ends[-1:]
+        rows.append(row)
     return rows
 
 

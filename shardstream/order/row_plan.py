@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,11 @@ class GroupedRows(RowPlan):
         first_of_pair = np.cumsum(counts) - counts
         return join_parts(planned).take(first_of_pair[place] + rows - self.firsts[groups])
 
+    @cached_property
+    def _most_kept(self) -> int:
+        pieces = self.num_parts // max(1, len(self.firsts) - 1)  # long samples have many
+        return max(8, _KEPT_PIECES // max(1, pieces))
+
     def _plan_groups(self, pairs: Sequence[tuple[int, int]]) -> list[RowParts]:
         """Return the rows of compositions of groups, given as (copy, group); those planned last are kept."""
         # Threads may do it at once, so each entry is looked up once.
@@ -190,7 +196,7 @@ class GroupedRows(RowPlan):
             planned = self.plan(np.array([group for _, group in some]), keys)
             for pair, rows in zip(some, planned, strict=True):
                 found[pair] = self._planned[pair] = rows
-        while len(self._planned) * self._group > _KEPT_PIECES:
+        while len(self._planned) > self._most_kept:
             self._planned.popitem(last=False)
         return [rows for rows in found.values() if rows is not None]
 

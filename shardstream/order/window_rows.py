@@ -33,6 +33,7 @@ class WindowRows(RowPlan):
         """Samples, or runs, that have no window."""
         self._lengths = lengths
         self._ends: Ints = np.cumsum(counts)
+        self._firsts = np.cumsum(lengths) - lengths if of_runs else None  # samples
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -67,9 +68,9 @@ class WindowRows(RowPlan):
         before = np.where(owners > 0, self._ends[owners - 1], 0)
         starts = (rows - before) * self.stride
         stops = np.minimum(starts + self.size, self._lengths[owners])
-        if not self.of_runs:
+        if self._firsts is None:
             return RowParts(np.ones_like(rows), owners, starts, stops)
-        firsts = (np.cumsum(self._lengths) - self._lengths)[owners] + starts
+        firsts = self._firsts[owners] + starts
         counts = stops - starts
         numbers = ranges(firsts, counts)
         return RowParts(counts, numbers, np.zeros_like(numbers), np.full_like(numbers, -1))

@@ -472,7 +472,8 @@ def _read(samples: Samples, numbers: Numbers) -> list[Sample]:
 def _stepped(sample: Sample, stages: Sequence[Stage]) -> Sample:
     """Return a sample after steps that choose and rename fields."""
     choosing = [stage for stage in stages if isinstance(stage, KeepFields | Rename)]
-    return cast("Sample", open_runner(choosing, Context()).apply(sample, 0))
+    (stepped,), _ = open_runner(choosing, Context())([sample], [0])
+    return cast("Sample", stepped)
 
 
 def _tar_bytes(sample: Sample, fields: Mapping[str, Any]) -> int:

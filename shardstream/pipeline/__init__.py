@@ -78,6 +78,7 @@ from shardstream.pipeline.sequence_packing import (
     Packing,
     PackSequences,
     check_packing,
+    check_row_fields,
 )
 from shardstream.pipeline.sequential_source import (
     SequentialRun,
@@ -174,6 +175,7 @@ __all__ = [
     "check_epoch",
     "check_fields",
     "check_packing",
+    "check_row_fields",
     "check_stage",
     "check_state",
     "data_identity",

@@ -31,7 +31,7 @@ from shardstream.pipeline.bad_sample_report import BadSample
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.fields import KeepFields
 from shardstream.pipeline.options import OrderOptions, ReadOptions
-from shardstream.pipeline.runner import ItemRun, Step
+from shardstream.pipeline.runner import Step, StepRun
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.samples import Fetcher, FetchOptions, Samples, chunk_steps
@@ -53,6 +53,8 @@ class IndexedSource(Source):
 
     is_sparse = False
     """Whether an epoch may have few samples of many."""
+    yields_batches = False
+    """Whether an item is a batch."""
     samples: Samples
     """All samples by number."""
     options: OrderOptions
@@ -65,11 +67,6 @@ class IndexedSource(Source):
     @property
     def yields_rows(self) -> bool:
         """Whether items are made of parts of samples."""
-        return False
-
-    @property
-    def yields_batches(self) -> bool:
-        """Whether an item is a batch."""
         return False
 
     @property
@@ -165,7 +162,7 @@ class IndexedSource(Source):
         partition = default_partition(self, worker_info, context.epoch)
         run = IndexedRun(self, partition, worker_info, context.skips)
         steps = self.open_steps(context.epoch, context.skips)
-        return run if steps is None else ItemRun(run, steps.apply, context.skips)
+        return run if steps is None else StepRun(run, steps)
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first shard, and its URL."""

@@ -297,7 +297,7 @@ class MixIndexedSource(IndexedSource):
         return any(source.yields_rows for source in self.sources)
 
     @property
-    def yields_batches(self) -> bool:
+    def yields_batches(self) -> bool:  # type: ignore[override]  # a constant of other sources
         """Whether an item of each part is a batch."""
         return all(source.yields_batches for source in self.sources)
 
@@ -350,11 +350,6 @@ class _PartSteps:
                 moved[next(place for one, place in asked if one == number)] = item
         order = sorted(moved)
         return [moved[place] for place in order], [numbers[place] for place in order]
-
-    def apply(self, item: Any, number: int, /) -> Any:
-        (part,), (part_number,) = self._all_samples.find(np.array([number], dtype=np.int64))
-        self._skips.samples_per_dataset[self._names[part]] += 1
-        return self._runners[part].apply(item, int(part_number))
 
     def close(self) -> None:
         for runner in self._runners:

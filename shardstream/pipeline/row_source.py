@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from shardstream.errors import OptionError, SampleError
 from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
-from shardstream.pipeline.bad_samples import RefusedError, SkipTracker
+from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, OrderedSource
 from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixIndexedSource
 from shardstream.pipeline.options import refuse_options
@@ -95,7 +95,7 @@ class RowSource(OrderedSource):
         return self.part.may_leave_out
 
     @property
-    def yields_batches(self) -> bool:
+    def yields_batches(self) -> bool:  # type: ignore[override]  # a constant of other sources
         """Whether an item is a batch."""
         return self.maker.is_batch
 
@@ -176,6 +176,11 @@ def rowable_source(pipeline: Pipeline, step: str) -> IndexedSource:
                 f"{step} plans by the numbers of samples, but the step {name.partition('(')[0]} changes how many there are; put it after {step}"
             )
     source = pipeline.source
+    if source.is_new_each_epoch:
+        raise OptionError(
+            f"{step} plans rows of samples that stay the same, but here these are rows or batches that are made anew in each epoch; "
+            f"put repack=True and batch_by_cost after {step}"
+        )
     drawn = isinstance(source, WeightedSource)
     if isinstance(source, MixIndexedSource):
         drawn = source.recipe.weights is not None
@@ -199,8 +204,8 @@ class _RowSteps:
 
     def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
         numbered = [self._numbers(*one) for one in zip(items, numbers, strict=True)]
-        raw = {
-            number: sample
+        raw = {  # copies of rows have the same samples, which steps may change
+            number: dict(sample) if isinstance(sample, dict) else sample
             for item, own in zip(items, numbered, strict=True)
             for number, sample in zip(own, item.samples, strict=True)
         }
@@ -222,12 +227,6 @@ class _RowSteps:
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, parts[0].sample)
         return rows, row_numbers
-
-    def apply(self, item: Any, number: int, /) -> Any:
-        made, _ = self([item], [number])
-        if not made:
-            raise RefusedError("all samples of a row")
-        return made[0]
 
     def close(self) -> None:
         self._runner.close()

@@ -63,9 +63,6 @@ class Step(Protocol):
     def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
         """Return the items after the step."""
 
-    def apply(self, item: Any, number: int, /) -> Any:
-        """Return one item after the step, in the caller's thread; errors are raised."""
-
     def close(self) -> None:
         """Join its threads."""
 
@@ -98,12 +95,6 @@ class Runner:
         for step in self._steps:
             items, numbers = step(items, numbers)
         return items, numbers
-
-    def apply(self, item: Any, number: int, /) -> Any:
-        """Return one sample after all steps, in the caller's thread; errors are raised."""
-        for step in self._steps:
-            item = step.apply(item, number)
-        return item
 
     def close(self) -> None:
         """Join the threads of all steps."""
@@ -213,6 +204,31 @@ class ItemRun(SourceRun):
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 # Without its number: steps before may have changed the numbers of samples.
                 self._skips.skip_or_raise(error, item)
+
+
+class StepRun(SourceRun):
+    """Move the samples of a stream through a step, one by one.
+
+    Args:
+        source: The run before.
+        step: As in `Runner`.
+    """
+
+    def __init__(self, source: Run, step: Step) -> None:
+        super().__init__(source)
+        self._step = step
+
+    def __next__(self) -> Any:
+        items: Sequence[Any] = ()
+        while not items:  # the step skips bad samples
+            item = next(self.source)
+            items, _ = self._step([item], [self.source.number])
+        return items[0]
+
+    def close(self) -> None:
+        """Join the threads of the step, and close the source."""
+        self._step.close()
+        super().close()
 
 
 class _AheadRun(SourceRun):

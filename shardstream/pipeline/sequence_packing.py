@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -195,6 +196,20 @@ def check_packing(packing: str, long: str, *, repack: bool, drop_last: bool) -> 
         )
 
 
+def check_row_fields(fields: Sequence[str], *, labels: bool) -> None:
+    """Check that the fields of a row have different names.
+
+    Raises:
+        OptionError: If two have one name: one would replace the other.
+    """
+    names = Counter([*fields, "segments", "positions", *["labels"] * labels])
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise OptionError(
+            f"{_STEP}: a row would have {', '.join(twice)} twice; give the field another name with rename()"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """Makes rows of sequences whose lengths were known when the rows were planned (see `BestFitRows`, `ConcatRows`).
@@ -265,7 +280,7 @@ class PackedRows:
             np.asarray(part.sample[find_field(names, part.sample, _STEP)])[part.start : part.stop]
             for part in parts
         ]
-        joined = np.concatenate(pieces)
+        joined = np.concatenate(pieces, dtype=_common_dtype(pieces, names))
         rest = np.zeros((self.length - len(joined), *joined.shape[1:]), joined.dtype)
         return np.concatenate([joined, rest])
 
@@ -300,12 +315,7 @@ def make_row(
     Raises:
         SampleError: If their integer types have no common one.
     """
-    dtype = np.result_type(*(piece for piece, _ in pieces))
-    if dtype.kind not in "iu":
-        kinds = sorted({str(piece.dtype) for piece, _ in pieces})
-        raise SampleError(
-            f"sequences of {kinds} have no common integer type; convert them in a map", field=field
-        )
+    dtype = _common_dtype([piece for piece, _ in pieces], field)
     row = np.full(length, pad, dtype=dtype)
     segments, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     position = 0
@@ -315,3 +325,18 @@ def make_row(
         positions[position:end] = np.arange(start, start + len(piece))
         position = end
     return {field: row, "segments": segments, "positions": positions}
+
+
+def _common_dtype(pieces: Sequence[np.ndarray[Any, Any]], field: str) -> np.dtype[Any]:
+    """Return the type of a row of pieces, which holds their whole numbers exactly.
+
+    Raises:
+        SampleError: If there is none.
+    """
+    dtype = np.result_type(*{piece.dtype for piece in pieces})
+    if dtype.kind not in "iu" and any(piece.dtype.kind in "iu" for piece in pieces):
+        kinds = sorted({str(piece.dtype) for piece in pieces})
+        raise SampleError(
+            f"sequences of {kinds} have no common integer type; convert them in a map", field=field
+        )
+    return dtype

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from shardstream.distributed import WorkerInfo
+from shardstream.pipeline.bad_sample_report import BadSample
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.storage import Storage
 
@@ -64,6 +66,10 @@ class Source(ABC):
     def order_identity(self, worker_info: WorkerInfo, epoch: int) -> State:  # noqa: ARG002
         """Return the numbers of the order that must equal those of a state."""
         return {}
+
+    def with_locations(self, bad: Iterable[BadSample]) -> tuple[BadSample, ...]:
+        """Return bad samples with their number in the dataset, and their place, where the source knows them."""
+        return tuple(bad)
 
     @abstractmethod
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:

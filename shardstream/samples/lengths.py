@@ -19,6 +19,7 @@ Floats = npt.NDArray[np.float64]
 CostFunction = Callable[[Floats], Any]
 """Numbers of samples, shape (n,), to their costs, of the same shape."""
 
+_MAX_LENGTH = 1 << 40  # sums are exact
 _HOW = "shardstream index URL --columns n=npy.len writes a column n of lengths"
 
 
@@ -39,7 +40,8 @@ def lengths_of(samples: Samples, given: Lengths, option: str) -> Numbers:
         whole = np.rint(found)
         _check(samples, option, found, found == whole, "lengths are whole numbers")
         found = whole
-    _check(samples, option, found, found >= 0, "lengths are at least 0")
+    is_valid = (found >= 0) & (found < _MAX_LENGTH)
+    _check(samples, option, found, is_valid, f"lengths are from 0 to {_MAX_LENGTH - 1}")
     return found.astype(np.int64)
 
 

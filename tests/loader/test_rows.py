@@ -136,6 +136,39 @@ def test_a_step_that_changes_a_window_does_not_change_others(tokens: str) -> Non
     assert sum(map(len, loader)) == len(dataset)
 
 
+def _elements(sample: dict[str, Any]) -> dict[str, Any]:
+    values: list[dict[str, int]] = [{} for _ in sample["npy"]]
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return {"list": values, "array": array}
+
+
+def _mark(window: dict[str, Any]) -> dict[str, Any]:
+    for element in [*window["list"], *window["array"]]:
+        assert not element
+    window["list"][0]["x"] = window["array"][0]["x"] = 1
+    return window
+
+
+def test_windows_share_no_elements_of_lists_and_arrays(tokens: str) -> None:
+    dataset = opened(tokens).map(_elements)
+    windows = dataset.windows(("list", "array"), size=4, stride=2, lengths=LENGTHS)
+    loader = ss.ShardLoader(windows.map(_mark), batch_size=32, collate_fn=list)
+    assert sum(map(len, loader)) == len(windows)
+
+
+def _count(sample: dict[str, Any]) -> dict[str, Any]:
+    sample["turns"] = sample.get("turns", 0) + 1
+    return sample
+
+
+def test_steps_change_the_samples_of_copies_of_a_row_once(tokens: str) -> None:
+    dataset = ss.ShardDataset(tokens).map(_count)
+    rows = dataset.pack_sequences((), 64, lengths=LENGTHS, keep="turns")
+    for row in rows.by_number().__getitems__([3, 3, 3]):
+        assert set(row["turns"]) == {1}
+
+
 def test_windows_of_samples_stay_within_their_group(tokens: str) -> None:
     dataset = opened(tokens, fields=("json",)).windows(
         size=3, stride=2, group="episode", drop_last=True
@@ -308,6 +341,23 @@ def test_rows_are_equal_on_any_ranks_and_workers_and_after_two_resumes_elsewhere
     assert joined == expected
 
 
+def _int_or_uint(sample: dict[str, Any]) -> dict[str, Any]:
+    is_odd = int(sample["__key__"]) % 2
+    return sample | {"ids": sample["npy"].astype(np.uint64 if is_odd else np.int64)}
+
+
+def test_packed_fields_keep_their_numbers(tokens: str) -> None:
+    dataset = opened(tokens).map(_int_or_uint)
+    for fields in ("ids", ("npy", "ids")):
+        with pytest.raises(SampleError, match="'uint64'. have no common integer type"):
+            list(dataset.pack_sequences(fields, 64, lengths=LENGTHS))
+    for fields, keep in ((("npy", "segments"), ()), ("npy", "npy"), ("npy", ("labels",))):
+        with pytest.raises(OptionError, match="a row would have .* twice"):
+            opened(tokens).pack_sequences(fields, 64, lengths=LENGTHS, keep=keep, labels=True)
+    with pytest.raises(OptionError, match="pad must be a whole number"):
+        opened(tokens).pack_sequences("npy", 64, lengths=LENGTHS, pad=0.5)  # type: ignore[arg-type]
+
+
 def test_a_sample_of_another_length_than_planned_is_named(tokens: str) -> None:
     wrong = LENGTHS.copy()
     wrong[5] += 3
@@ -328,9 +378,11 @@ def test_bad_documents_are_skipped_and_their_rows_are_shorter(tokens: str) -> No
         "npy", 64, lengths=wrong, keep="__key__"
     )
     loader = ss.ShardLoader(dataset, batch_size=4, collate_fn=list)
-    keys = {key for batch in loader for row in batch for key in row["__keys__"]}
-    assert keys == {f"{number:04d}" for number in range(N) if number != 5}
+    expected = {f"{number:04d}" for number in range(N) if number != 5}
+    assert {key for batch in loader for row in batch for key in row["__keys__"]} == expected
     assert [one.key for one in loader.bad_samples] == ["0005"]
+    for read in (dataset, ss.mix([dataset, dataset])):
+        assert {key for row in read for key in row["__keys__"]} == expected
 
 
 def _refuse_30(sample: dict[str, Any]) -> dict[str, Any]:
@@ -356,6 +408,8 @@ def test_windows_with_a_bad_sample_are_left_out(tokens: str) -> None:
         (-LENGTHS, "sample 0 has -"),
         (LENGTHS + 0.5, "lengths are whole numbers"),
         (LENGTHS * np.nan, "lengths are whole numbers"),
+        (LENGTHS * np.inf, "lengths are from 0 to"),
+        (np.full(N, 2**64 - 1, np.uint64), "lengths are from 0 to"),
         ([[1, 2], [3]], "one list of numbers"),
         (["a"] * N, "one number for each sample"),
         (np.zeros(N, int), "0 rows of 64 tokens"),
@@ -390,6 +444,12 @@ def test_what_cannot_be_planned_is_refused(tokens: str) -> None:
         opened(tokens).pack_sequences("npy", 64, repack=True)
     with pytest.raises(OptionError, match="a field with lengths=, or group="):
         opened(tokens).windows("npy", size=4)
+    rows = opened(tokens).pack_sequences("npy", 64, lengths=LENGTHS, repack=True)
+    with pytest.raises(OptionError, match="put repack=True and batch_by_cost after windows"):
+        rows.windows("npy", size=32, lengths=np.full(len(rows), 64))
+    batches = opened(tokens).batch_by_cost(LENGTHS, 400)
+    with pytest.raises(OptionError, match="makes batches already.* use batch_size=None"):
+        ss.ShardLoader(batches)
     rows = opened(tokens).pack_sequences("npy", 64, lengths=LENGTHS)
     with pytest.raises(OptionError, match="no columns"):
         rows.windows(size=2, group="episode")
