@@ -38,7 +38,8 @@ _LIMITS = {
     "name_bytes": 1 << 12,
     "chunk_shards": 1 << 12,
 }
-_FILE_NAME = re.compile(r"shards-[0-9a-f]{16}\.npy")
+# "index-pages-*" had the records of an earlier version: an index that is written again deletes it, too.
+_FILE_NAME = re.compile(r"shards-[0-9a-f]{16}\.npy|index-pages-[0-9a-f]{16}\.jsonl")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"[0-9a-f]{16}")
 _REMEDY = "run 'shardstream index' to write the manifest again"

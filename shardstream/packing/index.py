@@ -317,7 +317,9 @@ def _publish(output: OutputFolder, manifest: Manifest, present: Mapping[str, Fil
             shard=output.url,
         )
     output.sync()  # the indexes, which other processes may have written
-    ManifestFiles(output, manifest, present, lambda: None).write()
+    files = ManifestFiles(output, manifest, present, lambda: None)
+    files.write()
+    files.remove_older()
 
 
 def _half_written(present: Iterable[str], tars: Sequence[FileInfo]) -> Iterator[str]:

@@ -892,3 +892,33 @@ def test_records_of_a_replaced_manifest_are_deleted(
     assert any(map(is_records_name, files_of(tmp_path)))
     ss.pack(table, tmp_path, overwrite=True, **job)
     assert set(files_of(tmp_path)) == {"000000.tar", "000000.tar.idx", "index.json"}
+
+
+@pytest.mark.parametrize("split", ["a", "b"])
+def test_records_of_a_replaced_manifest_are_deleted_after_a_kill_that_left_them(
+    split: str, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=2)
+    job: dict[str, Any] = {"fields": {"txt": "caption"}, "split": {"a": 0.5, "b": 0.5}}
+    ss.pack(table, tmp_path / "clean", **job)
+    ss.pack(table, tmp_path / "out", max_samples=5, **job)
+    is_killed = False
+    with monkeypatch.context() as patch:
+        for method in ("write", "remove"):
+            original = getattr(LocalFolder, method)
+
+            def call(
+                self: LocalFolder, name: str, *args: Any, original: Callable[..., None] = original
+            ) -> None:
+                nonlocal is_killed
+                if is_killed:
+                    raise StoppedError
+                original(self, name, *args)
+                is_killed = name == "index.json" and bool(args) and self.url.endswith(f"/{split}")
+
+            patch.setattr(LocalFolder, method, call)
+        with pytest.raises(StoppedError):
+            ss.pack(table, tmp_path / "out", overwrite=True, **job)
+    assert any(map(is_records_name, files_of(tmp_path / "out" / split)))
+    ss.pack(table, tmp_path / "out", **job)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "clean")

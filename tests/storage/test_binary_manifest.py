@@ -482,3 +482,12 @@ def test_a_new_process_opens_a_pickled_dataset(tmp_path: Path) -> None:
         timeout=60,
     )
     assert int(done.stdout) == sum(range(COUNT))
+
+
+def test_index_deletes_the_records_of_an_earlier_version(tmp_path: Path) -> None:
+    folder = numbered(f"{tmp_path}/data", COUNT, 10)
+    before = files_of(folder)
+    put(folder, {"index-pages-0123456789abcdef.jsonl": b"{}", "index-pages.jsonl": b"{}"})
+    ss.index(folder)
+    assert files_of(folder) == before
+    assert (tmp_path / "data" / "index-pages.jsonl").exists()

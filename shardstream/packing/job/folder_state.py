@@ -270,12 +270,9 @@ class ManifestFiles:
         self.manifest = manifest
         self._folder, self._before, self._check_owner = folder, before, check_owner
         self._files = encode_manifest_files(manifest)
-        self._is_written = False
-
-    @property
-    def sha256(self) -> str:
+        self.sha256 = sha256(self._files[MANIFEST_NAME]).hexdigest()
         """Hash of ``index.json``."""
-        return sha256(self._files[MANIFEST_NAME]).hexdigest()
+        self._is_written = False
 
     def is_there(self) -> bool:
         """Return whether the manifest of the folder is this one."""
@@ -285,7 +282,7 @@ class ManifestFiles:
             return False
 
     def write(self) -> None:
-        """Write the files, then delete the records of an earlier manifest.
+        """Write the files.
 
         Raises:
             StorageError: If another run has taken the folder over, or a file cannot be written; call `remove` then.
@@ -296,8 +293,15 @@ class ManifestFiles:
             self._folder.write(name, data)
         # A run that took the folder in between has not seen the manifest, so it must not stay.
         self._check_owner()
+
+    def remove_older(self) -> None:
+        """Delete the records of earlier manifests, once this one is there, whoever has written it.
+
+        Raises:
+            StorageError: If a file cannot be deleted.
+        """
         for name in self._before:
-            if is_records_name(name) and name not in self._files:
+            if is_records_name(name) and name not in self._files and self.is_there():
                 self._folder.remove(name)
 
     def remove(self) -> None:

@@ -174,7 +174,7 @@ class _Publication(NamedTuple):
             )
 
     def tidy(self) -> None:
-        """Delete the records and the journal.
+        """Delete the records of an earlier manifest, those of the parts, and the journal.
 
         Raises:
             StorageError: If the manifest is gone: another process of the job could not publish another split.
@@ -185,6 +185,7 @@ class _Publication(NamedTuple):
                 "another process of this job has failed and removed index.json meanwhile; run this again",
                 shard=folder.url,
             )
+        self.manifest.remove_older()
         names = ShardNames(folder="", template=str(options["template"]))
         remove_job_files(folder, self.files, names, options["extras"])
 

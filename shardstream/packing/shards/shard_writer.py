@@ -219,6 +219,8 @@ class ShardWriter:
         files = ManifestFiles(self._folder, manifest, before.files, self._claim.check_owner)
         try:
             files.write()
+            if before.files:
+                files.remove_older()
         except BaseException:
             with suppress(StorageError):
                 files.remove()
