@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -124,6 +125,13 @@ def _source(
     if any(source.is_new_each_epoch for source in sources):
         refuse_options(
             order, ["balance"], "of rows that are made anew in each epoch, with other costs"
+        )
+    if order.balance is not None and isinstance(recipe.weights, WeightSchedule):
+        warnings.warn(
+            "balance= deals the samples of some rounds anew, so new weights of a WeightSchedule begin up to so many rounds earlier or later; "
+            "use few, with balance=ss.Balance(..., steps=)",
+            UserWarning,
+            stacklevel=3,
         )
     hedge = read.hedge or any(source.reading.hedge for source in sources)
     samples = Concat([source.samples for source in sources])

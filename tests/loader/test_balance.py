@@ -286,3 +286,12 @@ def test_without_a_loader_a_warning_says_that_batch_size_and_lanes_are_needed(fo
         without = costs(ss.OrderOptions(balance="n"))
     balanced = costs(ss.OrderOptions(balance="n", microbatch=4, lanes=4))
     assert np.median(balanced) < np.median(without) / 4
+
+
+def test_balance_of_a_mix_whose_weights_change_by_step_warns_that_they_change_elsewhere(
+    folder: str,
+) -> None:
+    part = ss.ShardDataset(folder, shuffle=True)
+    schedule = ss.WeightSchedule({0: {"a": 1, "b": 0}, 20: {"a": 0, "b": 1}}, step=8)
+    with pytest.warns(UserWarning, match=r"new weights of a WeightSchedule begin .* steps="):
+        ss.mix({"a": part, "b": part}, schedule, samples=320, order=order_of("n"))
