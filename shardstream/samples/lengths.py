@@ -12,6 +12,7 @@ import numpy.typing as npt
 from shardstream.errors import OptionError, plural
 from shardstream.samples.base import Numbers, Samples
 from shardstream.samples.subset import read_array
+from shardstream.samples.view import View
 
 Lengths = str | os.PathLike[str] | Sequence[float] | npt.NDArray[Any]
 """The name of a column, the path or URL of a ``.npy`` file, or one number for each sample."""
@@ -75,7 +76,9 @@ def costs_of(
 
 
 def run_lengths(samples: Samples, name: str) -> Numbers:
-    """Return the number of samples of each run, shape (runs,): samples that follow each other with one value in a column.
+    """Return the number of samples of each run, shape (runs,): samples of one value in a column, stored one after the other in one dataset.
+
+    A run ends where samples were left out (``where=``, ``subset=``): those around a gap do not follow each other.
 
     Raises:
         OptionError: If there is no such column, a sample has no value, or samples of one value do not follow each other.
@@ -88,18 +91,33 @@ def run_lengths(samples: Samples, name: str) -> Numbers:
             shard=samples.url_of(0),
         )
     encoded = column.combine_chunks().dictionary_encode()
-    codes = encoded.indices.to_numpy()
-    starts = np.flatnonzero(np.diff(codes, prepend=-1))
-    seen, counts = np.unique(codes[starts], return_counts=True)
+    datasets, stored = _stored(samples, np.arange(len(samples), dtype=np.int64))
+    groups = encoded.indices.to_numpy().astype(np.int64) + datasets * len(encoded.dictionary)
+    is_first = np.diff(groups, prepend=-1) != 0
+    seen, counts = np.unique(groups[is_first], return_counts=True)
     if (counts > 1).any():
-        value = encoded.dictionary[int(seen[counts > 1][0])].as_py()
+        value = encoded.dictionary[int(seen[counts > 1][0]) % len(encoded.dictionary)].as_py()
         raise OptionError(
             f"group: samples with {value!r} in the column {name!r} do not follow each other, as those of {plural(int((counts > 1).sum()), 'group')} in "
             "all; pack them in order, without shuffle (with subset= in the order of its numbers)",
             shard=samples.url_of(0),
         )
-    lengths: Numbers = np.diff(np.append(starts, len(codes)))
+    starts = np.flatnonzero(is_first | (np.diff(stored, prepend=-2) != 1))
+    lengths: Numbers = np.diff(np.append(starts, len(groups)))
     return lengths
+
+
+def _stored(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the dataset in which each sample is stored, through all views, and its number there; shape (n,) each."""
+    if not isinstance(samples, View):
+        return np.zeros_like(numbers), numbers
+    places, own = samples.find(numbers)
+    datasets, stored = np.empty_like(own), np.empty_like(own)
+    for place in np.unique(places).tolist():
+        mine = places == place
+        inner, stored[mine] = _stored(samples.inner[place], own[mine])
+        datasets[mine] = place + inner * len(samples.inner)
+    return datasets, stored
 
 
 def _values(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]:

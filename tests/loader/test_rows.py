@@ -182,6 +182,20 @@ def test_windows_of_samples_stay_within_their_group(tokens: str) -> None:
     assert found == expected
 
 
+def test_windows_of_samples_bridge_no_gap_and_no_end_of_a_dataset(tokens: str) -> None:
+    def keys(dataset: StreamDataset) -> list[list[str]]:
+        windows = dataset.windows(size=3, stride=1, group="episode", drop_last=True)
+        return [[one["__key__"], *map(str, one["json"])] for one in windows]
+
+    chosen = ss.ShardDataset(tokens, subset=[0, 1, 2, 4, 5, 6, 7, 8, 9], fields=("json",))
+    assert [found[0] for found in keys(chosen)] == ["0000", "0004", "0007"]
+    parts = [
+        ss.ShardDataset(tokens, subset=range(first, first + 4), fields=("json",))
+        for first in (0, 3)
+    ]
+    assert len(keys(ss.mix(parts))) == 4
+
+
 def test_group_whose_samples_do_not_follow_each_other_is_refused(tokens: str) -> None:
     dataset = ss.ShardDataset(tokens, subset=[0, 1, 20, 2])
     with pytest.raises(OptionError, match="0 in the column 'episode' do not follow each other"):
