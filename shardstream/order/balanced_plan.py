@@ -21,7 +21,7 @@ from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 
 Costs = npt.NDArray[np.float32]
 
-_ROUNDS, _PLACES, _BATCHES = 10, 11, 12  # purposes of the random keys
+_ROUNDS, _PLACES, _BATCHES, _SHORT = 10, 11, 12, 13  # purposes of the random keys
 _ROUGH = np.int32(
     -1 << 17
 )  # bits of costs that differ by less than 1/64: exponent and six of the fraction
@@ -138,16 +138,20 @@ class BalancedEpochPlan(EpochPlan):
         size = self._group_size
         rounds, rest = divmod(count, size)
         places = np.tile(np.arange(size, dtype=np.int64), rounds)
+        # The last ones, of which a loader may drop some, are a round of any cost: else the cheapest samples would be missing in each epoch.
+        key = derive_key(self._key, _SHORT, stretch)
+        short = key % (rounds + 1)
+        last = short * size + permute(np.arange(rest, dtype=np.int64), max(1, rest), key)
         if not rounds:
-            return np.arange(count, dtype=np.int64)
+            return last
         round_order = permute(
             np.arange(rounds, dtype=np.int64), rounds, derive_key(self._key, _ROUNDS, stretch)
         )
         # Else the first lane of each round would have its largest batch.
         keys = derive_keys(derive_key(self._key, _PLACES, stretch), round_order)
         places = permute(places, size, np.repeat(keys, size))
-        full = np.repeat(round_order * size, size) + places
-        return np.concatenate((full, np.arange(count - rest, count, dtype=np.int64)))
+        firsts = round_order * size + np.where(round_order < short, 0, rest)
+        return np.concatenate((np.repeat(firsts, size) + places, last))
 
 
 def deal_evenly(costs: Costs, size: int) -> tuple[Ints, Costs]:

@@ -295,3 +295,14 @@ def test_balance_of_a_mix_whose_weights_change_by_step_warns_that_they_change_el
     schedule = ss.WeightSchedule({0: {"a": 1, "b": 0}, 20: {"a": 0, "b": 1}}, step=8)
     with pytest.warns(UserWarning, match=r"new weights of a WeightSchedule begin .* steps="):
         ss.mix({"a": part, "b": part}, schedule, samples=320, order=order_of("n"))
+
+
+def test_the_samples_that_drop_last_drops_are_others_in_each_epoch(folder: str) -> None:
+    order = ss.OrderOptions(balance="n", lanes=7, microbatch=1)  # 57 rounds, and one sample
+    dropped = set[int]()
+    for epoch in range(8):
+        dataset = datasets(folder)["all"](ss.Placement(0, 1), order).decode()
+        loader = ss.ShardLoader(dataset, 7, drop_last=True)
+        loader.set_epoch(epoch)
+        dropped |= set(range(COUNT)) - set(flat(labels(loader)))
+    assert len(dropped) > 4
