@@ -82,7 +82,7 @@ def default_block(nsamples: int, total_bytes: int) -> int:
     >>> default_block(1_000_000, 100_000_000_000), default_block(1797, 2_000_000)
     (20, 14)
     """
-    if nsamples == 0 or total_bytes == 0:
+    if total_bytes == 0:
         return 1
     by_bytes = _BLOCK_BYTES * nsamples // total_bytes
     return max(1, min(by_bytes, nsamples // _BLOCKS_PER_EPOCH))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
 from shardstream.order import (
+    CopyPlan,
     EpochOrder,
     EpochPlan,
     PartitionConfig,
@@ -96,6 +97,13 @@ def test_without_shuffle_samples_have_stored_order(order: EpochOrder, epoch: int
     assert EpochPlan(order, epoch).rest(0).tolist() == list(range(order.nsamples))
 
 
+def test_copies_have_the_order_of_the_samples() -> None:
+    samples, copies = EpochPlan(order_of(103), 5), CopyPlan(order_of(103), 5, copy=2)
+    assert copies.rest(3).tolist() == (samples.rest(3) + 206).tolist()
+    assert copies.batches(np.arange(9)).tolist() == (samples.batches(np.arange(9)) + 206).tolist()
+    assert copies.passes == 3
+
+
 def test_order_of_seed_0_is_pinned() -> None:
     order = EpochOrder(nsamples=23, batch=3, shuffle=True, seed=0, lanes=2, window=6, block=4)
     epochs_ = [EpochPlan(order, epoch).rest(0).tolist() for epoch in (0, 1)]
@@ -169,6 +177,7 @@ def test_invalid_order_is_refused(changed: dict[str, int], message: str) -> None
     [
         (0, 0, 1),
         (5, 0, 1),
+        (0, 5, 1),
         (1797, 2_000_000, 14),
         (1_000_000, 100_000_000_000, 20),
         (1000, 10**12, 1),
