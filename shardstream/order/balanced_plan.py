@@ -166,7 +166,7 @@ def deal_evenly(costs: Costs, size: int) -> tuple[Ints, Costs]:
 
     >>> batches, totals = deal_evenly(np.array([9, 1, 2, 3, 8, 1], dtype=np.float32), 2)
     >>> batches.tolist(), totals.tolist()
-    ([[0, 5], [1, 4], [2, 3]], [10.0, 9.0, 5.0])
+    ([[0, 1], [4, 5], [2, 3]], [10.0, 9.0, 5.0])
     """
     strata = _descending(costs).reshape(size, -1)
     batches, totals = strata.T.copy(), costs[strata[0]]
