@@ -15,7 +15,9 @@ from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
     IndexedRun,
+    IndexedSource,
     LoaderPosition,
+    MixIndexedSource,
     OrderOptions,
     SkipTracker,
     State,
@@ -223,6 +225,7 @@ class BatchDataset(SplitDataset):
         names += ["window", "block"] if source.shuffle else []
         own = {"seed": source.seed, "shuffle": source.shuffle}
         own |= {name: getattr(given, name) for name in names}
+        source = _with_changes(source, state)
         check_state(state, expected={"kind": "plan"} | own | data_identity(source))
         batch_size, microbatch = self.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
@@ -230,7 +233,10 @@ class BatchDataset(SplitDataset):
                 f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
                 "use a multiple of it, or start without the state"
             )
-        self._set_order({name: state[name] for name in names})
+        self.set_source(source.with_options(**{name: state[name] for name in names}))
+        self.partition_config = replace(
+            self.partition_config, microbatches=batch_size // microbatch
+        )
         position, nsamples = position_in(state), self.order(state["epoch"]).nsamples
         if position.consumed > nsamples:
             raise StateError(
@@ -238,12 +244,33 @@ class BatchDataset(SplitDataset):
             )
         return position
 
-    def _set_order(self, order: Mapping[str, Any]) -> None:
-        source, batch_size = self.indexed_source, self.batch_size
-        assert source is not None and batch_size is not None  # noqa: S101, PT018  (as in `order`)
-        self.indexed_source = source.with_options(**order)
-        pipeline = replace(self.source_dataset.pipeline, source=self.indexed_source)
-        dataset = self.source_dataset._with_pipeline(pipeline)
-        self.source_dataset = dataset
-        microbatches = batch_size // order["microbatch"]
-        self.partition_config = replace(self.partition_config, microbatches=microbatches)
+    def with_weights(
+        self, weights: Mapping[str, float], position: LoaderPosition
+    ) -> MixIndexedSource:
+        """Return the source of a mix with other weights from a position on.
+
+        Raises:
+            OptionError: If the samples are not those of a mix whose weights can change, or the weights are invalid for it.
+        """
+        source = self.indexed_source
+        if not isinstance(source, MixIndexedSource):
+            raise OptionError(
+                "set_weights needs the dataset of ss.mix, with steps after it that yield one item per item"
+            )
+        changed = source.changed_at(position.epoch, position.consumed, weights)
+        changed.plan(self.order(position.epoch), position.epoch)  # lanes need samples of each part
+        return changed
+
+    def set_source(self, source: IndexedSource) -> None:
+        """Read another source, with the order of its options."""
+        self.indexed_source, self._data = source, None
+        pipeline = replace(self.source_dataset.pipeline, source=source)
+        self.source_dataset = self.source_dataset._with_pipeline(pipeline)
+
+
+def _with_changes(source: IndexedSource, state: Any) -> IndexedSource:
+    """Return a source with the weights that a state says were given in the training, which may be none."""
+    if not isinstance(source, MixIndexedSource):
+        return source
+    mix = state.get("mix") if isinstance(state, Mapping) else None
+    return replace(source, changes=mix.get("changes", ()) if isinstance(mix, Mapping) else ())

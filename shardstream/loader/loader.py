@@ -63,6 +63,8 @@ from shardstream.pipeline import (
 )
 from shardstream.process_memory import keep_freed_memory
 
+_Opened = tuple[Iterator[WorkerBatch], PoolIteration | None]
+
 
 class ShardLoader(DataLoader[Any]):
     """Batches of a `ShardDataset`, with an exact length and a small state.
@@ -129,7 +131,8 @@ class ShardLoader(DataLoader[Any]):
         )
         self._chosen = dataset._epochs.chosen  # by the last call of its `set_epoch` that was seen
         self._cursor = Cursor().at(LoaderPosition(epoch=self._chosen[0]))
-        self._counts: dict[int, SampleCounts] = {}  # part -> counts
+        self._counts: dict[tuple[int, int], SampleCounts] = {}
+        """Counts of each part, by the samples that were consumed when it began."""
         self._agreement: EpochAgreement | None = None  # of ranks, until the user chooses an epoch
         self._is_compared = self._serves_accelerate = False
         self._pool: WorkerPool | None = None  # of persistent workers
@@ -241,6 +244,43 @@ class ShardLoader(DataLoader[Any]):
             raise OptionError("batches cannot be skipped without reading them: steps change counts")
         self._cursor = self._cursor.past(batches, rest)
 
+    def set_weights(self, weights: Mapping[str, float]) -> int:
+        """Give the datasets of a mix other weights from here on; return the first sample of the training that has them.
+
+        They hold from the next batch on, also in the iteration that runs: batches that were prefetched are dropped, and read again with
+        the new weights by new workers. They hold until the next call, and replace those of the mix for all later epochs. They are part of the
+        state, so a resume on any number of ranks and workers reads the same samples.
+
+        Under ``torch.distributed`` all ranks must call it after the same batch; it waits up to 30 s for them.
+
+        Args:
+            weights: Share of each dataset, by name; 0 for none.
+
+        Returns:
+            Epoch times ``samples`` of the mix, plus the samples of the epoch that all ranks have received, as in `WeightSchedule`.
+
+        Raises:
+            OptionError: If the dataset is not a mix with ``weights`` and ``samples``, it has a ``balance`` or steps that change counts, the
+                weights are invalid, or another rank differs or does not call it. The weights then stay as they are.
+        """
+        self._follow_dataset()
+        position, batches = self._cursor.position, self._batches
+        changed = batches.with_weights(weights, position)
+        source = batches.source_dataset.pipeline.source
+        numbers = {
+            "position": [position.epoch, position.consumed],
+            "weights": changed.changes[-1][1],
+        }
+        compare_ranks(
+            f"{source.fingerprint}/weights", numbers, batches.placement, call="set_weights"
+        )
+        batches.set_source(changed)
+        if self._cursor.partition is not None:  # the iteration sees that it is another one
+            partition = batches.partition(position)
+            self._cursor = replace(self._cursor, partition=partition)
+        self._pool = None  # as in `load_state_dict`
+        return int(changed.changes[-1][0])
+
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
         cursor = self._cursor
@@ -298,15 +338,27 @@ class ShardLoader(DataLoader[Any]):
         )
         self._compare_ranks()
         self._counts, self._stopwatch = {}, Stopwatch(epoch=begin.epoch, workers=self.num_workers)
-        pinned_memory = self._open_pinned_memory()
+        if self._serves_accelerate:
+            return self._serve_accelerate()
+        return self._yield_batches(self._open_batches, self._open_batches(), self._cursor)
+
+    def _open_batches(self) -> _Opened:
+        """Begin to read at the position of the cursor."""
+        copies_to_cuda = self.device is not None and self.device.type == "cuda"
+        pinned_memory = open_pinned_memory() if self.pin_memory or copies_to_cuda else None
+        if pinned_memory is None and self.pin_memory:
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found that uses pinned memory, so batches are not pinned",
+                UserWarning,
+                stacklevel=3,
+            )
+        begin = self._cursor.position
         received = self._open_iteration(begin, pinned_memory) if self.num_workers else None
         batches: Iterator[WorkerBatch] = received or self._batches.read(begin)
         if pinned_memory is not None or self.device is not None:
             is_ready = (lambda: False) if received is None else received.is_ready
             batches = self._place_batches(batches, pinned_memory, is_ready)
-        if self._serves_accelerate:
-            return self._serve_accelerate(batches, received)
-        return self._yield_batches(batches, received, self._cursor)
+        return batches, received
 
     def _open_iteration(
         self, begin: LoaderPosition, pinned_memory: PinnedMemory | None
@@ -344,18 +396,6 @@ class ShardLoader(DataLoader[Any]):
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
         return WorkerPool(setup, ThreadContext if setup.uses_threads else context, self.timeout)
 
-    def _open_pinned_memory(self) -> PinnedMemory | None:
-        """Return pinned memory if batches shall be pinned, and can be."""
-        copies_to_cuda = self.device is not None and self.device.type == "cuda"
-        pinned_memory = open_pinned_memory() if self.pin_memory or copies_to_cuda else None
-        if pinned_memory is None and self.pin_memory:
-            warnings.warn(
-                "'pin_memory' argument is set as true but no accelerator is found that uses pinned memory, so batches are not pinned",
-                UserWarning,
-                stacklevel=3,
-            )
-        return pinned_memory
-
     def _place_batches(
         self,
         worker_batches: Iterator[WorkerBatch],
@@ -371,11 +411,7 @@ class ShardLoader(DataLoader[Any]):
         start = partial(change_batch, copies.start)
         return prefetch(worker_batches, start, depth=self.prefetch_to_device, is_ready=is_ready)
 
-    def _serve_accelerate(
-        self,
-        worker_batches: Iterator[WorkerBatch],
-        received: PoolIteration | None,
-    ) -> Iterator[Any]:
+    def _serve_accelerate(self) -> Iterator[Any]:
         from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
         check_data_parallel(self.placement)
@@ -385,8 +421,13 @@ class ShardLoader(DataLoader[Any]):
             remainder=0 if partition is None else partition.short_step_samples,
             non_blocking=self.pin_memory,
         )
-        worker_batches = prepared.mark_last_batch(worker_batches)
-        return prepared.move_to_device(self._yield_batches(worker_batches, received, self._cursor))
+
+        def open_batches() -> _Opened:
+            worker_batches, received = self._open_batches()
+            return prepared.mark_last_batch(worker_batches), received
+
+        batches = self._yield_batches(open_batches, open_batches(), self._cursor)
+        return prepared.move_to_device(batches)
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
@@ -415,37 +456,41 @@ class ShardLoader(DataLoader[Any]):
         self._is_compared = True
 
     def _yield_batches(
-        self,
-        worker_batches: Iterator[WorkerBatch],
-        received: PoolIteration | None,
-        begin: Cursor,
+        self, open_batches: Callable[[], _Opened], opened: _Opened, begin: Cursor
     ) -> Iterator[Any]:
-        stopwatch, requested_at = self._stopwatch, time.perf_counter()
-        with self._ending(received):
-            for steps, worker_batch in enumerate(worker_batches, start=1):
-                part, waited_s = worker_batch.part, time.perf_counter() - requested_at
-                stopwatch.add_batch(part, worker_batch.timings, waited_s=waited_s)
-                if self._bad_sample_report is not None:
-                    epoch = begin.position.epoch
-                    self._bad_sample_report.add(worker_batch.bad, epoch=epoch, worker=part)
-                if worker_batch.error is not None:
-                    raise worker_batch.error
-                # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
-                batch = worker_batch.batch
-                ready = [batch.finish() if type(batch) is StartedBatch else batch]
-                del batch
-                if self._cursor.iteration == begin.iteration:
-                    self._advance(worker_batch, steps)
-                if not worker_batch.empty:
-                    yield ready.pop()
-                if self._agreement is not None and self._cursor.iteration == begin.iteration:
-                    self._agreement.check()
-                requested_at = time.perf_counter()
-            stopwatch.stop()
-        if self._cursor.iteration == begin.iteration:
-            self._cursor = self._cursor.at_end()
-            if self._agreement is not None:
-                self._agreement.end()
+        """Yield the batches of an iteration; after `set_weights` those of its new order."""
+        while True:
+            worker_batches, received = opened
+            del opened  # the old order ends with its last reference
+            stopwatch, requested_at = self._stopwatch, time.perf_counter()
+            with self._ending(received):
+                for steps, worker_batch in enumerate(worker_batches, start=1):
+                    is_current = self._cursor.iteration == begin.iteration
+                    if is_current and self._cursor.partition is not begin.partition:
+                        break
+                    waited_s = time.perf_counter() - requested_at
+                    stopwatch.add_batch(worker_batch.part, worker_batch.timings, waited_s=waited_s)
+                    # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
+                    batch = worker_batch.batch
+                    ready = [batch.finish() if type(batch) is StartedBatch else batch]
+                    del batch
+                    self._advance(worker_batch, steps, begin)
+                    if not worker_batch.empty:
+                        yield ready.pop()
+                    if self._agreement is not None and self._cursor.iteration == begin.iteration:
+                        self._agreement.check()
+                    requested_at = time.perf_counter()
+                stopwatch.stop()
+            if self._cursor.iteration != begin.iteration:
+                return
+            if self._cursor.partition is begin.partition:
+                break
+            begin, worker_batches, received = self._cursor, iter(()), None
+            self._stopwatch = Stopwatch(epoch=begin.position.epoch, workers=self.num_workers)
+            opened = open_batches()
+        self._cursor = self._cursor.at_end()
+        if self._agreement is not None:
+            self._agreement.end()
 
     @contextmanager
     def _ending(self, received: PoolIteration | None) -> Iterator[None]:
@@ -471,10 +516,17 @@ class ShardLoader(DataLoader[Any]):
         report = self._bad_sample_report
         return None if report is None else report.finish(waits=waits)
 
-    def _advance(self, worker_batch: WorkerBatch, steps: int) -> None:
-        """Move the cursor after a batch, and note its counts."""
+    def _advance(self, worker_batch: WorkerBatch, steps: int, begin: Cursor) -> None:
+        """Report the bad samples of a batch or raise its error, move the cursor after it, and note its counts."""
         cursor, part, is_handed_out = self._cursor, worker_batch.part, not worker_batch.empty
-        self._counts[part] = worker_batch.counts
+        if self._bad_sample_report is not None:
+            epoch = begin.position.epoch
+            self._bad_sample_report.add(worker_batch.bad, epoch=epoch, worker=part)
+        if worker_batch.error is not None:
+            raise worker_batch.error
+        if cursor.iteration != begin.iteration:
+            return
+        self._counts[begin.position.consumed, part] = worker_batch.counts
         position, partition = cursor.position, cursor.partition
         if partition is None:
             num_parts = self._batches.num_readers

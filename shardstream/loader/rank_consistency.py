@@ -16,6 +16,7 @@ from shardstream.errors import OptionError
 
 WAIT_S = 30.0
 _POLL = timedelta(seconds=1)  # a wait in the store cannot be interrupted
+_CALL = "call it on all ranks after the same batch, with the same values"
 _begun: Counter[str] = Counter()  # comparisons of this process, by fingerprint of the dataset
 
 
@@ -42,7 +43,7 @@ class KeyValueStore(Protocol):
 
 
 def compare_ranks(
-    dataset: str, numbers: Mapping[str, Any], placement: Placement
+    dataset: str, numbers: Mapping[str, Any], placement: Placement, *, call: str | None = None
 ) -> EpochAgreement | None:
     """Compare a loader's order options with the other ranks, if ``torch.distributed`` is initialised.
 
@@ -50,6 +51,7 @@ def compare_ranks(
         dataset: Fingerprint of the dataset: its loaders are compared in the order in which they start.
         numbers: JSON values that must be the same on all ranks.
         placement: Of the loader.
+        call: As in `compare_in_store`.
 
     Returns:
         Comparison of the iterations that follow; None if there is nothing to compare with.
@@ -70,7 +72,7 @@ def compare_ranks(
         return None
     _begun[dataset] += 1
     key = f"shardstream/{dataset}/{_begun[dataset]}"
-    compare_in_store(find(), key, numbers, placement)
+    compare_in_store(find(), key, numbers, placement, call=call)
     return EpochAgreement(find(), key, placement.rank)
 
 
@@ -163,6 +165,8 @@ def compare_in_store(
     numbers: Mapping[str, Any],
     placement: Placement,
     wait_s: float = WAIT_S,
+    *,
+    call: str | None = None,
 ) -> None:
     """Compare numbers with both neighbour ranks, and wait for the verdict of all ranks.
 
@@ -175,6 +179,7 @@ def compare_in_store(
         numbers: As in `compare_ranks`.
         placement: Of this rank.
         wait_s: Timeout, in seconds.
+        call: Method whose arguments are compared; a rank that does not call it is an error.
 
     Raises:
         OptionError: If two ranks differ.
@@ -186,20 +191,24 @@ def compare_in_store(
     for other in sorted({(rank - 1) % size, (rank + 1) % size}):
         other_numbers = _wait_for(store, f"{key}/{other}", deadline)
         if other_numbers is None:
-            store.set(
-                f"{key}/verdict", ""
-            )  # later ranks need not wait for a verdict; they still compare with this rank's numbers
+            # Later ranks need not wait for a verdict; they still compare with this rank's numbers.
+            missing = f"rank {other} did not call {call} within {wait_s:g} s; {_CALL}"
+            store.set(f"{key}/verdict", missing if call else "")
+            if call:
+                raise OptionError(missing)
             _warn(f"rank {other} did not start to read this dataset", wait_s)
             return
         if other_numbers != own_numbers:
             difference = _difference(
-                json.loads(own_numbers), rank, json.loads(other_numbers), other
+                json.loads(own_numbers), rank, json.loads(other_numbers), other, call
             )
             store.set(f"{key}/verdict", difference)
             raise OptionError(difference)
     if store.add(f"{key}/agreed", 1) == size:
         store.set(f"{key}/verdict", "")
     verdict = _wait_for(store, f"{key}/verdict", deadline)
+    if verdict is None and call:
+        raise OptionError(f"a rank did not call {call} within {wait_s:g} s; {_CALL}")
     if verdict is None:
         _warn("a rank did not start to read this dataset", wait_s)
     elif verdict:
@@ -217,7 +226,11 @@ def _wait_for(store: KeyValueStore, key: str, deadline: float) -> str | None:
 
 
 def _difference(
-    own_numbers: Mapping[str, Any], rank: int, other_numbers: Mapping[str, Any], other: int
+    own_numbers: Mapping[str, Any],
+    rank: int,
+    other_numbers: Mapping[str, Any],
+    other: int,
+    call: str | None,
 ) -> str:
     names = [
         name
@@ -228,6 +241,8 @@ def _difference(
         ", ".join(f"{name}={numbers.get(name)!r}" for name in names)
         for numbers in (own_numbers, other_numbers)
     ]
+    if call:
+        return f"ranks differ in {call}: rank {rank} has {descriptions[0]}, rank {other} has {descriptions[1]}; {_CALL}"
     return (
         f"ranks read in different orders, so samples would be repeated or missed: rank {rank} has {descriptions[0]}, rank {other} has "
         f"{descriptions[1]}; give all ranks the same num_workers, batch_size and state, or set lanes= and microbatch= with order=ss.OrderOptions in the dataset; a "

@@ -108,6 +108,9 @@ class WeightSchedule:
 
 MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]] | WeightSchedule
 
+WeightChanges = Sequence[Sequence[Any]]
+"""Weights given in the training, as states have them: pairs of the sample of the training from which they hold, and weights by name."""
+
 EPOCHS_PER_PASS = 1 << 32
 """Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
 
@@ -141,7 +144,7 @@ class MixRecipe:
         if isinstance(self.weights, WeightSchedule):
             self._schedule["schedule"] = self.weights.describe()
             for weights in self.weights.table.values():
-                MixSchedule(self._in_order(weights), 0)  # validates also those of later epochs
+                MixSchedule(self.in_order(weights), 0)  # validates also those of later epochs
             if self.samples is None:
                 raise OptionError(
                     "WeightSchedule needs samples= of the mix, the samples of an epoch: epoch e begins at sample e * samples of the training"
@@ -183,8 +186,14 @@ class MixRecipe:
             "parts": {name: part.describe(steps=steps) for name, part in self.parts.items()},
         } | self._schedule
 
-    def segments_of(self, epoch: int) -> list[tuple[int, list[float]]] | None:
+    def segments_of(
+        self, epoch: int, changes: WeightChanges = ()
+    ) -> list[tuple[int, list[float]]] | None:
         """Return the weights of an epoch in the order of the parts, each with the sample of the epoch from which they hold.
+
+        Args:
+            epoch: From 0.
+            changes: In the order of the training; only with ``samples``.
 
         Raises:
             OptionError: If their names are not those of the parts.
@@ -197,9 +206,20 @@ class MixRecipe:
             found = weights.segments(epoch * length, length)
         else:
             found = [(0, weights(epoch) if callable(weights) else weights)]
-        return [(first, self._in_order(one)) for first, one in found]
+        begin, end = epoch * (self.samples or 0), (epoch + 1) * (self.samples or 0)
+        changed = [(max(0, at - begin), one) for at, one in changes if at < end]
+        num_over = sum(first == 0 for first, _ in changed)  # only the last of them holds
+        changed = changed[max(0, num_over - 1) :]
+        if changed:
+            found = [segment for segment in found if segment[0] < changed[0][0]] + changed
+        return [(first, self.in_order(one)) for first, one in found]
 
-    def _in_order(self, weights: Mapping[str, float]) -> list[float]:
+    def in_order(self, weights: Mapping[str, float]) -> list[float]:
+        """Return weights in the order of the parts.
+
+        Raises:
+            OptionError: If their names are not those of the parts.
+        """
         if set(weights) != set(self.parts):
             raise OptionError(
                 f"weights are for {sorted(weights)}, the datasets are {sorted(self.parts)}"
@@ -219,6 +239,7 @@ class MixIndexedSource(IndexedSource):
         options: Options of the order of the mix.
         reading: Options of prefetching.
         balance: Costs of the samples, of ``options.balance``.
+        changes: Weights given in the training, by `changed_at`.
     """
 
     recipe: MixRecipe
@@ -228,6 +249,7 @@ class MixIndexedSource(IndexedSource):
     options: OrderOptions
     reading: ReadOptions
     balance: StepBalance | None = None
+    changes: WeightChanges = ()
     shuffle: bool = field(init=False, default=True)
 
     @property
@@ -272,6 +294,31 @@ class MixIndexedSource(IndexedSource):
         """Return the same mix with other options of the order."""
         return replace(self, options=replace(self.options, **changes))
 
+    def changed_at(
+        self, epoch: int, consumed: int, weights: Mapping[str, float]
+    ) -> MixIndexedSource:
+        """Return the same mix with other weights from a position on; those given for later ones are dropped.
+
+        Raises:
+            OptionError: If the weights are not valid for this mix, or it has no weights, no ``samples`` or a balance.
+        """
+        recipe = self.recipe
+        if recipe.weights is None or recipe.samples is None:
+            raise OptionError(
+                "set_weights needs a mix with weights= and samples=, so that the length of an epoch does not depend on its weights"
+            )
+        if self.balance is not None:
+            raise OptionError(
+                "set_weights cannot change a mix with balance=, which has dealt the samples of the next steps already"
+            )
+        values = recipe.in_order(weights)
+        MixSchedule(values, 0)  # validates
+        sample, named = epoch * recipe.samples + consumed, dict(zip(recipe.parts, values, strict=True))  # fmt: skip
+        kept = [change for change in self.changes if change[0] < sample]
+        if sum(epoch * recipe.samples <= at for at, _ in kept) >= _MOST_SEGMENTS:
+            raise OptionError(f"set_weights was called {_MOST_SEGMENTS} times in an epoch, which is the most that is possible")  # fmt: skip
+        return replace(self, changes=[*kept, [sample, named]])
+
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened; an epoch may have few samples of a part."""
         options = IndexedSource.fetch_options(self, num_workers)
@@ -304,6 +351,8 @@ class MixIndexedSource(IndexedSource):
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
         recipe = self.recipe.describe(steps=steps)
+        if self.changes:
+            recipe["changes"] = self.changes
         return IndexedSource.describe(self, steps=steps) | {"mix": recipe}
 
     def counts(self, order: EpochOrder, epoch: int) -> dict[str, int]:
@@ -320,9 +369,12 @@ class MixIndexedSource(IndexedSource):
         return dict(zip(self.recipe.parts, counts.tolist(), strict=True))
 
     def _lanes(self, order: EpochOrder, epoch: int) -> _MixLanes:
-        segments = self.recipe.segments_of(epoch)
-        assert segments is not None  # noqa: S101  (checked by the callers)
-        return _MixLanes(self, segments, order, epoch)
+        begin = epoch % EPOCHS_PER_PASS * (self.recipe.samples or 0)
+        at_begin = [change for change in self.changes if change[0] <= begin]
+        planned = self.recipe.segments_of(epoch, at_begin)
+        segments = self.recipe.segments_of(epoch, self.changes)
+        assert planned is not None and segments is not None  # noqa: S101, PT018  (checked by the callers)
+        return _MixLanes(self, planned, segments, order, epoch)
 
 
 class _PartSteps:
@@ -357,11 +409,20 @@ class _PartSteps:
 
 
 class _MixLanes:
-    """Compute the sample at each place of a mix; lane l of the mix takes its samples from lane l of each part."""
+    """Compute the sample at each place of a mix; lane l of the mix takes its samples from lane l of each part.
+
+    Args:
+        mix: The mix.
+        planned: Segments of the epoch as they were known at its begin.
+        segments: Segments of the epoch, with weights that were given since.
+        order: Order of the epoch.
+        epoch: From 0.
+    """
 
     def __init__(
         self,
         mix: MixIndexedSource,
+        planned: list[tuple[int, list[float]]],
         segments: list[tuple[int, list[float]]],
         order: EpochOrder,
         epoch: int,
@@ -372,8 +433,7 @@ class _MixLanes:
         self._schedule = _schedule_of(segments, order, epoch)
         shares = np.array([np.array(weights) / sum(weights) for _, weights in segments])
         self._shares: Any = shares.max(axis=0)
-        sizes = [[round(order.window * one / sum(all_)) for one in all_] for _, all_ in segments]
-        self._windows = [max(1, *of_part) for of_part in zip(*sizes, strict=True)]
+        self._windows = _windows_of(planned, segments, order.window)
         self._plans: dict[tuple[int, int], EpochPlan] = {}
         numbers = np.arange(order.lanes, dtype=np.int64)
         part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(self._shares))]
@@ -433,6 +493,25 @@ class _MixLanes:
             )
             plan = self._plans[part, pass_number] = source.plan(order, epoch)
         return plan
+
+
+def _windows_of(
+    planned: Sequence[tuple[int, list[float]]],
+    segments: Sequence[tuple[int, list[float]]],
+    window: int,
+) -> list[int]:
+    """Return the window of each part: the largest that was planned.
+
+    Weights given within the epoch may not alter the order of a part that has samples already, so they count only for parts that have none
+    until then.
+    """
+    sizes = [
+        [one and max(1, round(window * one / sum(weights))) for one in weights]
+        for _, weights in (*planned, *segments)
+    ]
+    of_parts = zip(*sizes, strict=True)
+    number = len(planned)
+    return [int(max(one[:number]) or next(filter(None, one[number:]), 1)) for one in of_parts]
 
 
 def _schedule_of(

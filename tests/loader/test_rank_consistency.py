@@ -96,3 +96,38 @@ def test_closed_store_does_not_hang_the_rank() -> None:
 
     threading.Thread(target=run, daemon=True).start()
     assert ended.wait(LONG_S)
+
+
+def called(store: Any, rank: int, ranks: int, value: int, wait_s: float = LONG_S) -> str:
+    """Compare the arguments of a call; return the text of the error, or nothing."""
+    numbers, placement = {"position": [0, value]}, Placement(rank, ranks)
+    try:
+        compare_in_store(store, "key", numbers, placement, wait_s, call="set_weights")
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("odd", [-1, 0, 1])
+def test_calls_that_differ_are_an_error_on_all_ranks(ranks: int, odd: int) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(lambda rank: called(store, rank, ranks, rank == odd), range(ranks)))
+    if odd < 0:
+        assert set(found) == {""}
+    else:
+        assert all(
+            "ranks differ in set_weights" in text and "after the same batch" in text
+            for text in found
+        )
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_rank_that_does_not_call_is_an_error_also_for_a_late_one(missing: int) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(4) as pool:
+        late = {*range(4)} - {missing}
+        found = list(pool.map(lambda rank: called(store, rank, 4, 0, wait_s=0.5), late))
+    assert all("did not call set_weights within 0.5 s" in text for text in found)
+    assert "did not call set_weights" in called(store, missing, 4, 0)
