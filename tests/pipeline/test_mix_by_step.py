@@ -101,6 +101,8 @@ def test_two_resumes_on_other_ranks_give_the_same_samples(
         states = [loader.state_dict() for loader in loaders]
         assert all(one == states[0] for one in states)
         state = states[0]
+        if state["epoch"] > epoch:  # its last step was taken
+            break
     full = len(seen) - 2 * ranks  # the last step may be shorter, and repeat samples
     assert seen[:full] == expected[:full]
     assert {one for batch in seen for one in batch} == {one for batch in expected for one in batch}
