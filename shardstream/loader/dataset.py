@@ -382,8 +382,8 @@ class ShardDataset(StreamDataset):
             store at most three bytes are read for each byte used, so samples far apart cost a request each.
         where: Read the samples whose columns fulfil a condition in SQL only, such as ``"cls in (3, 9) and width >= 512"`` (evaluated by DuckDB,
             which the extra ``columns`` installs), or a `pyarrow.compute.Expression`. It may be combined with ``subset``.
-        weights: Draw the samples of each epoch by weight: one number of at least 0 for each sample (or for each of ``subset``), or a
-            ``.npy`` file (path or URL) of them; only their ratios count. Or by class, with the column ``cls`` (``shardstream index
+        weights: Draw the samples of each epoch by weight: one number of at least 0 for each sample (or for each of ``subset``), a
+            ``.npy`` file (path or URL) of them, or the name of a column; only their ratios count. Or by class, with the column ``cls`` (``shardstream index
             URL --columns cls``): ``{0: 1.0, 1: 5.0}``, or "balanced" for equal shares of all classes. A sample is expected ``num_samples * weight / sum(weights)``
             times and comes as often, rounded down or up, its exact share in the mean over epochs. The draw is a function of weights,
             seed and epoch, so length, splits and states are as exact as without; copies get their own ``map(rng=True)``. With

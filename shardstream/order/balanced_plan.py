@@ -22,15 +22,12 @@ from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 Costs = npt.NDArray[np.float32]
 
 _ROUNDS, _PLACES, _BATCHES, _SHORT = 10, 11, 12, 13  # purposes of the random keys
-_ROUGH = np.int32(
-    -1 << 17
-)  # bits of costs that differ by less than 1/64: exponent and six of the fraction
-_PLANNED_SAMPLES = (
-    16384  # at a time: more are not in the processor's cache, and take twice the time
-)
-_FETCHED_SAMPLES = (
-    1 << 17
-)  # by all readers: of a few readers each has neighbours, which it reads together
+# Bits of costs that differ by less than 1/64: exponent and six of the fraction.
+_ROUGH = np.int32(-1 << 17)
+# At a time: more are not in the processor's cache, and take twice the time.
+_PLANNED_SAMPLES = 16384
+# By all readers: of a few readers each has neighbours, which it reads together.
+_FETCHED_SAMPLES = 1 << 17
 _HELD_STRETCHES = 4  # prefetching and reading are in different ones
 
 

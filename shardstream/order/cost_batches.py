@@ -68,6 +68,7 @@ class CostBatches(GroupedRows):
                 "raise max_cost, or leave them out with where= or subset="
             )
         self.costs, self.limits = costs, limits
+        self._padded_cost = 0.0  # of all batches that `count` has counted
         self._max_samples = limits.max_samples or len(costs)
         per_batch = (
             min(self._max_samples, max_cost / max(float(costs.mean()), 1e-300)) if len(costs) else 1
@@ -93,16 +94,27 @@ class CostBatches(GroupedRows):
         return digest_of("cost", options, self._group, self.costs.astype("<f8"))
 
     @property
+    def padding(self) -> float:
+        """Share of the cost of all batches that is padding, from 0 to 1, before batches are halved; new compositions have a little more."""
+        return 1 - float(self.costs.sum()) / self._padded_cost if self._padded_cost else 0.0
+
+    @property
     def summary(self) -> str:
         """Rows and what they hold, for ``repr``."""
-        kind = "padded cost" if self.limits.padded else "cost"
-        return f"{plural(len(self), 'batch')} of a {kind} of at most {self.limits.max_cost:g}, from {plural(len(self.costs), 'sample')}"
+        kind, padding = "cost", ""
+        if self.limits.padded:
+            kind, padding = "padded cost", f", {self.padding:.1%} padding"
+        return f"{plural(len(self), 'batch')} of a {kind} of at most {self.limits.max_cost:g}{padding}, from {plural(len(self.costs), 'sample')}"
 
     def count(self, groups: Ints) -> Ints:
         """Return the number of batches of some groups, shape (groups,)."""
-        found = [
-            len(self._cut(np.sort(self.costs[self.samples_of(group)]))) for group in groups.tolist()
-        ]
+        found = list[int]()
+        for group in groups.tolist():
+            costs = np.sort(self.costs[self.samples_of(group)])
+            counts = self._cut(costs)
+            found.append(len(counts))
+            if self.limits.padded:
+                self._padded_cost += float((costs[np.cumsum(counts) - 1] * counts).sum())
         if not self.is_new_each_epoch:
             return np.array(found, dtype=np.int64)
         # Room for other compositions, which are a little less even.

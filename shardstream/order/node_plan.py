@@ -15,10 +15,8 @@ from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 
 _AREA_BLOCKS = 4  # a cache keeps whole MiB, so a single block of 2 MiB would cost 3
-_LEAST_AREAS, _MOST_AREAS = (
-    1024,
-    65_536,
-)  # enough to give each node a fair sample of the data; few enough for a table
+# Enough to give each node a fair sample of the data; few enough for a table.
+_LEAST_AREAS, _MOST_AREAS = 1024, 65_536
 _AREAS, _SHORT, _BLOCKS, _TURNS, _EXCHANGE = 10, 11, 12, 13, 14  # purposes of the random keys
 
 
@@ -38,9 +36,8 @@ class NodeEpochPlan(EpochPlan):
         numbers = np.arange(order.nodes + 1, dtype=np.int64)
         size, extra = divmod(order.nsamples, order.nodes)
         self._bounds = numbers * size + np.minimum(numbers, extra)
-        self._batched = (
-            order.num_batches // order.nodes * order.batch
-        )  # samples of each node in batches of its own
+        # Samples of each node in batches of its own.
+        self._batched = order.num_batches // order.nodes * order.batch
         starts, ends = self._bounds[:-1], self._bounds[1:]
         self._firsts = -(-starts // order.block)
         self._counts = np.maximum(ends // order.block - self._firsts, 0)

@@ -151,9 +151,8 @@ def _fit(sizes: Sequence[Ints], orders: Sequence[Ints], length: int) -> list[Int
     # Those that fill a row have one of their own: books of 1000 rows would take a minute.
     shared = [order[own[order] < length] for own, order in zip(sizes, orders, strict=True)]
     num_pieces = max(map(len, shared), default=0)
-    dtype = np.min_scalar_type(
-        2 * length
-    )  # unsigned: a piece that does not fit wraps to more than a row
+    # Unsigned: a piece that does not fit wraps to more than a row.
+    dtype = np.min_scalar_type(2 * length)
     waiting = np.zeros((num_pieces, len(sizes)), dtype=dtype)
     for group, (own, order) in enumerate(zip(sizes, shared, strict=True)):
         waiting[: len(order), group] = own[order]

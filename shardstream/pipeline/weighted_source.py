@@ -23,10 +23,10 @@ from shardstream.pipeline.balance import balance_of
 from shardstream.pipeline.indexed_source import IndexedSource, SamplesSource
 from shardstream.pipeline.options import refuse_options
 from shardstream.pipeline.stage import State, whole_number
-from shardstream.samples import Samples, read_array
+from shardstream.samples import Samples, values_of
 
 SampleWeights = Sequence[float] | npt.NDArray[Any] | str | os.PathLike[str] | Mapping[int, float]
-"""One weight for each sample, or the path or URL of a ``.npy`` file of them; class (number in ``cls``) -> weight; or "balanced"."""
+"""One weight for each sample, the path or URL of a ``.npy`` file of them, or the name of a column; class (number in ``cls``) -> weight; or "balanced"."""
 BALANCED = "balanced"
 _CLASS_COLUMN = "cls"
 
@@ -139,22 +139,8 @@ def _checked_weights(weights: SampleWeights, samples: Samples) -> npt.NDArray[np
         found = _class_weights(samples, weights)
     elif isinstance(weights, str) and weights == BALANCED:
         found = _class_weights(samples, None)
-    elif isinstance(weights, str | os.PathLike):
-        found = read_array(os.fspath(weights), samples, "weights= takes a .npy file of numbers")
     else:
-        try:
-            found = np.asarray(weights)
-        except ValueError as error:  # nested lists of different lengths
-            raise OptionError(f"weights= takes one list of numbers: {error}") from error
-    if found.ndim != 1 or found.dtype.kind not in "biuf":
-        raise OptionError(
-            f"weights= takes one number for each sample, in one dimension, not {found.dtype} of shape {found.shape}"
-        )
-    if len(found) != len(samples):
-        raise OptionError(
-            f"weights= has {plural(len(found), 'number')}, but there are {plural(len(samples), 'sample')}; "
-            "give one for each (with subset= for those of its samples), in their order"
-        )
+        found = values_of(samples, weights, "weights=")
     return found.astype(np.float64)
 
 

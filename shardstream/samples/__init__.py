@@ -21,9 +21,16 @@ from shardstream.samples.join_samples import (
     join_samples,
     open_part,
 )
-from shardstream.samples.lengths import CostFunction, Lengths, costs_of, lengths_of, run_lengths
+from shardstream.samples.lengths import (
+    CostFunction,
+    Lengths,
+    costs_of,
+    lengths_of,
+    run_lengths,
+    values_of,
+)
 from shardstream.samples.row_samples import RowItem, RowSamples
-from shardstream.samples.subset import Choice, Subset, read_array, select_subset
+from shardstream.samples.subset import Choice, Subset, select_subset
 from shardstream.samples.table import Table
 from shardstream.samples.view import View, leaves_of, replace_leaves
 
@@ -56,9 +63,9 @@ __all__ = [
     "lengths_of",
     "open_part",
     "places_in",
-    "read_array",
     "replace_leaves",
     "run_lengths",
     "select_subset",
     "split_by_step",
+    "values_of",
 ]

@@ -36,7 +36,7 @@ def lengths_of(samples: Samples, given: Lengths, option: str) -> Numbers:
         OptionError: If there is no such column, or a number is missing, negative, or no whole number; or there are too many or too few.
         StorageError: If columns or file cannot be read.
     """
-    found = _values(samples, given, option)
+    found = values_of(samples, given, option)
     if found.dtype.kind not in "iu":
         whole = np.rint(found)
         _check(samples, option, found, found == whole, "lengths are whole numbers")
@@ -61,7 +61,7 @@ def costs_of(
         OptionError: As `lengths_of`, or if the function returns another shape, or costs that are negative or not finite.
         StorageError: If columns or file cannot be read.
     """
-    found = _values(samples, given, option).astype(np.float64)
+    found = values_of(samples, given, option).astype(np.float64)
     if cost is not None:
         result = np.asarray(cost(found))
         if result.shape != found.shape or result.dtype.kind not in "biuf":
@@ -120,8 +120,13 @@ def _stored(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers]:
     return datasets, stored
 
 
-def _values(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]:
-    """Return one number for each sample, shape (n,)."""
+def values_of(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]:
+    """Return one number for each sample, shape (n,), of the type that they have.
+
+    Raises:
+        OptionError: If there is no such column, a number is missing, or there are too many or too few.
+        StorageError: If columns or file cannot be read.
+    """
     found: npt.NDArray[Any]
     if isinstance(given, str) and not given.endswith(".npy"):
         column = samples.read_columns([given])[given]
@@ -141,11 +146,12 @@ def _values(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]:
             raise OptionError(f"{option} takes one list of numbers: {error}") from error
     if found.ndim != 1 or found.dtype.kind not in "biuf":
         raise OptionError(
-            f"{option} takes the name of a column or one number for each sample, not {found.dtype} of shape {found.shape}; {_HOW}"
+            f"{option} takes the name of a column or one number for each sample, in one dimension, not {found.dtype} of shape {found.shape}"
         )
     if len(found) != len(samples):
         raise OptionError(
-            f"{option} has {plural(len(found), 'number')}, but there are {plural(len(samples), 'sample')}; give one for each"
+            f"{option} has {plural(len(found), 'number')}, but there are {plural(len(samples), 'sample')}; "
+            "give one for each (with subset= for those of its samples), in their order"
         )
     return found
 

@@ -76,7 +76,7 @@ class Subset(View):
     @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
-        return f"{self._length} of {plural(len(self.whole), 'sample')} in {plural(self.num_shards, 'shard')}"
+        return f"{self._length:,} of {plural(len(self.whole), 'sample')} in {plural(self.num_shards, 'shard')}"
 
     def restrict_to(self, numbers: Numbers) -> Self:
         """Return some samples under the same numbers (see `Samples.restrict_to`)."""

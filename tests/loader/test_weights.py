@@ -287,6 +287,19 @@ def test_repr_says_how_many_samples_are_drawn(folder: str) -> None:
     assert text == ("ShardDataset(7 shards, 100 samples, 20 drawn by weight, each at most once)")
 
 
+def test_weights_of_a_column_are_those_of_an_array(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path, max_samples=7, columns=["json.quality"]) as writer:
+        for number in range(20):
+            writer.write({"__key__": f"{number}", "json": {"quality": number % 3}})
+    by_column = ss.ShardDataset(tmp_path, weights="quality")
+    by_array = ss.ShardDataset(tmp_path, weights=np.arange(20) % 3)
+    keys = [[sample["__key__"] for sample in dataset] for dataset in (by_column, by_array)]
+    assert keys[0] == keys[1]
+    assert not {f"{number}" for number in range(0, 20, 3)} & {*keys[0]}
+    with pytest.raises(OptionError, match="nothing"):
+        ss.ShardDataset(tmp_path, weights="nothing")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

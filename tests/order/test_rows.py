@@ -51,7 +51,7 @@ PLANS: list[tuple[RowPlan, int, int, str]] = [
         WindowRows(FIVE, size=3, stride=5, drop_last=False, of_runs=True), 10, 30,
         "10 windows of 3, from 5 runs, 1 run too short",
     ),
-    (CostBatches(COSTS, LIMITS), 4, 5, "4 batches of a padded cost of at most 30, from 5 samples"),
+    (CostBatches(COSTS, LIMITS), 4, 5, "4 batches of a padded cost of at most 30, 24.2% padding, from 5 samples"),
     (
         CostBatches(COSTS, replace(LIMITS, padded=False)), 3, 5,
         "3 batches of a cost of at most 30, from 5 samples",
@@ -355,6 +355,15 @@ def test_long_sequences_are_split_cut_or_refused_as_asked() -> None:
     assert "1 longer ones cut, 1 without tokens left out" in cut.summary
     with pytest.raises(OptionError, match="sample 1 has 25 tokens, more than a row of 10"):
         BestFitRows(found, length=10, long="error")
+
+
+def test_padding_is_the_share_of_the_padded_cost_that_is_no_samples() -> None:
+    costs = np.random.default_rng(0).integers(1, 90, 3000)
+    plan = CostBatches(costs.astype(float), BatchLimits(max_cost=900), is_new_each_epoch=False)
+    batches = [[number for number, _ in batch] for batch in tokens(plan)]
+    padded = sum(costs[batch].max() * len(batch) for batch in batches)
+    assert plan.padding == pytest.approx(1 - costs.sum() / padded)
+    assert f"{plan.padding:.1%} padding" in plan.summary
 
 
 def test_a_sample_that_costs_too_much_alone_is_named() -> None:
