@@ -32,7 +32,8 @@ class PackSequences:
     whole sequence into the first open row with enough space (Johnson, 1973); rows are filled up with ``pad``.
 
     A row is a dict: the field, shape (length,), its dtype; ``segments``, shape (length,), int32: 1, 2, … for the sequences of
-    the row, 0 for padding; ``positions``, shape (length,), int32: place of each token in its sequence, 0 for padding.
+    the row, 0 for padding; ``positions``, shape (length,), int32: place of each token in its sequence, or in the piece of it that the row
+    has, from 0; 0 for padding.
 
     Args:
         field: Field to pack.
@@ -83,7 +84,7 @@ class _ConcatRun(SourceRun):
         return derive_key(self.source.number, self._used)
 
     def __next__(self) -> Sample:
-        pieces: list[tuple[np.ndarray[Any, Any], int]] = []
+        pieces: list[np.ndarray[Any, Any]] = []
         tokens_left = self._stage.length
         while tokens_left:
             if self._tokens is None or self._used >= len(self._tokens):
@@ -91,7 +92,7 @@ class _ConcatRun(SourceRun):
                     break
                 continue
             piece = self._tokens[self._used : self._used + tokens_left]
-            pieces.append((piece, self._used))
+            pieces.append(piece)
             self._used += len(piece)
             tokens_left -= len(piece)
         if not pieces or (tokens_left and self._stage.drop_last):
@@ -172,7 +173,7 @@ class _FirstFitRun(BinningRun):
         self._filled.clear()
 
     def batch(self, items: list[Any]) -> Sample:
-        pieces = [(tokens_of(item, self._stage.field), 0) for item in items]
+        pieces = [tokens_of(item, self._stage.field) for item in items]
         return make_row(pieces, self._stage.field, self._stage.length, self._stage.pad)
 
 
@@ -258,10 +259,7 @@ class PackedRows:
         row: Sample = {name: parts[0].sample.get(name) for name in ("__key__", "__url__")}
         if self.fields:
             first = self.fields[0]
-            pieces = [
-                (tokens_of(part.sample, first)[part.start : part.stop], part.start)
-                for part in parts
-            ]
+            pieces = [tokens_of(part.sample, first)[part.start : part.stop] for part in parts]
             row |= make_row(pieces, first, self.length, self.pad)
             row |= {name: self._joined(parts, name) for name in self.fields[1:]}
             if self.labels:
@@ -307,22 +305,21 @@ def _refusal(item: Any, field: str, problem: str) -> SampleError:
     )
 
 
-def make_row(
-    pieces: Sequence[tuple[np.ndarray[Any, Any], int]], field: str, length: int, pad: int
-) -> Sample:
-    """Return a row of pieces of sequences, each with the place of its first token in its sequence.
+def make_row(pieces: Sequence[np.ndarray[Any, Any]], field: str, length: int, pad: int) -> Sample:
+    """Return a row of sequences, or of pieces of them.
 
     Raises:
         SampleError: If their integer types have no common one.
     """
-    dtype = _common_dtype([piece for piece, _ in pieces], field)
+    dtype = _common_dtype(pieces, field)
     row = np.full(length, pad, dtype=dtype)
     segments, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     position = 0
-    for number, (piece, start) in enumerate(pieces, start=1):
+    for number, piece in enumerate(pieces, start=1):
         end = position + len(piece)
         row[position:end], segments[position:end] = piece, number
-        positions[position:end] = np.arange(start, start + len(piece))
+        # Also of a later piece from 0: transformers finds the sequences of a row by the zeros.
+        positions[position:end] = np.arange(len(piece))
         position = end
     return {field: row, "segments": segments, "positions": positions}
 

@@ -55,7 +55,10 @@ def test_rows_hold_each_token_once_with_documents_and_positions(tokens: str) -> 
         assert (row["npy"][~real] == -1).all()
         assert (row["mask.npy"][~real] == 0).all()
         documents = row["npy"][real] // 1000
-        assert (row["npy"][real] % 1000 == row["positions"][real]).all()
+        for segment in range(1, row["segments"].max() + 1):
+            places, mine = np.flatnonzero(row["segments"] == segment), row["segments"] == segment
+            assert (row["positions"][mine] == places - places[0]).all()
+            assert (np.diff(row["npy"][mine]) == 1).all()
         assert (row["mask.npy"][real] == documents[:, None] % 2).all()
         keys = [row["__keys__"][segment - 1] for segment in row["segments"][real]]
         assert [int(key) for key in keys] == documents.tolist()
