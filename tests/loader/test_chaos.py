@@ -42,9 +42,9 @@ from tests.servers import (
     start_s3,
     start_tls,
 )
-from tests.small_datasets import FEW_CORES, grouped
+from tests.small_datasets import FEW_CORES, UNCHECKED, grouped
 
-pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+pytestmark = pytest.mark.filterwarnings(FEW_CORES, UNCHECKED)
 
 SAMPLES, PER_SHARD = 2040, 20
 FEW = 300  # samples, in 15 shards

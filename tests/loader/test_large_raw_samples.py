@@ -19,9 +19,9 @@ from shardstream.samples import FetchOptions
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import make_shards
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
-from tests.small_datasets import FEW_CORES, grouped
+from tests.small_datasets import FEW_CORES, UNCHECKED, grouped
 
-pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+pytestmark = pytest.mark.filterwarnings(FEW_CORES, UNCHECKED)
 
 SAMPLES, MANY = 90, 400
 READERS = pytest.mark.parametrize(
