@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         SkipBudget,
         Weights,
         WeightSchedule,
+        compare_states,
     )
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Weights",
     "catalog",
     "codecs",
+    "compare_states",
     "decode_sample",
     "errors",
     "index",
@@ -82,6 +84,7 @@ _LAZY = {
     "SkipBudget": "pipeline",
     "WeightSchedule": "pipeline",
     "Weights": "pipeline",
+    "compare_states": "pipeline",
     "decode_sample": "loader",
     "index": "packing",
     "join": "loader",

@@ -51,7 +51,7 @@ PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 LIMITS = {
     "open to first batch": (42, 211),
     "next batch": (15, 47),
-    "first state_dict": (11, 20),
+    "first state_dict": (11, 19),
     "next state_dict": (5, 9),
     "with one worker": (38, 163),
     "ShardWriter, 40 samples": (18, 92),

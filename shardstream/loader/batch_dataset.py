@@ -24,8 +24,10 @@ from shardstream.pipeline import (
     check_state,
     data_identity,
     part_state,
+    past_of,
     plan_state,
     position_in,
+    state_digest,
 )
 
 _NOT_FOR_OTHERS = (
@@ -90,6 +92,7 @@ class BatchDataset(SplitDataset):
             )
         # Computed for the first state: hashing the names of all shards takes time.
         self._data: State | None = None
+        self._past: str | None = None
 
     def __len__(self) -> int:
         """Return the samples of this rank in an epoch, for readers of ``loader.dataset``."""
@@ -118,7 +121,7 @@ class BatchDataset(SplitDataset):
                 "the steps of this pipeline change counts, and its state was loaded before torch.distributed was initialised, so "
                 "each rank would skip what one rank has read; load the state after init_process_group"
             )
-        self.placement = dataset.placement
+        self.placement, self._data = dataset.placement, None
         if self.indexed_source is not None:
             self.partition_config = replace(
                 self.partition_config, world_size=self.placement.world_size
@@ -203,7 +206,12 @@ class BatchDataset(SplitDataset):
             return part_state(self.topology(position.epoch), position)
         is_opened = opened is not None and opened.plan.epoch == position.epoch
         order = opened.plan.order if opened and is_opened else self.order(position.epoch)
-        self._data = self._data or data_identity(self.indexed_source)
+        if self._data is None:
+            source = self.indexed_source
+            data = data_identity(source) | ({} if self._past is None else {"past": self._past})
+            steps = {"stages": self.source_dataset.pipeline.steps} | source.describe(steps=True)
+            digest = state_digest(plan_state(order, data, position) | steps)
+            self._data = data | {"digest": digest}
         return plan_state(order, self._data, position)
 
     def load(self, state: Mapping[str, Any], epoch: int) -> LoaderPosition:
@@ -242,6 +250,10 @@ class BatchDataset(SplitDataset):
             raise StateError(
                 f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
             )
+        self._past = state.get("past")
+        past = past_of(state, self.state_at(position, None)["digest"])
+        if past != self._past:
+            self._past, self._data = past, None
         return position
 
     def with_weights(

@@ -8,7 +8,15 @@ from typing import Any
 
 from shardstream.distributed import WorkerInfo, accelerate_loader, is_one_of_several
 from shardstream.errors import StateError
-from shardstream.pipeline import BadSample, Pipeline, Run, State, check_state, seal_state
+from shardstream.pipeline import (
+    BadSample,
+    Pipeline,
+    Run,
+    State,
+    check_state,
+    seal_state,
+    state_digest,
+)
 
 
 class WorkerIterator:
@@ -79,7 +87,9 @@ class WorkerIterator:
                 "a resume would restart the epoch; set dispatch_batches=False with use_stateful_dataloader=True, or prepare a "
                 "ShardLoader"
             )
-        return seal_state({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
+        identity = self._identity()
+        position = {"epoch": self._epoch, "run": self._run.state_dict()}
+        return seal_state({**identity, "digest": state_digest(identity), **position})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of the same worker, in its epoch.

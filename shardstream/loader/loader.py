@@ -448,7 +448,9 @@ class ShardLoader(DataLoader[Any]):
             del numbers["rank"]
         else:
             numbers = self.state_dict() | asdict(batches.partition_config)
-            del numbers["state_checksum"], numbers["whole_lanes"]  # a local copy has the same order
+            # A local copy has the same order, and steps may differ.
+            for name in ("state_checksum", "digest", "past", "whole_lanes"):
+                numbers.pop(name, None)
             budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
         fingerprint = batches.source_dataset.pipeline.source.fingerprint

@@ -38,11 +38,14 @@ from shardstream.pipeline.loader_state import (
     VERSION,
     LoaderPosition,
     check_state,
+    compare_states,
     data_identity,
     part_state,
+    past_of,
     plan_state,
     position_in,
     seal_state,
+    state_digest,
 )
 from shardstream.pipeline.map import (
     Map,
@@ -178,6 +181,7 @@ __all__ = [
     "check_row_fields",
     "check_stage",
     "check_state",
+    "compare_states",
     "data_identity",
     "default_partition",
     "describe",
@@ -195,6 +199,7 @@ __all__ = [
     "open_stages",
     "options_or_default",
     "part_state",
+    "past_of",
     "plan_state",
     "plan_steps",
     "position_in",
@@ -205,6 +210,7 @@ __all__ = [
     "rowable_source",
     "seal_state",
     "split_batch",
+    "state_digest",
     "warn_or_raise",
     "whole_number",
 ]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -48,12 +48,69 @@ def seal_state(state: Mapping[str, Any]) -> State:
     return {**state, "state_checksum": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
+def state_digest(state: Mapping[str, Any]) -> str:
+    """Return 16 hex digits that change with the data, order and steps of a state, and with its past, but not with its position.
+
+    Args:
+        state: Its fields, and those that describe the steps.
+    """
+    compared = {**state, **_NO_POSITION}
+    if state["kind"] == "plan" and not state["shuffle"]:
+        compared |= dict.fromkeys(_ORDER)  # without shuffle they do not affect the sequence
+    digest: str = seal_state(compared)["state_checksum"]
+    return digest
+
+
+def past_of(state: Mapping[str, Any], digest: str) -> str | None:
+    """Return the ``past`` of the states that follow a saved one: another one if data, order or steps have changed since.
+
+    So a training that has read other data for some time does not have the digest of one that has not.
+
+    Args:
+        state: The saved state.
+        digest: Digest that it would have if it were saved here.
+    """
+    return state.get("past") if state.get("digest") == digest else state["state_checksum"]
+
+
+def compare_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the differences in data, order and steps of two states: name -> both values; empty if their digests are equal.
+
+    Positions are not compared. Names of nested values are joined by dots: ``mix.weights.web``. ``past`` is the checksum of a state
+    of other data, order or steps that the training has continued; None if there was none. For steps that differ both values are the
+    digests, unless states list their steps. Steps and past of a state without a digest, of an earlier version, are not known.
+
+    >>> compare_states({"seed": 1, "epoch": 2, "digest": "ab"}, {"seed": 3, "epoch": 4, "digest": "cd"})
+    {'seed': (1, 3)}
+    """
+    if one.get("digest", 0) == other.get("digest"):
+        return {}
+    values = [dict(_flat(state)) for state in (one, other)]
+    pairs = {name: (values[0].get(name), values[1].get(name)) for name in values[0] | values[1]}
+    found = {
+        name: pair
+        for name, pair in pairs.items()
+        if pair[0] != pair[1] and name.partition(".")[0] not in _NO_POSITION
+    }
+    if not found and "digest" in one and "digest" in other:
+        return {"steps": (one["digest"], other["digest"])}
+    return found
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, inner
+
+
 def plan_state(order: EpochOrder, data: State, position: LoaderPosition) -> State:
     """Return the state of an exact loader: a few numbers, the same on every rank.
 
     Args:
         order: Order of the samples.
-        data: Fields that the dataset must match: fingerprint, checksums, and for a mix its recipe.
+        data: Fields that the dataset must match (fingerprint, checksums, and for a mix its recipe), and the digest.
         position: The position; after all samples it is the start of the next epoch.
     """
     epoch, consumed = position.epoch, position.consumed
@@ -77,7 +134,8 @@ def plan_state(order: EpochOrder, data: State, position: LoaderPosition) -> Stat
 
 def data_identity(source: IndexedSource) -> State:
     """Return the fields of the data that a state must match."""
-    identity = {"fingerprint": source.fingerprint, "checksums": source.checksums}
+    samples = source.samples
+    identity: State = {"fingerprint": samples.fingerprint, "checksums": samples.checksums}
     return identity | source.describe(steps=False)
 
 
@@ -92,6 +150,7 @@ def part_state(topology: State, position: LoaderPosition) -> State:
     return seal_state(
         {
             **topology,
+            "digest": state_digest(topology),
             "epoch": position.epoch,
             "next_part": position.next_part,
             "parts": parts,
@@ -204,6 +263,9 @@ def _check_position(state: Mapping[str, Any]) -> None:
 # As states have them, and as they are called since.
 _NEW_NAMES = {", partial=False": ", drop_last=True", ", leftover='drop'": ", drop_last=True"}
 _ORDER = ("microbatch", "lanes", "window", "block")
+_NO_POSITION = dict.fromkeys(
+    ("epoch", "consumed", "parts", "next_part", "run", "rank", "worker", "digest", "state_checksum")
+)
 _MAX_VALUE = 1 << 62
 _LIMITS = {"epoch": EPOCHS, "lanes": 1 << 24}
 _NUMBERS = {
