@@ -3,7 +3,7 @@
 The rooms, lowest first: `format` says what the bytes mean, `codecs` the values of fields, `order` which sample comes when; `storage` reads bytes by URL,
 `samples` are known by number, `fetch` reads byte ranges ahead of their use, `catalog` knows the shard and byte range of each sample; `pipeline` turns
 samples into batches, `loader` does so in worker processes. `tasks` runs work on shards in threads or processes, `packing` turns sources
-into shards; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line. Each room has a README.
+into shards, and `versions` changes them; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line. Each room has a README.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardstream.distributed import Placement
 from shardstream.errors import ShardStreamError
 
 if TYPE_CHECKING:
-    from shardstream import catalog, codecs, ray, tasks
+    from shardstream import catalog, codecs, ray, tasks, versions
     from shardstream.loader import (
         ObjectDataset,
         ShardDataset,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         WeightSchedule,
         compare_states,
     )
+    from shardstream.versions import delete
 
 __all__ = [
     "Balance",
@@ -57,6 +58,7 @@ __all__ = [
     "codecs",
     "compare_states",
     "decode_sample",
+    "delete",
     "errors",
     "index",
     "join",
@@ -70,6 +72,7 @@ __all__ = [
     "show",
     "tasks",
     "verify",
+    "versions",
 ]
 
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
@@ -86,6 +89,7 @@ _LAZY = {
     "Weights": "pipeline",
     "compare_states": "pipeline",
     "decode_sample": "loader",
+    "delete": "versions",
     "index": "packing",
     "join": "loader",
     "load_checkpoint": "loader",
@@ -98,7 +102,7 @@ _LAZY = {
     "verify": "packing",
 }
 _ROOMS = frozenset(
-    {"catalog", "codecs", "loader", "packing", "pipeline", "ray", "storage", "tasks"}
+    {"catalog", "codecs", "loader", "packing", "pipeline", "ray", "storage", "tasks", "versions"}
 )
 
 

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "samples": (*BASE, "format", "order", "storage"),
     "fetch": (*BASE, "format", "storage", "samples"),
     "catalog": (*BASE, "format", "storage", "samples", "fetch"),
+    "versions": (*BASE, "format", "storage", "samples", "fetch", "catalog"),
     "pipeline": (*BASE, "format", "codecs", "order", "storage", "samples", "fetch", "catalog"),
     "display": (*BASE, "format", "codecs", "pipeline"),
     "loader": (
@@ -75,12 +76,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "catalog",
         "pipeline",  # `reshard` writes the samples of a dataset with its steps
         "tasks",
+        "versions",  # to append, compact and replace fields
     ),
     "integrations": (*BASE, *READING),
     "ray": (*BASE, *READING, "tasks", "packing"),
     "webdataset": (*BASE, *READING, "tasks", "packing"),
-    "testing": (*BASE, *READING, "tasks", "packing"),
-    "__init__": (*BASE, *READING, "tasks", "packing", "ray"),
+    "testing": (*BASE, *READING, "tasks", "packing", "versions"),
+    "__init__": (*BASE, *READING, "tasks", "packing", "versions", "ray"),
     "viewer": (
         *BASE,
         "format",
@@ -93,7 +95,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "pipeline",
         "display",
     ),
-    "cli": ("__init__", *BASE, *READING, "tasks", "packing", "ray", "viewer"),
+    "cli": ("__init__", *BASE, *READING, "tasks", "packing", "versions", "ray", "viewer"),
     "__main__": ("cli",),
 }
 ROOMS = sorted(  # integrations are separate modules: each imports another framework

@@ -9,12 +9,12 @@ import pytest
 import shardstream as ss
 from shardstream import testing
 
-ROOMS = ("catalog", "codecs", "errors", "ray", "tasks")
+ROOMS = ("catalog", "codecs", "errors", "ray", "tasks", "versions")
 
 
 def test_names_are_few_sorted_and_listed_once() -> None:
     assert ss.__all__ == sorted(set(ss.__all__))
-    assert len(ss.__all__) <= 31
+    assert len(ss.__all__) <= 36
     assert dir(ss) == ss.__all__
 
 

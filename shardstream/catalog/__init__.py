@@ -23,7 +23,12 @@ from shardstream.catalog.inspect import (
 from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
-from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog.shard_catalog import (
+    ShardCatalog,
+    lacks_index,
+    open_samples,
+    refuse_deleted,
+)
 from shardstream.fetch import Catalog, Extents
 from shardstream.samples import check_numbers
 
@@ -53,10 +58,12 @@ __all__ = [
     "list_shards",
     "list_splits",
     "open_headers",
+    "open_samples",
     "read_all_classes",
     "read_classes",
     "read_columns",
     "read_one",
+    "refuse_deleted",
     "stream_samples",
     "warn_of_difference",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from shardstream.catalog.class_names import read_classes
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog.shard_catalog import open_samples
 from shardstream.errors import ManifestError, OptionError, StorageError, how_to_install, plural
 from shardstream.format import KEY_COLUMN, import_parquet, is_reserved_column
 from shardstream.samples import Choice, Numbers, Samples, Subset, select_subset
@@ -53,7 +53,7 @@ def read_columns(
         StorageError: If one cannot be read.
     """
     storage = Storage(storage_options, filesystem)
-    return ShardCatalog(locate_shards(urls, storage), storage).read_columns(columns)
+    return open_samples(locate_shards(urls, storage), storage).read_columns(columns)
 
 
 def choose_samples(

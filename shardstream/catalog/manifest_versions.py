@@ -10,16 +10,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 
-from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, plural
+from shardstream.errors import (
+    ChangedError,
+    ManifestError,
+    NotFoundError,
+    StorageError,
+    get_logger,
+    plural,
+)
 from shardstream.format import Manifest, ShardInfo
-from shardstream.storage import FileInfo, LazyShards, Storage, join_url, parent_url, read_manifest
+from shardstream.storage import (
+    FileInfo,
+    LazyShards,
+    SeenManifest,
+    Storage,
+    folder_of_manifest,
+    join_url,
+    read_manifest,
+)
+
+_log = get_logger(__name__)
 
 _ATTEMPTS = 4
 _RETRY_S = 5.0  # short, because training with all data in the cache must not stop for a server that is down
 
 
 def check_manifests(
-    digests: Mapping[str, str],
+    manifests: Mapping[str, SeenManifest],
     shards: Sequence[ShardInfo],
     storage: Storage,
     *,
@@ -27,11 +44,11 @@ def check_manifests(
 ) -> None:
     """Check that the remote manifests of a dataset still list its shards; warn if a server does not respond.
 
-    Shards that were added to a manifest are ignored. Local manifests are not read, except binary ones: local shards are compared
+    A manifest of a later version of the dataset is accepted where this version is kept. Local manifests are not read, except binary ones: local shards are compared
     by their file versions, which those of a binary manifest have from their first use only.
 
     Args:
-        digests: URL of each manifest -> the SHA-256 of its bytes when the dataset was opened.
+        manifests: URL of each manifest -> how it was when the dataset was opened.
         shards: Shards of the dataset when it was opened.
         storage: Storage of the manifests.
         are_lazy: Whether they are `LazyShards`, or some of them.
@@ -40,11 +57,11 @@ def check_manifests(
         ChangedError: If a manifest is missing, or its entry for a shard has changed.
     """
     reading = storage.uncached(max_retry_s=_RETRY_S)
-    for url, old_digest in digests.items():
+    for url, seen in manifests.items():
         if storage.local_path(url) is not None and not are_lazy:
             continue
         try:
-            manifest = _read_changed(url, old_digest, reading)
+            manifest = _read_changed(url, seen.sha256, reading)
         except NotFoundError as error:
             raise _replaced_error("its manifest is missing", url) from error
         except StorageError as error:
@@ -54,7 +71,18 @@ def check_manifests(
                 stacklevel=2,
             )
             continue
-        change = None if manifest is None else _find_change(shards, manifest, parent_url(url))
+        if manifest is None:
+            continue
+        version = manifest.dataset_version
+        if version.number > seen.version and version.has(seen.version):
+            _log.info(
+                "%s: version %d was published, this epoch has read version %d",
+                url,
+                version.number,
+                seen.version,
+            )
+            continue
+        change = _find_change(shards, manifest, folder_of_manifest(url))
         if change is not None:
             raise _replaced_error(change, url)
 

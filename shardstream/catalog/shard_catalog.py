@@ -34,7 +34,7 @@ from shardstream.format import (
     read_sample,
     scan_shard,
 )
-from shardstream.samples import Numbers, check_numbers
+from shardstream.samples import Numbers, Samples, WithoutDeleted, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,
     FieldPlaces,
@@ -547,3 +547,37 @@ def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
         if shard.url not in located.indexed and storage.local_path(shard.url) is None:
             return shard.url
     return None
+
+
+def open_samples(
+    located: LocatedShards,
+    storage: Storage,
+    verify: Verify | None = None,
+    fields: Collection[str] = (),
+    places: FieldPlaces | None = None,
+) -> Samples:
+    """Return the samples of shards by number; for the arguments and errors see `ShardCatalog`."""
+    catalog = ShardCatalog(located, storage, verify, fields, places)
+    return WithoutDeleted(catalog, _find_deleted(located, catalog)) if located.deleted else catalog
+
+
+def _find_deleted(located: LocatedShards, catalog: ShardCatalog) -> Numbers:
+    """Return the numbers of the deleted samples in the catalog, ascending, shape (n,)."""
+    firsts = catalog.first_samples([place for place, _ in located.deleted])
+    parts = [numbers + first for first, (_, numbers) in zip(firsts, located.deleted, strict=True)]
+    return np.concatenate(parts)
+
+
+def refuse_deleted(located: LocatedShards, what: str) -> None:
+    """Refuse a dataset of which samples are left out or fields replaced, where shards are read from start to end.
+
+    Raises:
+        OptionError: If it is one.
+    """
+    is_replaced = located.version is not None and bool(located.version.replaced)
+    if located.deleted or is_replaced:
+        how = "fields were replaced" if is_replaced else "samples were deleted"
+        raise OptionError(
+            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream compact' first",
+            shard=located.manifest_url or located.shards[0].url,
+        )

@@ -46,6 +46,14 @@ from shardstream.format.columns import (
     restore_order,
 )
 from shardstream.format.dali_index import decode_member_index, encode_member_index
+from shardstream.format.dataset_version import (
+    FIRST_VERSION,
+    VERSIONS_FOLDER,
+    DatasetVersion,
+    deleted_name,
+    ranges_of,
+    version_name,
+)
 from shardstream.format.forward_reader import (
     ForwardReader,
     Readable,
@@ -139,6 +147,7 @@ __all__ = [
     "COLUMNS_SUFFIX",
     "END_OF_ARCHIVE",
     "FIELDS_LIMIT",
+    "FIRST_VERSION",
     "IMAGE_FORMATS",
     "INDEX_SUFFIX",
     "INT_FIELDS",
@@ -150,12 +159,14 @@ __all__ = [
     "PILLOW_FORMATS",
     "TEXT_FIELDS",
     "UNSUPPORTED_IMAGES",
+    "VERSIONS_FOLDER",
     "BinaryManifest",
     "BitDepth",
     "Buffer",
     "Column",
     "ColumnSources",
     "Columns",
+    "DatasetVersion",
     "ForwardReader",
     "Group",
     "JoinedFields",
@@ -187,6 +198,7 @@ __all__ = [
     "decode_index",
     "decode_manifest",
     "decode_member_index",
+    "deleted_name",
     "empty_tar",
     "encode_classes",
     "encode_column_file",
@@ -226,6 +238,7 @@ __all__ = [
     "open_by_content",
     "open_decompressed",
     "parse_columns",
+    "ranges_of",
     "read_one",
     "read_parquet",
     "read_sample",
@@ -238,5 +251,6 @@ __all__ = [
     "split_member_name",
     "stored_depth",
     "stored_maximum",
+    "version_name",
     "words_of",
 ]

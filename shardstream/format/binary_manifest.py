@@ -19,6 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, ManifestError
+from shardstream.format.dataset_version import (
+    FIRST_VERSION,
+    VERSION_KEY,
+    DatasetVersion,
+    decode_version,
+    encode_version,
+)
 from shardstream.format.names import find_repeated, is_name
 from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo, checksum, fingerprint
 from shardstream.format.tar_reader import BLOCK_BYTES
@@ -77,6 +84,7 @@ class BinaryManifest:
         chunk_ends: Samples up to the end of each chunk, m numbers.
         chunk_names: Name of the first shard of each chunk, m names.
         chunk_sha256: SHA-256 of each chunk, m hex digests.
+        dataset_version: The version of the dataset.
 
     Raises:
         ValueError: If they are not consistent.
@@ -97,6 +105,7 @@ class BinaryManifest:
     chunk_ends: Sequence[int]
     chunk_names: Sequence[str]
     chunk_sha256: Sequence[str]
+    dataset_version: DatasetVersion = FIRST_VERSION
 
     def __post_init__(self) -> None:
         for keyword, limit in _LIMITS.items():
@@ -190,7 +199,11 @@ def can_be_binary(shards: Sequence[ShardInfo]) -> bool:
 
 
 def encode_binary(
-    shards: Sequence[ShardInfo], *, name: str, fields: Mapping[str, int]
+    shards: Sequence[ShardInfo],
+    *,
+    name: str,
+    fields: Mapping[str, int],
+    version: DatasetVersion = FIRST_VERSION,
 ) -> tuple[dict[str, Any], str, bytes]:
     """Return the document for ``index.json``, and the name and the bytes of the file of records.
 
@@ -198,6 +211,7 @@ def encode_binary(
         shards: At least one; see `can_be_binary`.
         name: Name of the dataset.
         fields: Field -> number of samples that have it.
+        version: The version of the dataset.
     """
     names = [shard.url.encode("utf-8", "surrogateescape") for shard in shards]
     name_bytes = -(-max(map(len, names)) // _NAME_STEP) * _NAME_STEP
@@ -227,8 +241,17 @@ def encode_binary(
         chunk_ends=[totals[chunk][-1] for chunk in chunks],
         chunk_names=[shards[chunk.start].url for chunk in chunks],
         chunk_sha256=[sha256(records[chunk].tobytes()).hexdigest() for chunk in chunks],
+        dataset_version=version,
     )
-    return {"__kind__": BINARY_KIND, "version": 1} | asdict(manifest), manifest.records, data
+    return binary_document(manifest), manifest.records, data
+
+
+def binary_document(manifest: BinaryManifest) -> dict[str, Any]:
+    """Return the document for ``index.json``."""
+    document = {"__kind__": BINARY_KIND, "version": 1} | asdict(manifest)
+    del document[VERSION_KEY]
+    is_first = manifest.dataset_version is FIRST_VERSION
+    return document if is_first else document | encode_version(manifest.dataset_version)
 
 
 def decode_binary(document: Mapping[str, Any]) -> BinaryManifest:
@@ -237,7 +260,10 @@ def decode_binary(document: Mapping[str, Any]) -> BinaryManifest:
     Raises:
         KeyError, TypeError, ValueError: If it is not consistent.
     """
-    return BinaryManifest(**{one.name: document[one.name] for one in fields(BinaryManifest)})
+    names = [one.name for one in fields(BinaryManifest) if one.name != VERSION_KEY]
+    values = {name: document[name] for name in names}
+    version = decode_version(document) if VERSION_KEY in document else FIRST_VERSION
+    return BinaryManifest(**values, dataset_version=version)
 
 
 def decode_all_shards(data: bytes, manifest: BinaryManifest, *, url: str) -> list[ShardInfo]:

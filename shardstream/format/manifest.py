@@ -1,7 +1,8 @@
 """Encode and decode the manifest ``index.json``: shards with their counts, sizes and checksums.
 
 The format is ``wids-shard-index-v1`` of WebDataset's "wids" with additional keys (`version`, `fields`,
-`total_bytes`, and for a shard its `sha256`, and `index` where that is not next to it), so each library reads the files of the other.
+`total_bytes`, `dataset_version` where it was changed since it was packed, and for a shard its `sha256`, and `index` where that is not next
+to it), so each library reads the files of the other.
 wids does not read the manifest of many shards (see `binary_manifest`).
 """
 
@@ -11,15 +12,24 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shardstream.errors import ManifestError
 from shardstream.format.binary_manifest import (
     BINARY_KIND,
     BinaryManifest,
+    binary_document,
     can_be_binary,
     decode_binary,
     encode_binary,
+)
+from shardstream.format.dataset_version import (
+    FIRST_VERSION,
+    VERSION_KEY,
+    DatasetVersion,
+    decode_version,
+    encode_version,
 )
 from shardstream.format.names import find_repeated, is_name
 from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo
@@ -39,11 +49,13 @@ class Manifest:
         name: Name of the dataset, for display only.
         shards: Shards in the order of the dataset.
         fields: Field -> number of samples that have it.
+        dataset_version: The version of the dataset.
     """
 
     shards: Sequence[ShardInfo]
     name: str = ""
     fields: Mapping[str, int] = field(default_factory=dict)
+    dataset_version: DatasetVersion = FIRST_VERSION
 
     @property
     def nsamples(self) -> int:
@@ -56,15 +68,21 @@ class Manifest:
         return sum(shard.filesize or 0 for shard in self.shards)
 
 
-def encode_manifest_files(manifest: Manifest) -> dict[str, bytes]:
+def encode_manifest_files(manifest: Manifest | BinaryManifest) -> dict[str, bytes]:
     """Return the files of a manifest by name, in the order in which to write them: ``index.json`` last.
 
-    A manifest of over `MAX_LISTED_SHARDS` shards has a file of records, if they are all in its folder and their counts are known.
+    A manifest of over `MAX_LISTED_SHARDS` shards has a file of records, if they are all in its folder and their counts are known; that of
+    a `BinaryManifest` is there.
     """
+    if isinstance(manifest, BinaryManifest):
+        return {MANIFEST_NAME: _encode(binary_document(manifest))}
     if not can_be_binary(manifest.shards):
         return {MANIFEST_NAME: encode_manifest(manifest)}
     document, name, records = encode_binary(
-        manifest.shards, name=manifest.name, fields=manifest.fields
+        manifest.shards,
+        name=manifest.name,
+        fields=manifest.fields,
+        version=manifest.dataset_version,
     )
     return {name: records, MANIFEST_NAME: _encode(document)}
 
@@ -85,6 +103,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "fields": dict(sorted(manifest.fields.items())),
         "shardlist": shardlist,
     }
+    if manifest.dataset_version is not FIRST_VERSION:
+        document |= encode_version(manifest.dataset_version)
     return _encode(document)
 
 
@@ -121,14 +141,25 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest | BinaryManifest:
             return decode_binary(document)
         except (KeyError, TypeError, ValueError) as error:
             raise _invalid(f"wrong or incomplete: {error}", url) from error
-    return Manifest(shards=_decode_shards(document, url), name=name, fields=fields)
+    version = FIRST_VERSION
+    try:
+        if VERSION_KEY in document:
+            version = decode_version(document)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _invalid(
+            f"the entry of its version is wrong, or of a later shardstream: {error}",
+            url,
+            "upgrade shardstream, or restore index.json as it was",
+        ) from error
+    shards = _decode_shards(document, url)
+    return Manifest(shards=shards, name=name, fields=fields, dataset_version=version)
 
 
 def _decode_shards(document: Mapping[str, Any], url: str) -> tuple[ShardInfo, ...]:
     shardlist = document.get("shardlist")
     if not isinstance(shardlist, list):
         raise _invalid("'shardlist' must be a list", url)
-    shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
+    shards = tuple(map(partial(_decode_shard, url=url), shardlist))
     repeated = find_repeated(shard.url.removeprefix("./") for shard in shards)
     if repeated is not None:
         raise _invalid(

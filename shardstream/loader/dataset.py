@@ -13,11 +13,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardstream.catalog import (
     ClassNames,
     Keys,
-    ShardCatalog,
     StoredClassNames,
     Where,
     choose_samples,
     lacks_index,
+    open_samples,
     warn_of_difference,
 )
 from shardstream.distributed import (
@@ -396,6 +396,7 @@ class ShardDataset(StreamDataset):
         read: Index, cache, prefetching, lazy fields, checksums and a file system of your own.
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
+        version: Number or tag of an earlier version of the dataset, whose folder ``urls`` is then; None for the current one.
 
     Raises:
         OptionError: If an argument is invalid.
@@ -419,17 +420,18 @@ class ShardDataset(StreamDataset):
         read: ReadOptions | None = None,
         on_error: OnError = "raise",
         placement: Placement | None = None,
+        version: int | str | None = None,
     ) -> None:
         order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
         SkipTracker(on_error)  # validates, before any I/O
         seed = whole_number("seed", seed)
         storage = read.open_storage(storage_options)
-        located = locate_shards(urls, storage)
+        located = locate_shards(urls, storage, version)
         is_whole = read.index == "ignore"
         unindexed = located.shards[0].url if is_whole else lacks_index(located, storage)
         stages, places = first_stages(fields, read.lazy, located.fields, storage)
         if unindexed is None:
-            whole = ShardCatalog(located, storage, read.verify, field_names(fields), places)
+            whole = open_samples(located, storage, read.verify, field_names(fields), places)
             samples = SamplesSource(
                 samples=choose_samples(whole, subset, where),
                 shuffle=shuffle,

@@ -16,6 +16,7 @@ import numpy as np
 from shardstream.catalog import (
     ShardCatalog,
     StoredClassNames,
+    open_samples,
 )
 from shardstream.errors import OptionError, plural, redact
 from shardstream.format import (
@@ -217,7 +218,7 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
             )
         storage = Storage(options)
         located = locate_shards(source, storage)
-        samples = ShardCatalog(located, storage)
+        samples = open_samples(located, storage)
         records = Records(samples=samples, classes=StoredClassNames(located, storage).checked_names)
     else:
         raise OptionError(

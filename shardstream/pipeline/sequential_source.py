@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import check_manifests
+from shardstream.catalog import check_manifests, refuse_deleted
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
 from shardstream.format import (
@@ -29,6 +29,7 @@ from shardstream.storage import (
     LazyShards,
     LocatedShards,
     RangeStream,
+    SeenManifest,
     Storage,
     checksum_of_shards,
     fingerprint_of_shards,
@@ -55,7 +56,7 @@ class SequentialSource(Source):
     shards: Sequence[ShardInfo]
     storage: Storage
     files: FileVersions
-    manifests: Mapping[str, str]
+    manifests: Mapping[str, SeenManifest]
     shuffle: bool = False
     seed: int = 0
 
@@ -89,6 +90,7 @@ def open_sequential_source(
     located: LocatedShards, storage: Storage, *, shuffle: bool, seed: int
 ) -> SequentialSource:
     """Return a source of shards, and record the current versions of local ones."""
+    refuse_deleted(located, "reading shards from start to end")
     if isinstance(located.shards, LazyShards):
         files = FileVersions(located.shards.local_path)
     else:

@@ -13,6 +13,7 @@ from shardstream.samples.base import (
     split_by_step,
 )
 from shardstream.samples.concat import Concat
+from shardstream.samples.deletions import WithoutDeleted
 from shardstream.samples.join import Join, JoinPart
 from shardstream.samples.join_samples import (
     JoinBy,
@@ -54,6 +55,7 @@ __all__ = [
     "Subset",
     "Table",
     "View",
+    "WithoutDeleted",
     "check_missing",
     "check_numbers",
     "chunk_steps",

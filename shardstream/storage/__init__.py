@@ -18,17 +18,22 @@ from shardstream.storage.concurrency import (
     limit_of_worker,
     share_requests,
 )
+from shardstream.storage.conditional_write import update_file
+from shardstream.storage.dataset_versions import (
+    dataset_of_change,
+    encode_deleted,
+)
 from shardstream.storage.discover import (
     LocatedShards,
+    SeenManifest,
     absolute_urls,
-    cached_look_up,
     check_folder_finished,
-    find_tars,
     locate_shards,
     read_manifest,
 )
 from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
+from shardstream.storage.find_tars import cached_look_up, find_tars
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.lazy_shards import (
     LazyShards,
@@ -93,6 +98,7 @@ from shardstream.storage.urls import (
     check_names,
     expand_braces,
     expand_urls,
+    folder_of_manifest,
     is_compressed,
     is_tar,
     is_under,
@@ -136,6 +142,7 @@ __all__ = [
     "RowFile",
     "S3Object",
     "S3Upload",
+    "SeenManifest",
     "Slot",
     "Storage",
     "TemporaryFile",
@@ -154,11 +161,14 @@ __all__ = [
     "classify_error",
     "commit_all",
     "complete_s3fs_options",
+    "dataset_of_change",
+    "encode_deleted",
     "expand_braces",
     "expand_urls",
     "final_name",
     "find_tars",
     "fingerprint_of_shards",
+    "folder_of_manifest",
     "hints_of",
     "is_compressed",
     "is_glob",
@@ -198,6 +208,7 @@ __all__ = [
     "share_requests",
     "sort_rows",
     "translate_errors",
+    "update_file",
     "version_of",
     "warn_of_rare_fields",
 ]

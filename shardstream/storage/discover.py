@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import posixpath
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from functools import cache
-from urllib.parse import urlsplit
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 from shardstream.errors import (
     AccessDeniedError,
@@ -21,14 +20,30 @@ from shardstream.errors import (
     get_logger,
 )
 from shardstream.format import (
+    FIRST_VERSION,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     OFFSET_BYTES,
+    DatasetVersion,
     Manifest,
     ShardInfo,
     decode_manifest,
     find_repeated,
     num_samples,
+)
+from shardstream.storage.dataset_versions import (
+    Deleted,
+    dataset_of_change,
+    deleted_of_some,
+    find_version,
+    read_deleted,
+    version_url,
+)
+from shardstream.storage.find_tars import (
+    glob_tars,
+    no_tars_error,
+    tars_of_folder,
+    warn_of_links,
 )
 from shardstream.storage.lazy_shards import LazyShards
 from shardstream.storage.publish import JOURNAL_NAME, check_finished
@@ -40,7 +55,7 @@ from shardstream.storage.urls import (
     absolute_url,
     check_names,
     expand_urls,
-    has_glob_signs,
+    folder_of_manifest,
     is_tar,
     join_url,
     parent_url,
@@ -63,6 +78,15 @@ def absolute_urls(urls: Urls) -> Urls:
     return [absolute_url(url) for url in urls]
 
 
+class SeenManifest(NamedTuple):
+    """A manifest as it was when a dataset was opened."""
+
+    sha256: str
+    """Of its bytes, in hex digits."""
+    version: int
+    """Number of the version of the dataset."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedShards:
     """The shards of a dataset.
@@ -71,25 +95,31 @@ class LocatedShards:
         shards: Shards with absolute URLs; counts and sizes if a manifest, an index or a listing has them. Many of
             one manifest are read when they are needed.
         manifest_url: URL of the manifest that lists all shards, if there is one.
-        manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
+        manifests: URL of each manifest that was read -> how it was.
         indexed: Contains the URLs of the shards that have an ``.idx`` file.
         indexes: URL of an ``.idx`` -> its bytes, if they have been read already.
         fields: Fields of the samples, by the manifests of all shards; None if a shard or its fields are not listed.
+        version: The version of the dataset, if one manifest lists all shards.
+        deleted: Samples that are left out.
     """
 
     shards: Sequence[ShardInfo]
     manifest_url: str | None = None
-    manifests: Mapping[str, str] = field(default_factory=dict)
+    manifests: Mapping[str, SeenManifest] = field(default_factory=dict)
     indexed: Container[str] = frozenset()
     indexes: Mapping[str, bytes] = field(default_factory=dict)
     fields: tuple[str, ...] | None = None
+    version: DatasetVersion | None = None
+    deleted: Deleted = ()
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """URLs of the folders of the shards, in order."""
+        """URLs of the folders of the shards, in order; of a dataset that was changed, its own."""
+        if self.version not in (None, FIRST_VERSION) and self.manifest_url is not None:
+            return (folder_of_manifest(self.manifest_url),)
         if isinstance(self.shards, LazyShards):
             return (self.shards.folder,)
-        return tuple(dict.fromkeys(parent_url(shard.url) for shard in self.shards))
+        return tuple(dict.fromkeys(map(parent_url, map(attrgetter("url"), self.shards))))
 
 
 class AllIndexed(Container[str]):
@@ -99,19 +129,26 @@ class AllIndexed(Container[str]):
         return True
 
 
-def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
+def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None) -> LocatedShards:
     """Find the shards of a dataset.
 
     The shards of a folder or prefix are those in its ``index.json``; without one, all tars in it, sorted by name. Without
     ``index.json``, a folder or glob with an unfinished dataset is refused; tars that are named one by one are not.
 
+    Args:
+        urls: URLs, as above.
+        storage: Where they are.
+        version: Number or tag of a version of the dataset, whose folder ``urls`` is then; None for the current one.
+
     Raises:
-        OptionError: If the list of URLs is empty or names a shard twice, a brace is not closed, or a URL starts a command.
+        OptionError: If the list of URLs is empty or names a shard twice, a brace is not closed, or a URL starts a command; if there is no such version.
         UnfinishedError: If a dataset is being written there, or its writer was stopped.
         StorageError: If nothing is found, or the store cannot be reached.
         ManifestError: If a manifest is invalid.
     """
     expanded = expand_urls(urls)
+    if version is not None:
+        return _from_version(expanded, storage, version)
     located: list[LocatedShards] = []
     tars: list[str] = []
     globbed: set[str] = set()
@@ -147,7 +184,44 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
             shard.url for one in located for shard in one.shards if shard.url in one.indexed
         ),
         fields=_joined_fields(one.fields for one in located),
+        deleted=_joined_deleted(located),
     )
+
+
+def _joined_deleted(parts: Sequence[LocatedShards]) -> Deleted:
+    """Return the deleted samples of parts that are read one after the other.
+
+    Raises:
+        OptionError: If fields of one were replaced.
+    """
+    found: list[tuple[int, Any]] = []
+    first = 0
+    for part in parts:
+        if part.version is not None and part.version.replaced:
+            raise OptionError(
+                "fields of this dataset were replaced, so it is read alone; read the datasets by ss.mix, or write it again by 'shardstream reshard'",
+                shard=part.manifest_url or "",
+            )
+        found += [(first + place, numbers) for place, numbers in part.deleted]
+        first += len(part.shards)
+    return tuple(found)
+
+
+def _from_version(urls: Sequence[str], storage: Storage, asked: int | str) -> LocatedShards:
+    """Return the shards of a version of a dataset, by the URL of its folder or manifest."""
+    url = urls[0]
+    if len(urls) != 1 or is_tar(url) or is_glob(url, storage):
+        raise OptionError(
+            "version= is that of one dataset: name its folder, or open each with its version and join or mix them"
+        )
+    folder = folder_of_manifest(url) if url.endswith(".json") else url
+    manifest_url = join_url(folder, MANIFEST_NAME)
+    found = read_manifest(FileInfo(url=manifest_url, size_or_none=None), storage)
+    number = find_version(found[0].dataset_version, asked, manifest_url)
+    place = version_url(folder, found[0].dataset_version, number)
+    if place == manifest_url:
+        return _from_manifest(storage.info(place), storage, found=found)
+    return _from_manifest(FileInfo(url=place, size_or_none=None), storage)
 
 
 def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:
@@ -217,7 +291,7 @@ def _by_folder(shards: Iterable[ShardInfo]) -> dict[str, list[ShardInfo]]:
     return found
 
 
-def _absolute(shard: ShardInfo, folder: str) -> ShardInfo:
+def _absolute(folder: str, shard: ShardInfo) -> ShardInfo:
     """Return a shard of the manifest in a folder with absolute URLs."""
     index = None if shard.index is None else join_url(folder, shard.index)
     return replace(shard, url=join_url(folder, shard.url), index=index)
@@ -242,15 +316,31 @@ def _from_manifest(
     shards = manifest.shards
     indexed: Container[str] = AllIndexed()
     if not isinstance(shards, LazyShards):
-        folder = parent_url(url)
-        shards = tuple([_absolute(shard, folder) for shard in shards])
-        indexed = _find_indexed(shards, url, storage, listed_files)
+        folder = folder_of_manifest(url)
+        shards = tuple(map(partial(_absolute, folder), shards))
+        if manifest.dataset_version == FIRST_VERSION:
+            indexed = _find_indexed(shards, url, storage, listed_files)
+    return _located(manifest, (url, digest), shards, storage, indexed=indexed)
+
+
+def _located(
+    manifest: Manifest,
+    place: tuple[str, str],
+    shards: Sequence[ShardInfo],
+    storage: Storage,
+    **found: Any,
+) -> LocatedShards:
+    """Return the shards of a manifest, which is given with its URL and SHA-256, without those of its samples that are deleted."""
+    url, digest = place
+    version = manifest.dataset_version
     return LocatedShards(
         shards=shards,
         manifest_url=url,
-        manifests={url: digest},
-        indexed=indexed,
+        manifests={url: SeenManifest(digest, version.number)},
         fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
+        version=version,
+        deleted=((0, read_deleted(manifest, url, storage)),) if version.deleted else (),
+        **found,
     )
 
 
@@ -306,8 +396,9 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     if isinstance(manifest.shards, LazyShards):
         file = FileInfo(url=url, size_or_none=None)
         return _from_manifest(file, storage, found=(manifest, digest))
-    shards = tuple(_absolute(one, folder) for one in manifest.shards)
-    if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
+    shards = tuple(_absolute(folder, one) for one in manifest.shards)
+    was_changed = manifest.dataset_version != FIRST_VERSION  # only shards with indexes are added
+    if not was_changed and {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
     # The last index decides for all: indexes are written in order, so a stopped run lacks it. Few small indexes are all read.
     wanted = [one.index_url for one in shards]
@@ -317,13 +408,13 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     indexes = storage.read_small_files(wanted, max_bytes=_SMALL_INDEX_BYTES)
     if indexes[-1] is None:
         return None
-    return LocatedShards(
-        shards=shards,
-        manifest_url=url,
-        manifests={url: digest},
+    return _located(
+        manifest,
+        (url, digest),
+        shards,
+        storage,
         indexed=frozenset(one.url for one in shards),
         indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
-        fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
     )
 
 
@@ -331,7 +422,11 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if "://" in url and (located := _from_small_reads(url, storage)) is not None:
         return located
     found = _read_first(url, storage)
-    if found is not None and (url.startswith(WEB) or isinstance(found[0].shards, LazyShards)):
+    if found is not None and (
+        url.startswith(WEB)
+        or isinstance(found[0].shards, LazyShards)
+        or found[0].dataset_version != FIRST_VERSION
+    ):
         file = FileInfo(url=join_url(url, MANIFEST_NAME), size_or_none=None)
         return _from_manifest(file, storage, found=found)  # the folder need not be listed
     with explain_web_folder(url):
@@ -340,6 +435,12 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if MANIFEST_NAME in by_name:
         return _from_manifest(by_name[MANIFEST_NAME], storage, files, found)
     _check_finished(url, by_name, storage)
+    dataset = dataset_of_change(url)
+    if dataset is not None and storage.exists(join_url(dataset, MANIFEST_NAME)):
+        raise OptionError(
+            f"this folder is a part of the dataset {dataset}, which may leave samples of it out; read the dataset",
+            shard=url,
+        )
     tars = tars_of_folder(url, files)
     warn_of_links(url, tars)
     if tars and url.startswith(WEB):  # the page has no sizes
@@ -381,8 +482,10 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
     """
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
-    manifests: dict[str, str] = {}
+    manifests: dict[str, SeenManifest] = {}
     fields: list[Iterable[str] | None] = []
+    deleted: list[tuple[int, Any]] = []
+    places = {url: place for place, url in enumerate(urls)}
     for folder, shards in _by_folder([ShardInfo(url=url) for url in urls]).items():
         names = {shard.url.rsplit("/", 1)[-1]: shard.url for shard in shards}
         by_name = _look_up(names, folder, storage)
@@ -402,18 +505,17 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         found |= {shard.url: shard for shard in listed.shards}
         indexed.update(url for url in names.values() if url in listed.indexed)
         fields.append(None)
-        if MANIFEST_NAME in by_name:
-            file = by_name[MANIFEST_NAME]
-            manifest, manifests[file.url] = read_manifest(file, storage)
-            known = (
-                manifest.shards.find_names(names)
-                if isinstance(manifest.shards, LazyShards)
-                else {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
-            )
+        file = by_name.get(MANIFEST_NAME) or _manifest_above(folder, storage)
+        if file is not None:
+            manifest, digest = read_manifest(file, storage)
+            manifests[file.url] = SeenManifest(digest, manifest.dataset_version.number)
+            known = _find_listed(manifest, folder, file.url, names)
+            left_out = read_deleted(manifest, file.url, storage)
+            known_places = {shard.url: places[names[name]] for name, shard in known.items()}
+            deleted += deleted_of_some(manifest, left_out, known_places)
             found |= {
-                url: replace(_absolute(known[name], folder), url=url)
-                for name, url in names.items()
-                if name in known
+                names[name]: replace(_absolute(parent_url(file.url), shard), url=names[name])
+                for name, shard in known.items()
             }
             fields[-1] = manifest.fields if names.keys() <= known.keys() else None
     return LocatedShards(
@@ -421,7 +523,41 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         manifests=manifests,
         indexed=frozenset(indexed),
         fields=_joined_fields(fields),
+        deleted=tuple(sorted(deleted, key=itemgetter(0))),
     )
+
+
+def _manifest_above(folder: str, storage: Storage) -> FileInfo | None:
+    """Return the manifest of the dataset of which a folder has added shards; None if it is not such a folder."""
+    dataset = dataset_of_change(folder)
+    url = join_url(dataset or folder, MANIFEST_NAME)
+    return storage.info(url) if dataset is not None and storage.exists(url) else None
+
+
+def _find_listed(
+    manifest: Manifest, folder: str, manifest_url: str, names: Iterable[str]
+) -> dict[str, ShardInfo]:
+    """Return the shards that a manifest lists of the files in a folder, by their names; others are left out.
+
+    Raises:
+        OptionError: If fields were replaced: those are found by the number of a sample in the whole dataset.
+    """
+    shards, version = manifest.shards, manifest.dataset_version
+    start = folder[len(parent_url(manifest_url)) :].strip("/")  # "", or that of added shards
+    wanted = {join_url(start, name) if start else name: name for name in names}
+    if isinstance(shards, LazyShards):
+        found = shards.find_names(wanted)
+    elif version == FIRST_VERSION:
+        found = {shard.url.rsplit("/", 1)[-1]: shard for shard in shards}
+    else:
+        found = {shard.url.removeprefix("./"): shard for shard in shards}
+    listed = {name: found[one] for one, name in wanted.items() if one in found}
+    if version.replaced and listed:
+        raise OptionError(
+            "fields of this dataset were replaced: name its folder, not its tars, to read them",
+            shard=manifest_url,
+        )
+    return listed
 
 
 def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:
@@ -456,113 +592,3 @@ def _with_indexes(
             )
         )
     return LocatedShards(shards=tuple(shards), indexed=frozenset(indexed))
-
-
-def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
-    """Find tars by the same URLs as `locate_shards`; a manifest only names its folder, since it may be the one to repair.
-
-    Raises:
-        OptionError: If the list of URLs is empty, or a brace is not closed.
-        StorageError: If nothing is found, or the store cannot be reached.
-    """
-    expanded = expand_urls(urls)
-    look_up = cached_look_up(storage)
-    tars: list[FileInfo] = []
-    for url in expanded:
-        if is_glob(url, storage):
-            tars += glob_tars(url, storage)
-        elif is_tar(url):
-            tars.append(look_up(url))
-        else:
-            folder = parent_url(url) if url.rsplit("/", 1)[-1] == MANIFEST_NAME else url
-            files, folders = storage.list_folder(folder)
-            found = tars_of_folder(folder, files)
-            if not found:
-                names = [file.url.rsplit("/", 1)[-1] for file in files]
-                raise no_tars_error(folder, names, folders, storage)
-            warn_of_links(folder, found)
-            tars += found
-    # The page of a web server has no sizes.
-    return [tar if tar.size_or_none is not None else storage.info(tar.url) for tar in tars]
-
-
-def cached_look_up(storage: Storage) -> Callable[[str], FileInfo]:
-    """Return a function that looks up files, by one listing of each folder instead of a request for each of 10,000 tars."""
-
-    @cache
-    def listed(folder: str) -> dict[str, FileInfo]:
-        return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
-
-    def look_up(url: str) -> FileInfo:
-        # Few web servers list a folder.
-        file = None if url.startswith(WEB) else listed(parent_url(url)).get(url.rsplit("/", 1)[-1])
-        return file or storage.info(url)
-
-    return look_up
-
-
-def glob_tars(pattern: str, storage: Storage) -> list[FileInfo]:
-    """Return the tars that a pattern matches.
-
-    Raises:
-        NotFoundError: If there is none.
-    """
-    with explain_web_folder(pattern):
-        folder = parent_url(pattern)
-        if pattern.startswith(WEB) and not has_glob_signs(folder):  # the links of the folder
-            linked = tars_of_folder(folder, storage.list_folder(folder)[0])
-            name = pattern.rsplit("/", 1)[-1]
-            found = [file for file in linked if fnmatchcase(file.url.rsplit("/", 1)[-1], name)]
-        else:
-            found = [file for file in storage.glob(pattern) if is_tar(file.url)]
-    warn_of_links(pattern, found)
-    if not found:
-        raise NotFoundError(
-            "no shard matches this pattern; check it, and that the names of the shards end in .tar",
-            shard=pattern,
-        )
-    return found
-
-
-def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
-    """Return the tars right in a folder; those that a web page links to, each once, whatever the links look like."""
-    tars = [file for file in files if is_tar(file.url)]
-    if not folder.startswith(WEB):
-        return tars
-    host, path = urlsplit(folder)[1:3]
-    by_path: dict[str, FileInfo] = {}
-    # A link without a query is preferred.
-    for file in sorted(tars, key=lambda file: "?" in file.url):
-        parts = urlsplit(file.url)
-        clean = posixpath.normpath(parts.path)
-        if parts.netloc == host and posixpath.dirname(clean) == posixpath.normpath(path or "/"):
-            by_path.setdefault(clean, replace(file, url=parts._replace(path=clean).geturl()))
-    return [by_path[one] for one in sorted(by_path)]
-
-
-def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
-    """Warn that the tars of a web folder are those that a page links to, which is no exact list."""
-    if tars and url.startswith(WEB):
-        _log.warning(
-            "%s: the tars are the %d that this page links to, and a page may leave some out. Compare their number, "
-            "name them by a pattern such as {000000..000099}.tar, or put an index.json there",
-            url,
-            len(tars),
-        )
-
-
-def no_tars_error(
-    url: str, names: Sequence[str], folders: Sequence[str], storage: Storage
-) -> StorageError:
-    """Return the error of a folder without tars, whose files and folders have these names."""
-    path = storage.local_path(url)
-    if path is not None and os.path.isfile(path):
-        return StorageError(
-            "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
-        )
-    contents = ", ".join([f"{folder}/" for folder in folders[:5]] + [*names[:5]]) or "nothing"
-    return StorageError(
-        f"no index.json and no .tar here (found: {contents}); name the folder that holds the shards, "
-        "or pack them with 'shardstream pack'",
-        shard=url,
-    )

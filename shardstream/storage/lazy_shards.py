@@ -28,7 +28,7 @@ from shardstream.format import (
 )
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.store import Storage
-from shardstream.storage.urls import join_url, parent_url
+from shardstream.storage.urls import folder_of_manifest, join_url
 
 CHUNKS_KEPT = 128  # of 64 KiB with short names: 8 MB
 _TRIES = 4
@@ -50,7 +50,7 @@ class LazyShards(Sequence[ShardInfo]):
     def __init__(self, manifest: BinaryManifest, url: str, storage: Storage) -> None:
         self.manifest = manifest
         self.manifest_url = url
-        self.folder = parent_url(url)
+        self.folder = folder_of_manifest(url)
         """The folder of all shards, without a slash at its end."""
         self._storage = storage
         self._is_local = storage.local_path(url) is not None

@@ -16,6 +16,7 @@ import braceexpand
 import fsspec
 
 from shardstream.errors import ManifestError, OptionError
+from shardstream.format import MANIFEST_NAME, VERSIONS_FOLDER
 
 URLS_LIMIT = 1_000_000
 _TEXT_LIMIT = 65_536
@@ -288,6 +289,16 @@ def parent_url(url: str) -> str:
 _BUCKETS = frozenset({*ALIASES.values(), "adl", "oss", "hf", "memory"})
 # Clients disagree on where the server's name ends in an authority with one of these.
 _AMBIGUOUS = re.compile(r"[?#@\\\s\x00-\x20\x7f-\x9f]")
+
+
+def folder_of_manifest(url: str) -> str:
+    """Return the URL of the folder of a dataset, by that of its manifest or of an earlier one.
+
+    >>> folder_of_manifest("s3://b/train/index.json"), folder_of_manifest("s3://b/train/versions/000012.json")
+    ('s3://b/train', 's3://b/train')
+    """
+    folder = parent_url(url)
+    return folder if url.endswith(MANIFEST_NAME) else folder.removesuffix(f"/{VERSIONS_FOLDER}")
 
 
 def check_names(manifest_url: str, names: Iterable[str]) -> None:

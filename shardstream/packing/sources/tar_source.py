@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import BinaryIO, cast
 
-from shardstream.catalog import StoredClassNames
+from shardstream.catalog import StoredClassNames, refuse_deleted
 from shardstream.errors import (
     AccessDeniedError,
     IndexMismatchError,
@@ -68,6 +68,7 @@ class TarSource(SequentialSource):
         self, urls: str | Sequence[str], storage: Storage, *, key: str | None = None
     ) -> None:
         located = locate_shards(urls, storage)
+        refuse_deleted(located, "reading its tars")
         title = urls if isinstance(urls, str) else ", ".join(urls[:3])
         super().__init__(
             f"{plural(len(located.shards), 'tar')} of {title}",

@@ -1,0 +1,172 @@
+"""Describe the version of a dataset in its manifest: what made it, earlier versions that are kept, and what it leaves out or replaces.
+
+The current version is ``index.json``; ``versions/000012.json`` is the ``index.json`` that was version 12, byte for byte. A manifest
+without the key ``dataset_version`` is version 1. Numbers of samples count those of the shards in their order, deleted ones, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shardstream.format.names import is_name
+from shardstream.format.shard_info import COUNT_LIMIT
+
+VERSIONS_FOLDER = "versions"
+"""Folder of earlier manifests, in that of ``index.json``."""
+VERSION_KEY = "dataset_version"
+_DELETED = re.compile(r"deleted-([0-9a-f]{16})\.npy")
+_TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
+
+
+def version_name(number: int) -> str:
+    """Return the name of the manifest of an earlier version, in the folder of the dataset.
+
+    >>> version_name(12)
+    'versions/000012.json'
+    """
+    return f"{VERSIONS_FOLDER}/{number:06d}.json"
+
+
+def deleted_name(digest: str) -> str:
+    """Return the name of a file of deleted samples, by the SHA-256 of its bytes in hex digits."""
+    return f"deleted-{digest[:16]}.npy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacedFields:
+    """Fields that another dataset has, sample by sample.
+
+    Args:
+        fields: Names of the fields.
+        url: Its manifest, relative to the folder of the dataset.
+        nsamples: Its samples: those of the dataset from the first on; later ones have their own fields.
+    """
+
+    fields: tuple[str, ...]
+    url: str
+    nsamples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetVersion:
+    """The version of a dataset.
+
+    Args:
+        number: Number of the version, from 1.
+        operation: What made it: "pack", "append", "delete", "compact", "replace_fields", "tag", "gc".
+        created: Time in UTC, ISO 8601; of the writer's clock, for display only.
+        writer: Differs for any two writers.
+        kept: Earlier versions that can be read, as ranges of the first and the last, in order.
+        tags: Name -> version, of this one or a kept one.
+        deleted: Name of the file with the numbers of the deleted samples; None if there are none.
+        ndeleted: How many they are.
+        replaced: Fields that other datasets have; the last one that has a field counts.
+        num_classes: Names of the ``classes.json`` that were there; None for all.
+        is_open: Whether a writer will publish further samples.
+
+    Raises:
+        ValueError: If they are not consistent.
+    """
+
+    number: int = 1
+    operation: str = "pack"
+    created: str = ""
+    writer: str = ""
+    kept: tuple[tuple[int, int], ...] = ()
+    tags: Mapping[str, int] = field(default_factory=dict)
+    deleted: str | None = None
+    ndeleted: int = 0
+    replaced: tuple[ReplacedFields, ...] = ()
+    num_classes: int | None = None
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.number) and self.number > 0, "number")
+        texts = self.operation, self.created, self.writer
+        _require({type(one) for one in texts} == {str}, "operation")
+        _require(_are_ranges(self.kept, self.number), "kept")
+        _require(all(map(_TAG.fullmatch, self.tags)), "tags")
+        _require(all(_is_count(one) and self.has(one) for one in self.tags.values()), "tags")
+        _require(self.deleted is None or _DELETED.fullmatch(self.deleted) is not None, "deleted")
+        _require(_is_count(self.ndeleted) and (self.ndeleted > 0) == bool(self.deleted), "ndeleted")
+        _require(self.num_classes is None or _is_count(self.num_classes), "num_classes")
+        _require(isinstance(self.is_open, bool), "is_open")
+
+    def has(self, number: int) -> bool:
+        """Return whether a version is this one or can be read."""
+        return number == self.number or any(first <= number <= last for first, last in self.kept)
+
+    @property
+    def kept_numbers(self) -> list[int]:
+        """Earlier versions that can be read, ascending."""
+        return [number for first, last in self.kept for number in range(first, last + 1)]
+
+
+def ranges_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Return numbers as ranges of the first and the last, in order.
+
+    >>> ranges_of([5, 1, 2, 3])
+    ((1, 3), (5, 5))
+    """
+    found: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return tuple(found)
+
+
+def encode_version(version: DatasetVersion) -> dict[str, Any]:
+    """Return the entry of ``index.json``."""
+    default = asdict(DatasetVersion(number=version.number))
+    values = {name: value for name, value in asdict(version).items() if value != default[name]}
+    return {VERSION_KEY: {"number": version.number} | values}
+
+
+def decode_version(document: Mapping[str, Any]) -> DatasetVersion:
+    """Read the entry of an ``index.json``.
+
+    Raises:
+        TypeError, ValueError: If it is not consistent, or has keys of a later shardstream.
+    """
+    found = dict(document[VERSION_KEY])
+    replaced = tuple(map(_decode_replaced, found.pop("replaced", ())))
+    kept = tuple(tuple(one) for one in found.pop("kept", ()))
+    return DatasetVersion(**found, kept=kept, replaced=replaced)
+
+
+def _decode_replaced(entry: Mapping[str, Any]) -> ReplacedFields:
+    found = ReplacedFields(**{**entry, "fields": tuple(entry["fields"])})
+    are_names = bool(found.fields) and all(map(is_name, found.fields))
+    is_inside = is_name(found.url) and ".." not in found.url.split("/")
+    _require(
+        are_names and is_inside and ":" not in found.url and _is_count(found.nsamples), "replaced"
+    )
+    return found
+
+
+def _are_ranges(ranges: Iterable[tuple[int, ...]], before: int) -> bool:
+    """Return whether these are ranges in order, that end before a number."""
+    end = 0
+    for one in ranges:
+        if len(one) != 2 or not all(map(_is_count, one)) or not end < one[0] <= one[1] < before:
+            return False
+        end = one[1]
+    return True
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < COUNT_LIMIT
+
+
+def _require(is_valid: bool, what: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{VERSION_KEY}: {what}")
+
+
+FIRST_VERSION = DatasetVersion()
+"""The version of a dataset that was never changed."""

@@ -1,0 +1,162 @@
+"""Find the manifest of a version of a dataset, and read which of its samples are deleted."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import ManifestError, NotFoundError, OptionError, plural
+from shardstream.format import (
+    MANIFEST_NAME,
+    DatasetVersion,
+    Manifest,
+    ShardInfo,
+    deleted_name,
+    version_name,
+)
+from shardstream.storage.lazy_shards import LazyShards
+from shardstream.storage.store import Storage
+from shardstream.storage.urls import folder_of_manifest, join_url
+
+Numbers = npt.NDArray[np.int64]
+Deleted = tuple[tuple[int, Numbers], ...]
+"""Deleted samples: a shard by its place, and numbers counted from its first sample, ascending, which may be of later shards, too."""
+
+_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 12
+_CHANGE = re.compile(r"(append|compact|fields)-[0-9a-z-]+")
+_RESTORE = "restore the file, or read an earlier version (version=)"
+
+
+def change_folder(operation: str, token: str) -> str:
+    """Return the name of the folder of the files that an operation adds to a dataset.
+
+    >>> change_folder("append", "0a1b")
+    'append-0a1b'
+    """
+    return f"{operation}-{token}"
+
+
+def dataset_of_change(folder: str) -> str | None:
+    """Return the URL of the dataset that a folder of added files is a part of; None for any other folder.
+
+    >>> dataset_of_change("s3://b/train/append-0a1b"), dataset_of_change("s3://b/train")
+    ('s3://b/train', None)
+    """
+    dataset, _, name = folder.rstrip("/").rpartition("/")
+    return dataset if dataset and _CHANGE.fullmatch(name) else None
+
+
+def find_version(current: DatasetVersion, asked: int | str, url: str) -> int:
+    """Return the number of a version by number or tag.
+
+    Args:
+        current: The current version.
+        asked: Number, or name of a tag.
+        url: URL of the manifest, for messages.
+
+    Raises:
+        OptionError: If there is no such version, or it was removed.
+    """
+    if isinstance(asked, str) and asked not in current.tags:
+        known = ", ".join(sorted(current.tags)) or "none"
+        raise OptionError(f"version= names the tag {asked!r}; the tags are: {known}", shard=url)
+    number = current.tags[asked] if isinstance(asked, str) else asked
+    if type(number) is not int or not current.has(number):
+        were = type(number) is int and 0 < number < current.number
+        kept = ", ".join(map(str, [*current.kept_numbers[-20:], current.number]))
+        raise OptionError(
+            f"version {number!r} {'was removed (gc)' if were else 'does not exist'}; there are: {kept}",
+            shard=url,
+        )
+    return number
+
+
+def version_url(folder: str, current: DatasetVersion, number: int) -> str:
+    """Return the URL of the manifest of a version that is there."""
+    return join_url(folder, MANIFEST_NAME if number == current.number else version_name(number))
+
+
+def read_deleted(manifest: Manifest, url: str, storage: Storage) -> Numbers:
+    """Return the numbers of the deleted samples of a dataset, ascending.
+
+    Args:
+        manifest: Its manifest.
+        url: URL of the manifest.
+        storage: Where it is.
+
+    Raises:
+        ManifestError: If the file is missing, damaged, or names samples that the dataset does not have.
+        StorageError: If it cannot be read.
+    """
+    version = manifest.dataset_version
+    if version.deleted is None:
+        return np.empty(0, dtype=np.int64)
+    place = join_url(folder_of_manifest(url), version.deleted)
+    limit = _NUMBER_BYTES * version.ndeleted + _HEADER_BYTES
+    try:
+        data = storage.read(place, max_bytes=limit + 1)
+    except NotFoundError as error:
+        raise ManifestError(
+            "the file of the deleted samples is missing, so that they would be read again",
+            remedy=_RESTORE,
+            shard=place,
+        ) from error
+    try:
+        return _decode_deleted(data, version, count_samples(manifest.shards))
+    except (ValueError, EOFError, OSError, MemoryError, AttributeError) as error:
+        raise ManifestError(
+            f"the file of the deleted samples is damaged: {error}", remedy=_RESTORE, shard=place
+        ) from error
+
+
+def _decode_deleted(data: bytes, version: DatasetVersion, nsamples: int) -> Numbers:
+    if deleted_name(sha256(data).hexdigest()) != version.deleted:
+        raise ValueError("its bytes do not match its name")
+    found: Numbers = np.load(io.BytesIO(data), allow_pickle=False)
+    if found.dtype != np.int64 or found.shape != (version.ndeleted,):
+        raise ValueError(f"{found.dtype} of shape {found.shape}, not {version.ndeleted} int64")
+    if (np.diff(found, prepend=-1) <= 0).any():
+        raise ValueError("the numbers are not ascending")
+    if found[-1] >= nsamples:
+        raise ValueError(f"sample {found[-1]} of {plural(nsamples, 'sample')}")
+    return found
+
+
+def encode_deleted(numbers: Numbers) -> tuple[str, bytes]:
+    """Return name and bytes of the file of deleted samples."""
+    file = io.BytesIO()
+    np.save(file, numbers.astype(np.int64))
+    data = file.getvalue()
+    return deleted_name(sha256(data).hexdigest()), data
+
+
+def count_samples(shards: Sequence[ShardInfo]) -> int:
+    """Return the samples of all shards, deleted ones, too."""
+    if isinstance(shards, LazyShards):
+        return shards.manifest.nsamples
+    return sum(shard.nsamples or 0 for shard in shards)
+
+
+def deleted_of_some(manifest: Manifest, deleted: Numbers, places: Mapping[str, int]) -> Deleted:
+    """Return the deleted samples of some shards of a dataset.
+
+    Args:
+        manifest: Its manifest, with relative URLs.
+        deleted: Numbers of its deleted samples, ascending.
+        places: URL of a shard as the manifest has it -> its place in another list.
+    """
+    found: list[tuple[int, Numbers]] = []
+    first = 0
+    for shard in manifest.shards if len(deleted) else ():
+        end = first + (shard.nsamples or 0)
+        place = places.get(shard.url)
+        if place is not None:
+            mine = deleted[np.searchsorted(deleted, first) : np.searchsorted(deleted, end)]
+            found += [(place, mine - first)] if len(mine) else []
+        first = end
+    return tuple(found)

@@ -1,0 +1,117 @@
+"""Publish the next version of a dataset: replace ``index.json`` if it is still the one that was read.
+
+New files are written before, under names of their own, and the ``index.json`` of before becomes ``versions/N.json``. So a writer that is
+killed leaves the old version, and of two writers at once the second applies its change to the version of the first.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from shardstream.errors import NotFoundError, OptionError
+from shardstream.format import (
+    MANIFEST_NAME,
+    BinaryManifest,
+    Manifest,
+    decode_manifest,
+    encode_manifest_files,
+    ranges_of,
+    version_name,
+)
+from shardstream.storage import (
+    Storage,
+    Urls,
+    absolute_urls,
+    dataset_of_change,
+    expand_urls,
+    folder_of_manifest,
+    is_tar,
+    join_url,
+    publish_bytes,
+    update_file,
+)
+
+AnyManifest = Manifest | BinaryManifest
+
+
+def dataset_folder(url: Urls) -> str:
+    """Return the URL of the folder of a dataset that is to be changed.
+
+    Raises:
+        OptionError: If it names tars, several datasets, or a part of one.
+    """
+    urls = expand_urls(absolute_urls(url))
+    folder = folder_of_manifest(urls[0]) if urls[0].endswith(".json") else urls[0].rstrip("/")
+    if len(urls) != 1 or is_tar(folder) or dataset_of_change(folder) is not None:
+        raise OptionError(f"name the folder of one dataset, the one with its index.json, not {url}")
+    return folder
+
+
+def publish_version(
+    folder: str, storage: Storage, change: Callable[[AnyManifest], AnyManifest | None]
+) -> AnyManifest:
+    """Publish a changed manifest, and keep the one of before.
+
+    Args:
+        folder: URL of the folder of the dataset.
+        storage: Where it is.
+        change: Returns the next manifest (see `next_version`) for the current one, and writes the files that it names; or None if there is
+            nothing to change. It is called again if another writer has published meanwhile.
+
+    Returns:
+        The manifest that is current then.
+
+    Raises:
+        NotFoundError: If there is no manifest.
+        ChangedError: If other writers published too often meanwhile.
+        StorageError: If it cannot be read or written.
+    """
+    url = join_url(folder, MANIFEST_NAME)
+    current: list[AnyManifest] = []
+
+    def change_bytes(old: bytes | None) -> bytes | None:
+        if old is None:
+            raise NotFoundError(
+                "there is no dataset with an index.json here; name its folder, or write one by 'shardstream index'",
+                shard=url,
+            )
+        before = decode_manifest(old, url=url)
+        after = change(before)
+        current[:] = [before if after is None else after]
+        if after is None:
+            return None
+        number = before.dataset_version.number
+        if after.dataset_version.has(number) and after.dataset_version.number != number:
+            publish_bytes(storage, join_url(folder, version_name(number)), old)
+        files = encode_manifest_files(after)
+        data = files.pop(MANIFEST_NAME)
+        for name, content in files.items():
+            publish_bytes(storage, join_url(folder, name), content)
+        return data
+
+    update_file(storage, url, change_bytes)
+    return current[0]
+
+
+def next_version(manifest: AnyManifest, operation: str, **changes: Any) -> AnyManifest:
+    """Return a manifest as the next version, with some attributes of its `DatasetVersion` changed."""
+    before = manifest.dataset_version
+    version = replace(
+        before,
+        number=before.number + 1,
+        operation=operation,
+        kept=ranges_of([*before.kept_numbers, before.number]),
+        **stamp(),
+        **changes,
+    )
+    return replace(manifest, dataset_version=version)
+
+
+def stamp() -> dict[str, Any]:
+    """Return the attributes of a `DatasetVersion` that make those of any two writers differ."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"created": now, "writer": uuid.uuid4().hex[:12]}
