@@ -10,7 +10,14 @@ from shardstream.catalog.class_names import (
     read_classes,
     warn_of_difference,
 )
-from shardstream.catalog.conditions import Keys, Where, choose_samples, find_where, read_columns
+from shardstream.catalog.conditions import (
+    Keys,
+    Where,
+    choose_samples,
+    find_keys,
+    find_where,
+    read_columns,
+)
 from shardstream.catalog.inspect import (
     Listing,
     class_name,
@@ -52,6 +59,7 @@ __all__ = [
     "class_name",
     "common_classes",
     "find_difference",
+    "find_keys",
     "find_where",
     "folder_label",
     "lacks_index",

@@ -105,8 +105,13 @@ def _are_keys(subset: object) -> bool:
     return isinstance(first, str)
 
 
-def find_keys(samples: Samples, keys: Keys) -> Numbers:
+def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:
     """Return the numbers of the samples with these keys, in the order of the keys.
+
+    Args:
+        samples: The samples.
+        keys: At least one.
+        option: Name of the option, for errors.
 
     Raises:
         OptionError: If a key is named twice, no sample has it, or several have it; or as in `Samples.read_columns`.
@@ -117,11 +122,11 @@ def find_keys(samples: Samples, keys: Keys) -> Numbers:
         else [*keys]
     )
     if not wanted:
-        raise OptionError("subset= chooses no sample")
+        raise OptionError(f"{option} chooses no sample")
     kinds = {type(key).__name__ for key in cast("list[object]", wanted) if not isinstance(key, str)}
     if kinds:
         raise OptionError(
-            f"subset= takes keys or numbers of samples, not text and {', '.join(sorted(kinds))}"
+            f"{option} takes keys or numbers of samples, not text and {', '.join(sorted(kinds))}"
         )
     pa, _ = import_parquet()
     import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
@@ -136,16 +141,16 @@ def find_keys(samples: Samples, keys: Keys) -> Numbers:
     numbers = np.flatnonzero(np.asarray(places.is_valid()))
     ranks = np.asarray(places.drop_null(), dtype=np.int64)
     counts = np.bincount(ranks, minlength=len(wanted))
-    _check_counts(wanted, counts)
+    _check_counts(wanted, counts, option)
     return cast("Numbers", numbers[np.argsort(ranks, kind="stable")].astype(np.int64))
 
 
-def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any]) -> None:
+def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any], option: str) -> None:
     """Check that each key has one sample; ``counts`` are zero for keys that repeat an earlier one."""
     first: dict[str, int] = {}
     for number, key in enumerate(wanted):
         if first.setdefault(key, number) != number:
-            raise OptionError(f"subset= has the key {key!r} more than once; name each once")
+            raise OptionError(f"{option} has the key {key!r} more than once; name each once")
     missing = [wanted[place] for place in np.flatnonzero(counts == 0).tolist()]
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""

@@ -14,6 +14,7 @@ from shardstream.loader.dataset import SplitDataset, StreamDataset, current_work
 from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_stream
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
+    EpochSamples,
     IndexedRun,
     IndexedSource,
     LoaderPosition,
@@ -26,6 +27,7 @@ from shardstream.pipeline import (
     part_state,
     past_of,
     plan_state,
+    planned_source,
     position_in,
     state_digest,
 )
@@ -154,6 +156,27 @@ class BatchDataset(SplitDataset):
             plan = self.indexed_source.plan(self.order(position.epoch), position.epoch)
         return RankPartition(
             plan, self.partition_config, rank=self.placement.rank, consumed=position.consumed
+        )
+
+    def epoch_samples(self, position: LoaderPosition) -> EpochSamples:
+        """Return which samples all ranks read from a position on.
+
+        Raises:
+            OptionError: If that is not known before they are read.
+        """
+        source, epoch = self.indexed_source, position.epoch
+        if source is None:
+            planned_source(self.source_dataset.pipeline)
+            raise OptionError(
+                "no plan says which samples make a batch: the loader has batch_size=None"
+            )
+        return EpochSamples(
+            source,
+            source.plan(self.order(epoch), epoch),
+            self.partition_config,
+            workers=self.num_readers,
+            consumed=position.consumed,
+            may_leave_out=self.source_dataset.pipeline.may_leave_out,
         )
 
     def __iter__(self) -> Iterator[Any]:

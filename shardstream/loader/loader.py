@@ -52,6 +52,7 @@ from shardstream.order import derive_key
 from shardstream.pipeline import (
     BadSample,
     BadSampleReport,
+    EpochSamples,
     LoaderPosition,
     SkipTracker,
     State,
@@ -280,6 +281,21 @@ class ShardLoader(DataLoader[Any]):
             self._cursor = replace(self._cursor, partition=partition)
         self._pool = None  # as in `load_state_dict`
         return int(changed.changes[-1][0])
+
+    def plan(self, epoch: int | None = None) -> EpochSamples:
+        """Return which samples all ranks read at each step of an epoch, and when a sample comes; nothing of the data is read.
+
+        Args:
+            epoch: From 0, read from its start; None is the rest of the current epoch, so that step 0 is the next batch.
+
+        Raises:
+            OptionError: If that is not known before they are read: steps change counts, or shards have no index.
+        """
+        self._follow_dataset()
+        position = self._cursor.position
+        if epoch is not None:
+            position = LoaderPosition(epoch=check_epoch(epoch))
+        return self._batches.epoch_samples(position)
 
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import EpochPlan
+from shardstream.order.epoch_plan import EpochPlan, Places
 from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 
 Costs = npt.NDArray[np.float32]
@@ -68,7 +68,7 @@ class BalancedEpochPlan(EpochPlan):
     def __init__(self, plan: EpochPlan, balance: StepBalance) -> None:
         super().__init__(plan.order, plan.epoch)
         lanes = plan.order.lanes
-        self.passes, self.spread = plan.passes, lanes
+        self.passes, self.nsamples, self.spread = plan.passes, plan.nsamples, lanes
         self._plan, self._balance = plan, balance
         self._group_size = balance.group_size or lanes
         if lanes % self._group_size:
@@ -90,6 +90,17 @@ class BalancedEpochPlan(EpochPlan):
             mine = stretches == stretch
             found[mine] = self._batches_of(stretch)[places[mine]]
         return found
+
+    def find(self, samples: Ints) -> Places:
+        """Return the full batches in which samples come, and where: their stretches are dealt again."""
+        numbers, batches, _ = self._plan.find(samples)
+        stretches = batches // self._stretch
+        found = [Places(*np.empty((3, 0), dtype=np.int64))]
+        for stretch in np.unique(stretches).tolist():
+            dealt = self._batches_of(stretch)
+            batch, slot = np.nonzero(np.isin(dealt, numbers[stretches == stretch]))
+            found.append(Places(dealt[batch, slot], stretch * self._stretch + batch, slot))
+        return Places(*map(np.concatenate, zip(*found, strict=True)))
 
     def rest(self, start: int) -> Ints:
         """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -94,6 +95,20 @@ def default_window(nsamples: int, total_bytes: int, batch: int) -> int:
     return max(1, min(by_bytes, _WINDOW_SAMPLES) // batch) * batch
 
 
+class Places(NamedTuple):
+    """Places of samples in the full batches of an epoch: an entry for each time that one comes, in any order.
+
+    Args:
+        numbers: The sample's number, as in the batch: copy c of sample i is ``i + c * nsamples``.
+        batches: Number of the batch.
+        slots: Place in the batch.
+    """
+
+    numbers: Ints
+    batches: Ints
+    slots: Ints
+
+
 class EpochPlan:
     """The batches of one epoch.
 
@@ -105,6 +120,7 @@ class EpochPlan:
     def __init__(self, order: EpochOrder, epoch: int) -> None:
         self.order = order
         self.epoch = epoch
+        self.nsamples = order.nsamples  # that are numbered: copies have the numbers after them
         self.passes = 1  # a mix repeats its parts, and each pass has its own sample numbers
         self.spread = 1  # batches that are planned for each one that is asked for
         if not order.shuffle:
@@ -138,6 +154,20 @@ class EpochPlan:
             np.repeat(keys, order.batch),
         ).reshape(shape)
         return self._samples_at((first[:, None] + offset_in_window).ravel()).reshape(shape)
+
+    def find(self, samples: Ints) -> Places:
+        """Return the full batches in which samples come, and where: the inverse of `batches`.
+
+        Args:
+            samples: Numbers from 0 to ``nsamples - 1``, each once; shape (n,).
+        """
+        order = self.order
+        places = self._places_of(samples) if order.shuffle else samples
+        is_full = places < order.num_batches * order.batch
+        samples, places = samples[is_full], places[is_full]
+        if not order.shuffle:
+            return Places(samples, *np.divmod(places, order.batch))
+        return Places(samples, *self._batches_at(places))
 
     def rest(self, start: int) -> Ints:
         """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""
@@ -187,6 +217,39 @@ class EpochPlan:
             np.where(is_of_one, size, order.batch),
         )
 
+    def _batches_at(self, places: Ints) -> tuple[Ints, Ints]:
+        """Return the batches that have these places of the epoch in their windows, and the slots there: the inverse of `_windows`."""
+        order, batch, nodes = self.order, self.order.batch, self.order.nodes
+        batches_per_node = order.num_batches // nodes
+        batches_per_lane, extra = divmod(batches_per_node, order.lanes // nodes)
+        is_of_one = places < batches_per_node * nodes * batch
+        node, within = np.divmod(places, max(1, batches_per_node * batch))
+        longer = (
+            extra * (batches_per_lane + 1) * batch
+        )  # places of the lanes that have a batch more
+        lane = np.where(
+            within < longer,
+            within // ((batches_per_lane + 1) * batch),
+            extra + (within - longer) // max(1, batches_per_lane * batch),
+        )
+        lane_first = (lane * batches_per_lane + np.minimum(lane, extra)) * batch
+        window, offset = np.divmod(within - lane_first, order.window)
+        lane_size = (batches_per_lane + (lane < extra)) * batch
+        size = np.minimum(order.window, lane_size - window * order.window)
+        # The last batches are of several nodes, and are shuffled alone.
+        number, slot = np.divmod(places, batch)
+        lane = np.where(is_of_one, lane * nodes + node, number % order.lanes)
+        window = np.where(is_of_one, window, number // order.lanes * batch // order.window)
+        offset = permute(
+            np.where(is_of_one, offset, slot),
+            np.where(is_of_one, size, batch),
+            derive_keys(self._window_key, lane, window),
+            inverse=True,
+        )
+        turn, slot_there = np.divmod(window * order.window + offset, batch)
+        batches = np.where(is_of_one, turn * order.lanes + lane, number)
+        return batches, np.where(is_of_one, slot_there, offset)
+
     def _permuted(self, blocks: Ints) -> Ints:
         """Return the source of each block, shape (n,); blocks close together, as in a window, are computed once each."""
         first, last = (int(blocks.min()), int(blocks.max())) if blocks.size else (0, 0)
@@ -213,6 +276,17 @@ class EpochPlan:
             short, self._blocks * self.order.block + places - self._short_start, samples
         )
 
+    def _places_of(self, samples: Ints) -> Ints:
+        """Return the places of samples in the permuted sequence of blocks: the inverse of `_samples_at`."""
+        if self._blocks == 0:
+            return samples
+        block, offset = np.divmod(samples, self.order.block)
+        is_short = block >= self._blocks
+        moved = permute(np.where(is_short, 0, block), self._blocks, self._block_key, inverse=True)
+        places = moved * self.order.block + offset
+        places += np.where(places < self._short_start, 0, self._short)
+        return np.where(is_short, self._short_start + offset, places)
+
 
 class CopyPlan(EpochPlan):
     """The batches of one epoch of copies: those of `EpochPlan`, with ``i + copy * nsamples`` in place of sample i.
@@ -232,6 +306,11 @@ class CopyPlan(EpochPlan):
     def batches(self, numbers: Ints) -> Ints:
         """Return the samples of some batches, shape (n, b)."""
         return self._samples.batches(numbers) + self._first
+
+    def find(self, samples: Ints) -> Places:
+        """Return the full batches in which samples come, and where."""
+        numbers, batches, slots = self._samples.find(samples)
+        return Places(numbers + self._first, batches, slots)
 
     def rest(self, start: int) -> Ints:
         """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""

@@ -59,6 +59,28 @@ class MixSchedule:
         num_before: Ints = self._count_before(pairs[1])[row, source] + occurrences[row, slot]
         return source, num_before
 
+    def find_places(self, sources: Ints, num_before: Ints, streams: Ints) -> Ints:
+        """Return the places of streams at which sources are taken that were taken so often before: the inverse of `assign_sources`.
+
+        Args:
+            sources: Shape (n,); their weights are above 0.
+            num_before: Shape (n,), from 0.
+            streams: Shape (n,).
+        """
+        rates = self._rates.copy()
+        rates[self._largest] = 0
+        rates[self._largest] = (self.length << _FRACTION_BITS) - rates.sum()
+        # Not below the pattern: of all but the largest source it is that; of the largest it may be one or two after it.
+        pattern = ((num_before + 1 << _FRACTION_BITS) - 1) // rates[sources]
+        rows = np.arange(len(sources))
+        while (too_far := self._count_before(pattern)[rows, sources] > num_before).any():
+            pattern -= too_far
+        in_pattern, occurrences = self._patterns(streams, pattern)
+        turns = num_before - self._count_before(pattern)[rows, sources]
+        is_place = (in_pattern == sources[:, None]) & (occurrences == turns[:, None])
+        places: Ints = pattern * self.length + is_place.argmax(axis=1)
+        return places
+
     def counts(self, lengths: Ints, streams: Ints) -> Ints:
         """Return how often each source is taken in the first ``lengths`` places of streams, shape (n, sources)."""
         pattern, rest = np.divmod(lengths, self.length)
@@ -131,6 +153,19 @@ class SteppedMixSchedule:
             )
             num_before[own] = within + self._before[segment, lane, sources[own]]
         return sources, num_before
+
+    def find_places(self, sources: Ints, num_before: Ints, lanes: Ints) -> Ints:
+        """Return the places of lanes at which sources are taken that were taken so often before; shape (n,)."""
+        segments = (self._before[:, lanes, sources] <= num_before).sum(axis=0) - 1
+        places = np.empty_like(num_before)
+        for segment in np.unique(segments).tolist():
+            own = segments == segment
+            kinds, lane = sources[own], lanes[own]
+            within = num_before[own] - self._before[segment, lane, kinds]
+            places[own] = self._starts[segment, lane] + self._schedules[segment].find_places(
+                kinds, within, lane
+            )
+        return places
 
     def counts(self, lengths: Ints, lanes: Ints) -> Ints:
         """Return how often each source is taken in the first ``lengths`` places of lanes, shape (n, sources)."""

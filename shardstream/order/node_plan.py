@@ -101,15 +101,49 @@ class NodeEpochPlan(EpochPlan):
         blocks = permute(blocks, counts[nodes], self._block_keys[nodes])
         return nodes[inverse], blocks[inverse]
 
+    def _places_of(self, samples: Ints) -> Ints:
+        """Return the places of samples in the epoch: the inverse of `_samples_at`."""
+        order = self.order
+        in_sequence = _stored(samples, order, inverse=True)
+        giver = np.searchsorted(self._bounds, in_sequence, side="right") - 1
+        block, offset = np.divmod(in_sequence, order.block)
+        block -= self._firsts[giver]
+        is_short = (block < 0) | (block >= self._counts[giver])
+        gap = np.where(block < 0, 0, self._counts[giver] * order.block)
+        start = in_sequence - self._bounds[giver] - gap
+        node, block = self._epoch_blocks(giver, np.where(is_short, 0, block))
+        place = block * order.block + offset
+        place += np.where(place < self._short_starts[node], 0, self._short_sizes[node])
+        node = np.where(is_short, giver, node)
+        place = np.where(is_short, self._short_starts[giver] + start, place)
+        rest = place - self._batched
+        return np.where(
+            rest < 0, node * self._batched + place, order.nodes * (self._batched + rest) + node
+        )
 
-def _stored(places: Ints, order: EpochOrder) -> Ints:
-    """Return the samples at places of the sequence of all nodes."""
+    def _epoch_blocks(self, givers: Ints, blocks: Ints) -> tuple[Ints, Ints]:
+        """Return the nodes that read blocks in this epoch, and which of their blocks these are: the inverse of `_stored_blocks`."""
+        counts = np.maximum(self._counts, 1)
+        turns = permute(blocks, counts[givers], self._block_keys[givers], inverse=True)
+        if not self._exchanged:
+            return givers, turns
+        nodes = givers.copy()
+        given = np.flatnonzero(turns < self._exchanged)
+        slots = nodes[given] * self._exchanged + turns[given]
+        slots = permute(slots, len(counts) * self._exchanged, self._exchange_key, inverse=True)
+        nodes[given], turns[given] = np.divmod(slots, self._exchanged)
+        return nodes, permute(turns, counts[nodes], self._turn_keys[nodes], inverse=True)
+
+
+def _stored(places: Ints, order: EpochOrder, *, inverse: bool = False) -> Ints:
+    """Return the samples at places of the sequence of all nodes; or the places of samples."""
     blocks = order.nsamples // order.block
     of_area = max(1, blocks // _MOST_AREAS, min(_AREA_BLOCKS, blocks // _LEAST_AREAS))
     size = of_area * order.block
     count = order.nsamples // size
     area, offset = np.divmod(places, size)
-    return _deal_areas(count, order.nodes, order.seed)[area] * size + offset
+    areas = _deal_areas(count, order.nodes, order.seed)
+    return (np.argsort(areas) if inverse else areas)[area] * size + offset
 
 
 @lru_cache(maxsize=16)

@@ -252,6 +252,19 @@ class ConcatRows(RowPlan):
         empty = [np.empty(0, dtype=np.int64)] * 3
         return RowParts(counts, *map(np.concatenate, zip(empty, *found, strict=True)))
 
+    def rows_of(self, samples: Ints) -> Ints:
+        """Return the rows that have parts of some samples, each once."""
+        blocks = samples // _BLOCK
+        sizes = [
+            int(self._lengths[number : (block + 1) * _BLOCK].sum(dtype=np.int64))
+            for number, block in zip(samples.tolist(), blocks.tolist(), strict=True)
+        ]
+        starts = self._ends[blocks] - np.array(sizes, dtype=np.int64)
+        stops = starts + self._lengths[samples].astype(np.int64)
+        firsts, ends = starts // self.length, -(-stops // self.length)
+        rows = np.unique(ranges(firsts, np.where(stops > starts, ends - firsts, 0)))
+        return rows[rows < len(self)]
+
     def _row(self, row: int) -> tuple[Ints, Ints, Ints]:
         """Return the sample numbers of a row, and the first token and the one after the last of each."""
         begin, end = row * self.length, min((row + 1) * self.length, self._num_tokens)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
-from typing import Literal, TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -161,6 +162,112 @@ class RankPartition:
         steps = step[(step >= 0) & np.isin(place, self._own)]  # in order, as the batches are
         first: Ints = steps[np.diff(steps, prepend=-1) != 0]
         return first
+
+
+class StepPlaces(NamedTuple):
+    """Places of samples in the steps of all ranks: an entry for each time that one comes.
+
+    Args:
+        numbers: The sample's number, as in the batch: copy c of sample i is ``i + c * nsamples`` of the plan.
+        steps: Step of the rank.
+        ranks: The rank.
+        places: Place in the batch of the rank.
+    """
+
+    numbers: Ints
+    steps: Ints
+    ranks: Ints
+    places: Ints
+
+
+class EpochSteps:
+    """The steps of all ranks in the rest of an epoch, and their inverse: when a sample comes.
+
+    Args:
+        plan: Plan of the epoch.
+        config: Options of the partition.
+        consumed: As in `RankPartition`.
+    """
+
+    def __init__(self, plan: EpochPlan, config: PartitionConfig, *, consumed: int = 0) -> None:
+        self.plan, self.config, self.consumed = plan, config, consumed
+        self._first_rank = RankPartition(plan, config, rank=0, consumed=consumed)
+        self.num_steps = self._first_rank.max_steps
+        """Steps of the rank that has the most."""
+
+    def at(self, step: int, rank: int | None = None) -> StepPlaces:
+        """Return the samples of a step in the order of the batches: of one rank, or of all, one after the other."""
+        if step >= self._first_rank.full_steps:
+            tail = self._tail
+            if rank is None:
+                return tail
+            return StepPlaces(*(column[tail.ranks == rank] for column in tail))
+        microbatches, batch = self.config.microbatches, self.plan.order.batch
+        ranks = np.arange(self.config.world_size, dtype=np.int64)
+        ranks = ranks if rank is None else ranks[rank : rank + 1]
+        own = self._turns.reshape(-1, microbatches)[ranks].ravel()
+        numbers = self.plan.batches(self._first_batch(step) + own).ravel()
+        size = microbatches * batch
+        return StepPlaces(
+            numbers,
+            np.full(len(numbers), step, dtype=np.int64),
+            np.repeat(ranks, size),
+            np.tile(np.arange(size, dtype=np.int64), len(ranks)),
+        )
+
+    def find(self, samples: Ints) -> StepPlaces:
+        """Return the steps at which samples come, and where, in any order.
+
+        Args:
+            samples: Numbers from 0 to ``nsamples - 1`` of the plan, each once; shape (n,).
+        """
+        first, full_steps = self._first_batch(0), self._first_rank.full_steps
+        numbers, batches, slots = self.plan.find(samples)
+        steps, turns = np.divmod(batches - first, self.config.batches_per_step)
+        is_ahead = (steps >= 0) & (steps < full_steps)
+        own = np.argsort(self._turns)[turns[is_ahead]]
+        ranks, microbatches = np.divmod(own, self.config.microbatches)
+        places = microbatches * self.plan.order.batch + slots[is_ahead]
+        full = StepPlaces(numbers[is_ahead], steps[is_ahead], ranks, places)
+        in_tail = np.isin(self._tail.numbers % max(1, self.plan.nsamples), samples)
+        return StepPlaces(
+            *(np.append(own, column[in_tail]) for own, column in zip(full, self._tail, strict=True))
+        )
+
+    def workers_of(self, steps: Ints, num_workers: int) -> Ints:
+        """Return the worker of each step, shape (n,)."""
+        cycle = steps_per_cycle(self.plan.order, self.config, num_workers)
+        workers: Ints = steps % cycle % num_workers
+        return workers
+
+    def _first_batch(self, step: int) -> int:
+        return self._first_rank._first + step * self.config.batches_per_step
+
+    @cached_property
+    def _turns(self) -> Ints:
+        """The batches of a step, from 0, in the order of the ranks; shape (batches per step,)."""
+        turns, order = np.arange(self.config.batches_per_step), self.plan.order
+        if order.nodes == 1:
+            return turns
+        return _sort_by_node(turns, order, self.config, self._first_batch(0))
+
+    @cached_property
+    def _tail(self) -> StepPlaces:
+        """The last, short step."""
+        rank, left = self._first_rank, self._first_rank._left
+        left = 0 if self.config.drop_last else left
+        places = [
+            _tail_places(left, self.config, number, self.plan.order.nodes)
+            for number in range(self.config.world_size)
+        ]
+        sizes = np.array([len(own) for own in places])
+        numbers = self.plan.rest(rank._tail_batch)[np.concatenate(places)]
+        return StepPlaces(
+            numbers,
+            np.full(len(numbers), rank.full_steps, dtype=np.int64),
+            np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+            np.concatenate([np.arange(size, dtype=np.int64) for size in sizes.tolist()]),
+        )
 
 
 def steps_per_cycle(order: EpochOrder, config: PartitionConfig, num_workers: int) -> int:

@@ -38,32 +38,35 @@ def derive_keys(key: int, *parts: Ints) -> UInts:
     return keys
 
 
-def permute(index: Ints, size: Ints | int, key: UInts | int) -> Ints:
+def permute(index: Ints, size: Ints | int, key: UInts | int, *, inverse: bool = False) -> Ints:
     """Return the image of each index under a random permutation of 0 to ``size - 1``.
 
     Args:
         index: Shape (n,), each from 0 to its size - 1.
         size: Size of the permutation, for all or for each index, at least 1.
         key: Key of the permutation, for all or for each index.
+        inverse: Return the index of each image instead.
 
     Returns:
         Shape (n,), int64. Over all indices of one size and key, each number below the size occurs once.
 
-    >>> sorted(permute(np.arange(5), 5, derive_key(7)).tolist())
-    [0, 1, 2, 3, 4]
+    >>> moved = permute(np.arange(5), 5, derive_key(7))
+    >>> sorted(moved.tolist()), permute(moved, 5, derive_key(7), inverse=True).tolist()
+    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
     """
+    encrypt = _feistel_inverse if inverse else _feistel
     sizes, keys = (np.atleast_1d(np.asarray(one, dtype=np.uint64)) for one in (size, key))
     if len(sizes) > 1 and (sizes == sizes[0]).all():
         sizes = sizes[:1]  # NumPy divides by one number in a tenth of the time
     # float64 may err by one ulp for huge sizes, so that a * b could be too small: one more column covers all cells
     a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64) + np.uint64(1)
     b = sizes // a + np.uint64(1)
-    values = _feistel(index.astype(np.uint64), a, b, keys)
+    values = encrypt(index.astype(np.uint64), a, b, keys)
     outside = np.flatnonzero(values >= sizes)
     if outside.size:
         a, b, keys, sizes = (np.broadcast_to(one, index.shape) for one in (a, b, keys, sizes))
     while outside.size:
-        values[outside] = _feistel(values[outside], a[outside], b[outside], keys[outside])
+        values[outside] = encrypt(values[outside], a[outside], b[outside], keys[outside])
         outside = outside[values[outside] >= sizes[outside]]
     return values.astype(np.int64)
 
@@ -81,6 +84,16 @@ def _feistel(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
         shift -= shift // b * b
         right += shift
         right -= right // b * b
+    return left * b + right
+
+
+def _feistel_inverse(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
+    left = values // b
+    right = values - left * b
+    for number in reversed(range(_ROUNDS)):
+        round_keys = keys + np.uint64((2 * number + 1) * _GOLDEN & _MASK)
+        right = (right + b - _mix(left ^ (round_keys + np.uint64(_GOLDEN))) % b) % b
+        left = (left + a - _mix(right ^ round_keys) % a) % a
     return left * b + right
 
 

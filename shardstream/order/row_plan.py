@@ -106,6 +106,10 @@ class RowPlan(ABC):
     def parts(self, rows: Ints) -> RowParts:
         """Return the parts of some rows, given by their numbers from 0 to n - 1, or those of copies; shape (rows,)."""
 
+    @abstractmethod
+    def rows_of(self, samples: Ints) -> Ints:
+        """Return the rows that may have parts of some samples, among them all that have, also where copies differ; each once."""
+
 
 def digest_of(*values: object) -> str:
     """Return 16 hex digits that change with plain values and arrays."""
@@ -179,6 +183,11 @@ class GroupedRows(RowPlan):
         counts = np.array([len(one.counts) for one in planned])
         first_of_pair = np.cumsum(counts) - counts
         return join_parts(planned).take(first_of_pair[place] + rows - self.firsts[groups])
+
+    def rows_of(self, samples: Ints) -> Ints:
+        """Return the rows that may have parts of some samples: all of their groups."""
+        groups = np.unique(samples // self._group)
+        return ranges(self.firsts[groups], np.diff(self.firsts)[groups])
 
     @cached_property
     def _most_kept(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, Places
 from shardstream.order.permutation import Ints, derive_key, derive_keys
 
 _COPY_BITS = (
@@ -149,13 +149,19 @@ class WeightedEpochPlan(EpochPlan):
 
     def __init__(self, order: EpochOrder, epoch: int, draw: WeightedDraw) -> None:
         super().__init__(order, epoch)
-        self.passes = draw.max_copies
+        self.passes, self.nsamples = draw.max_copies, len(draw.copies)
         self._draw = draw
         self._places = EpochPlan(order, epoch)
 
     def batches(self, numbers: Ints) -> Ints:
         """Return the samples of some batches, shape (n, b)."""
         return self._drawn[self._places.batches(numbers)]
+
+    def find(self, samples: Ints) -> Places:
+        """Return the full batches in which samples come, and where: those of each copy."""
+        drawn = np.flatnonzero(np.isin(self._drawn % self.nsamples, samples))
+        places, batches, slots = self._places.find(drawn)
+        return Places(self._drawn[places], batches, slots)
 
     def rest(self, start: int) -> Ints:
         """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""

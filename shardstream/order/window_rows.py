@@ -61,6 +61,15 @@ class WindowRows(RowPlan):
         without = f", {plural(self.num_without, kind)} too short" if self.num_without else ""
         return f"{plural(len(self), 'window')} of {self.size}, from {plural(len(self._lengths), kind)}{without}"
 
+    def rows_of(self, samples: Ints) -> Ints:
+        """Return the windows of some samples, or of the runs that have them, each once."""
+        owners = samples
+        if self._firsts is not None:
+            owners = np.unique(np.searchsorted(self._firsts, samples, side="right") - 1)
+        ends = self._ends[owners]
+        counts = np.diff(self._ends, prepend=0)[owners]
+        return ranges(ends - counts, counts)
+
     def parts(self, rows: Ints) -> RowParts:
         """Return the parts of some rows."""
         rows = rows % max(1, len(self))

@@ -14,6 +14,10 @@ from shardstream.pipeline.decode import (
     Decoder,
     Handler,
 )
+from shardstream.pipeline.epoch_samples import (
+    EpochSamples,
+    planned_source,
+)
 from shardstream.pipeline.fields import (
     KeepFields,
     OpenFields,
@@ -123,6 +127,7 @@ __all__ = [
     "Context",
     "Decode",
     "Decoder",
+    "EpochSamples",
     "GroupBatched",
     "Handler",
     "IndexedRun",
@@ -202,6 +207,7 @@ __all__ = [
     "past_of",
     "plan_state",
     "plan_steps",
+    "planned_source",
     "position_in",
     "read_shard",
     "records_of",

@@ -15,15 +15,13 @@ from shardstream.order import (
     CopyPlan,
     EpochOrder,
     EpochPlan,
-    Ints,
     MixSchedule,
     StepBalance,
-    SteppedMixSchedule,
     default_window,
-    derive_key,
 )
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource
+from shardstream.pipeline.mix_plan import EPOCHS_PER_PASS, MixEpochPlan, MixLanes, lane_lengths
 from shardstream.pipeline.options import OrderOptions, ReadOptions
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import Moved, Runner, Step
@@ -111,12 +109,7 @@ MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]] | Weight
 WeightChanges = Sequence[Sequence[Any]]
 """Weights given in the training, as states have them: pairs of the sample of the training from which they hold, and weights by name."""
 
-EPOCHS_PER_PASS = 1 << 32
-"""Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
-
 _LEAST_SHARE = 0.9  # of the samples of an epoch; a shorter one warns
-
-_MIX = 5  # purpose of the random key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,18 +356,18 @@ class MixIndexedSource(IndexedSource):
                 for name, part in zip(self.recipe.parts, self.samples.inner, strict=True)
             }
         lanes = self._lanes(order, epoch)
-        counts = lanes.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch).sum(
+        counts = lanes.counts(lane_lengths(order.num_batches, order.lanes) * order.batch).sum(
             axis=0
         )
         return dict(zip(self.recipe.parts, counts.tolist(), strict=True))
 
-    def _lanes(self, order: EpochOrder, epoch: int) -> _MixLanes:
+    def _lanes(self, order: EpochOrder, epoch: int) -> MixLanes:
         begin = epoch % EPOCHS_PER_PASS * (self.recipe.samples or 0)
         at_begin = [change for change in self.changes if change[0] <= begin]
         planned = self.recipe.segments_of(epoch, at_begin)
         segments = self.recipe.segments_of(epoch, self.changes)
         assert planned is not None and segments is not None  # noqa: S101, PT018  (checked by the callers)
-        return _MixLanes(self, planned, segments, order, epoch)
+        return MixLanes(self, planned, segments, order, epoch)
 
 
 class _PartSteps:
@@ -408,153 +401,7 @@ class _PartSteps:
             runner.close()
 
 
-class _MixLanes:
-    """Compute the sample at each place of a mix; lane l of the mix takes its samples from lane l of each part.
-
-    Args:
-        mix: The mix.
-        planned: Segments of the epoch as they were known at its begin.
-        segments: Segments of the epoch, with weights that were given since.
-        order: Order of the epoch.
-        epoch: From 0.
-    """
-
-    def __init__(
-        self,
-        mix: MixIndexedSource,
-        planned: list[tuple[int, list[float]]],
-        segments: list[tuple[int, list[float]]],
-        order: EpochOrder,
-        epoch: int,
-    ) -> None:
-        self._mix = mix
-        self._lanes = order.lanes
-        self._epoch = epoch
-        self._schedule = _schedule_of(segments, order, epoch)
-        shares = np.array([np.array(weights) / sum(weights) for _, weights in segments])
-        self._shares: Any = shares.max(axis=0)
-        self._windows = _windows_of(planned, segments, order.window)
-        self._plans: dict[tuple[int, int], EpochPlan] = {}
-        numbers = np.arange(order.lanes, dtype=np.int64)
-        part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(self._shares))]
-        self.sizes = np.stack([-((numbers - size) // order.lanes) for size in part_sizes], axis=1)
-        self.wanted = self._shares > 0
-        small = (self.sizes == 0).any(axis=0) & self.wanted
-        if small.any():
-            name = list(mix.recipe.parts)[int(np.flatnonzero(small)[0])]
-            raise OptionError(
-                f"dataset {name!r} has fewer samples than the mix has lanes, {order.lanes}; use fewer lanes"
-            )
-
-    def whole_length(self, recipe: MixRecipe) -> int:
-        """Return the samples that an epoch would have in one lane, with batches of one sample."""
-        if recipe.samples is not None:
-            return recipe.samples
-        lengths = self.sizes.sum(axis=0)[self.wanted] / self._shares[self.wanted]
-        return int(lengths.min() if recipe.stop == "first_exhausted" else lengths.max())
-
-    def counts(self, lengths: Ints) -> Ints:
-        """Return the number of samples of each part in the first places of every lane, shape (L, parts)."""
-        return self._schedule.counts(lengths, np.arange(self._lanes, dtype=np.int64))
-
-    def samples(self, lanes: Ints, places: Ints) -> Ints:
-        """Return the sample numbers, in all samples, at places of lanes; shape (n,) each."""
-        part, turn = self._schedule.assign_sources(places, lanes)
-        passes, turn = np.divmod(turn, self.sizes[lanes, part])
-        numbers = np.empty_like(places)
-        samples = self._mix.samples
-        for kind in np.unique(part).tolist():
-            for pass_number in np.unique(passes[part == kind]).tolist():
-                is_in_pass = (part == kind) & (passes == pass_number)
-                batches = turn[is_in_pass] * self._lanes + lanes[is_in_pass]
-                plan = self._plan(kind, pass_number)
-                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(samples.inner[kind]))
-                # A repeated sample gets a new number: it is fetched again, and its random augmentation differs.
-                turns = inner_pass + pass_number * self._plan(kind, 0).passes
-                numbers[is_in_pass] = samples.firsts[kind] + inner + turns * len(samples)
-        return numbers
-
-    def passes(self, order: EpochOrder) -> int:
-        """Return an upper bound for the pass numbers of an epoch, so that those of nested mixes do not collide."""
-        counts = self.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch)
-        turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
-        inner = max(self._plan(part, 0).passes for part in range(counts.shape[1]))
-        # Doubled for nested mixes whose weights differ between passes.
-        return 2 * turns * inner
-
-    def _plan(self, part: int, pass_number: int) -> EpochPlan:
-        plan = self._plans.get((part, pass_number))
-        if plan is None:
-            source = self._mix.sources[part]
-            epoch = self._epoch + pass_number * EPOCHS_PER_PASS
-            order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
-            order = replace(
-                order, lanes=self._lanes, window=source.options.window or self._windows[part]
-            )
-            plan = self._plans[part, pass_number] = source.plan(order, epoch)
-        return plan
-
-
-def _windows_of(
-    planned: Sequence[tuple[int, list[float]]],
-    segments: Sequence[tuple[int, list[float]]],
-    window: int,
-) -> list[int]:
-    """Return the window of each part: the largest that was planned.
-
-    Weights given within the epoch may not alter the order of a part that has samples already, so they count only for parts that have none
-    until then.
-    """
-    sizes = [
-        [one and max(1, round(window * one / sum(weights))) for one in weights]
-        for _, weights in (*planned, *segments)
-    ]
-    of_parts = zip(*sizes, strict=True)
-    number = len(planned)
-    return [int(max(one[:number]) or next(filter(None, one[number:]), 1)) for one in of_parts]
-
-
-def _schedule_of(
-    segments: Sequence[tuple[int, list[float]]], order: EpochOrder, epoch: int
-) -> MixSchedule | SteppedMixSchedule:
-    """Return the schedule of an epoch; weights hold from the first whole batch on."""
-    by_batch = {-(-first // order.batch): weights for first, weights in segments}
-    schedules = [
-        (batch, MixSchedule(weights, derive_key(order.seed, epoch, _MIX, *[batch] * (batch > 0))))
-        for batch, weights in by_batch.items()
-    ]
-    if len(schedules) == 1:
-        return schedules[0][1]
-    return SteppedMixSchedule(schedules, lanes=order.lanes, batch=order.batch)
-
-
-class MixEpochPlan(EpochPlan):
-    """The batches of one epoch of a mix."""
-
-    def __init__(self, order: EpochOrder, epoch: int, lanes: _MixLanes) -> None:
-        super().__init__(order, epoch)
-        self._lanes = lanes
-        self.passes = lanes.passes(order)
-
-    def batches(self, numbers: Ints) -> Ints:
-        """Return the samples of some batches, shape (n, b)."""
-        order = self.order
-        slots = np.arange(order.batch, dtype=np.int64)
-        places = (numbers // order.lanes * order.batch)[:, None] + slots
-        lanes = np.repeat(numbers % order.lanes, order.batch)
-        return self._lanes.samples(lanes, places.ravel()).reshape(places.shape)
-
-    def rest(self, start: int) -> Ints:
-        """Return the samples of the batches from ``start`` on; a mix ends with a full batch."""
-        return self.batches(np.arange(start, self.order.num_batches, dtype=np.int64)).ravel()
-
-
-def _lane_lengths(batches: int, lanes: int) -> Ints:
-    """Return the number of batches of each lane."""
-    return -((np.arange(lanes, dtype=np.int64) - batches) // lanes)
-
-
-def _check_length(order: EpochOrder, recipe: MixRecipe, lanes: _MixLanes) -> None:
+def _check_length(order: EpochOrder, recipe: MixRecipe, lanes: MixLanes) -> None:
     """Check that lanes and whole batches leave most samples of an epoch, or warn.
 
     Raises:
@@ -577,14 +424,14 @@ def _check_length(order: EpochOrder, recipe: MixRecipe, lanes: _MixLanes) -> Non
     warnings.warn(problem, UserWarning, stacklevel=3)
 
 
-def _length(lanes: _MixLanes, recipe: MixRecipe, batch: int) -> int:
+def _length(lanes: MixLanes, recipe: MixRecipe, batch: int) -> int:
     """Return the samples of an epoch, a multiple of the batch; bisection works because counts grow with the length."""
     if recipe.samples is not None:
         return recipe.samples // batch * batch
     number = len(lanes.sizes)
 
     def is_within_epoch(batches: int) -> bool:
-        counts = lanes.counts(_lane_lengths(batches, number) * batch)
+        counts = lanes.counts(lane_lengths(batches, number) * batch)
         # first_exhausted: no sample was repeated yet; all_exhausted: some sample was not read yet
         if recipe.stop == "first_exhausted":
             return bool((counts <= lanes.sizes).all())

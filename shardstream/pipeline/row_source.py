@@ -11,7 +11,8 @@ from shardstream.errors import OptionError, SampleError
 from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource, OrderedSource
-from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixIndexedSource
+from shardstream.pipeline.mix import MixIndexedSource
+from shardstream.pipeline.mix_plan import EPOCHS_PER_PASS
 from shardstream.pipeline.options import refuse_options
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import ItemStage, Moved, Runner, Step

@@ -30,7 +30,13 @@ from shardstream.samples.lengths import (
     run_lengths,
     values_of,
 )
-from shardstream.samples.row_samples import RowItem, RowSamples
+from shardstream.samples.row_samples import (
+    RowItem,
+    RowSamples,
+    parts_in_rows,
+    rows_with,
+    samples_in_rows,
+)
 from shardstream.samples.subset import Choice, Subset, select_subset
 from shardstream.samples.table import Table
 from shardstream.samples.view import View, leaves_of, replace_leaves
@@ -64,9 +70,12 @@ __all__ = [
     "leaves_of",
     "lengths_of",
     "open_part",
+    "parts_in_rows",
     "places_in",
     "replace_leaves",
+    "rows_with",
     "run_lengths",
+    "samples_in_rows",
     "select_subset",
     "split_by_step",
     "values_of",

@@ -13,6 +13,7 @@ from shardstream.errors import plural
 from shardstream.format import Rows
 from shardstream.order import RowParts, RowPlan
 from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
+from shardstream.samples.concat import Concat
 from shardstream.samples.view import View, ViewFetcher
 
 
@@ -104,6 +105,72 @@ class RowSamples(View):
     ) -> Fetcher:
         """Open a fetcher of the samples, which returns a `RowItem` for each row."""
         return _RowFetcher(self, [1.0], upcoming, options or FetchOptions())
+
+
+def has_rows(samples: Samples) -> bool:
+    """Return whether samples are rows, or some of them are, as in a mix."""
+    if isinstance(samples, Concat):
+        return any(map(has_rows, samples.inner))
+    return isinstance(samples, RowSamples)
+
+
+def samples_in_rows(samples: Samples) -> Samples:
+    """Return the samples of which rows are made; those that are no rows are their own."""
+    if isinstance(samples, RowSamples):
+        return samples_in_rows(samples.whole)
+    if isinstance(samples, Concat) and has_rows(samples):
+        return Concat([samples_in_rows(one) for one in samples.inner])
+    return samples
+
+
+def parts_in_rows(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """Return the parts of rows, one row after the other.
+
+    Args:
+        samples: Rows, or samples that are no rows, which are parts of their own.
+        numbers: Numbers of rows, or of copies; shape (n,).
+
+    Returns:
+        Place of the row in ``numbers``, and number of the part in `samples_in_rows`; those of copies are copies. Shape (parts,) each.
+    """
+    if isinstance(samples, RowSamples):
+        parts = samples.plan.parts(numbers)
+        rows = np.repeat(np.arange(len(numbers)), parts.counts)
+        own = parts.numbers + numbers[rows] // len(samples) * len(samples.whole)
+        places, found = parts_in_rows(samples.whole, own)
+        return rows[places], found
+    if not (isinstance(samples, Concat) and has_rows(samples)):
+        return np.arange(len(numbers)), numbers
+    whole, all_parts = Concat(list(map(samples_in_rows, samples.inner))), [np.empty((2, 0), int)]
+    kinds, own = samples.find(numbers)
+    for kind in np.unique(kinds).tolist():
+        is_mine = kinds == kind
+        places, found = parts_in_rows(samples.inner[kind], own[is_mine])
+        copies, found = np.divmod(found, len(whole.inner[kind]))
+        found += whole.firsts[kind] + copies * len(whole)
+        all_parts.append(np.stack((np.flatnonzero(is_mine)[places], found)))
+    places, found = np.concatenate(all_parts, axis=1)
+    order = np.argsort(places, kind="stable")
+    return places[order], found[order]
+
+
+def rows_with(samples: Samples, numbers: Numbers) -> Numbers:
+    """Return the rows that may have parts of samples, among them all that have (see `RowPlan.rows_of`); shape (rows,).
+
+    Args:
+        samples: Rows, or samples that are no rows.
+        numbers: Numbers in `samples_in_rows`, each once; shape (n,).
+    """
+    if isinstance(samples, RowSamples):
+        return samples.plan.rows_of(rows_with(samples.whole, numbers))
+    if not (isinstance(samples, Concat) and has_rows(samples)):
+        return numbers
+    kinds, own = Concat(list(map(samples_in_rows, samples.inner))).find(numbers)
+    rows = [
+        samples.firsts[kind] + rows_with(samples.inner[kind], own[kinds == kind])
+        for kind in np.unique(kinds).tolist()
+    ]
+    return np.concatenate([np.empty_like(numbers, shape=0), *rows])
 
 
 class _RowFetcher(ViewFetcher):

@@ -1,0 +1,291 @@
+"""Plans say of each step and of each sample what loaders then read."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardstream as ss
+from tests.small_datasets import FEW_CORES
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=", "ignore:an epoch of this mix")
+
+COUNT = 160
+LENGTHS = np.arange(COUNT) % 5 + 1
+Folders = tuple[str, str]
+At = ss.Placement | None
+Seen = Counter[tuple[int, int, int, int]]
+"""Class, step, rank and place of each sample that was read."""
+
+
+def numbered_from(folder: Path, first: int) -> str:
+    """Write samples whose key is their class, and which are in runs of seven."""
+    pattern = f"{folder}/{{shard:06d}}.tar"
+    with ss.ShardWriter(pattern, columns="cls,run=json.run", max_samples=15) as writer:
+        for number in range(first, first + COUNT):
+            run = {"run": number // 7}
+            writer.write({"__key__": f"{number:06d}", "cls": number, "json": run})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    made = [numbered_from(tmp_path_factory.mktemp(f"from{one}"), one) for one in (0, 1000)]
+    return made[0], made[1]
+
+
+def read(folder: str, at: At, **options: Any) -> ss.ShardDataset:
+    return ss.ShardDataset(folder, placement=at, **options).decode()
+
+
+def small(folder: str, at: At) -> Any:
+    return read(folder, at, shuffle=True, subset=range(40, 20, -1))
+
+
+def packed(dataset: Any, **options: Any) -> Any:
+    return dataset.pack_sequences((), 7, lengths=LENGTHS, keep="cls", **options)
+
+
+def nested(a: str, b: str, at: At) -> Any:
+    inner = ss.mix([read(a, at), small(b, at)], [2, 1], stop="all_exhausted", seed=2)
+    return ss.mix([inner, read(b, at, subset=slice(50, 150))], [1, 2], seed=1)
+
+
+def by_step(a: str, b: str, at: At) -> Any:
+    weights: dict[int, dict[str, float]] = {0: {"a": 1, "b": 0}, 3: {"a": 1, "b": 2}}
+    schedule = ss.WeightSchedule(weights, step=32)
+    return ss.mix({"a": read(a, at), "b": small(b, at)}, schedule, samples=256)
+
+
+MADE: dict[str, Callable[[str, str, At], Any]] = {
+    "plain": lambda a, _, at: read(a, at),
+    "shuffled": lambda a, _, at: read(a, at, shuffle=True, seed=3),
+    "nodes": lambda a, _, at: read(
+        a, at, shuffle=True, order=ss.OrderOptions(nodes=2, exchange=0.5, block=3)
+    ),
+    "balance": lambda a, _, at: read(
+        a, at, shuffle=True, order=ss.OrderOptions(balance=ss.Balance(LENGTHS, steps=3))
+    ),
+    "weights": lambda a, _, at: read(a, at, shuffle=True, weights=LENGTHS - 1),
+    "weights with balance": lambda a, _, at: read(
+        a, at, shuffle=True, weights=LENGTHS, order=ss.OrderOptions(balance=LENGTHS)
+    ),
+    "subset": lambda a, _, at: small(a, at),
+    "condition": lambda a, _, at: read(a, at, shuffle=True, where="cls % 3 = 1"),
+    "join": lambda a, _, at: ss.join(
+        ss.ShardDataset(a, shuffle=True, seed=9, placement=at), {a: {"other": "cls"}}
+    ).decode(),
+    "mix": lambda a, b, at: ss.mix([read(a, at), read(b, at)], [3, 1], seed=4),
+    "mix that repeats": lambda a, b, at: ss.mix(
+        [read(a, at), small(b, at)], [1, 1], stop="all_exhausted"
+    ),
+    "mix without weights": lambda a, b, at: ss.mix([read(a, at), read(b, at)], seed=1),
+    "mix with balance": lambda a, b, at: ss.mix(
+        [read(a, at), read(b, at)],
+        [1, 1],
+        order=ss.OrderOptions(balance=np.tile(LENGTHS, 2)),
+    ),
+    "mix by step": by_step,
+    "nested mix": nested,
+    "packed rows": lambda a, _, at: packed(read(a, at, shuffle=True)),
+    "packed rows of each epoch": lambda a, _, at: packed(read(a, at, shuffle=True), repack=True),
+    "rows that are cut": lambda a, _, at: packed(read(a, at, shuffle=True), packing="concat"),
+    "windows": lambda a, _, at: read(a, at, shuffle=True).windows(size=4, stride=3, group="run"),
+    "cost batches": lambda a, _, at: read(a, at, shuffle=True).batch_by_cost(
+        LENGTHS, 30, multiple=4
+    ),
+    "mix of rows": lambda a, b, at: ss.mix(
+        [packed(read(a, at), repack=True), packed(read(b, at))], [1, 2], stop="all_exhausted"
+    ),
+    "mix of rows and samples": lambda a, b, at: ss.mix([packed(read(a, at)), read(b, at)]),
+}
+
+
+def classes_of(item: Any) -> list[int]:
+    """Return the classes of a sample, or of those in a row."""
+    return [int(one) for one in np.atleast_1d(np.asarray(item["cls"]))]
+
+
+def loader(dataset: Any, batch_size: int, **options: Any) -> ss.ShardLoader:
+    if dataset.pipeline.source.yields_batches:
+        return ss.ShardLoader(dataset, None, **options)
+    return ss.ShardLoader(dataset, batch_size, collate_fn=list, **options)
+
+
+def read_batches(batches: Iterator[Any]) -> Iterator[list[list[int]]]:
+    """Yield for each batch the classes of its items."""
+    for batch in batches:
+        items = batch if isinstance(batch, list) else [{"cls": one} for one in batch["cls"]]
+        yield [classes_of(item) for item in items]
+
+
+def planned_classes(plan: Any) -> dict[int, int]:
+    """Return the class of each number of a plan that comes in it."""
+    steps = [plan.samples(step) for step in range(plan.num_steps)]
+    last = 1 + max(int(one.numbers.max()) for one in steps)
+    found = plan.where(numbers=range(last))
+    return dict(zip(found.numbers.tolist(), map(int, plan.keys(found)), strict=True))
+
+
+def assert_plan_is_what_is_read(loaders: list[ss.ShardLoader], plan: Any) -> None:
+    """Compare a plan with the batches that the ranks then read, both ways."""
+    seen: Seen = Counter()
+    classes = planned_classes(plan)
+    for rank, one in enumerate(loaders):
+        for step, items in enumerate(read_batches(iter(one))):
+            planned = plan.samples(step, rank)
+            read_classes = [number for item in items for number in item]
+            assert [classes[number] for number in planned.numbers.tolist()] == read_classes
+            places = [place for place, item in enumerate(items) for _ in item]
+            assert planned.places.tolist() == places
+            assert set(planned.steps.tolist()) == {step}
+            assert set(planned.workers.tolist()) == {step % max(1, one.num_workers)}
+            of_all = plan.samples(step)
+            assert of_all.numbers[of_all.ranks == rank].tolist() == planned.numbers.tolist()
+            seen.update(
+                (number, step, rank, place) for place, item in enumerate(items) for number in item
+            )
+    found = plan.where(numbers=list(classes))
+    columns = found.steps.tolist(), found.ranks.tolist(), found.places.tolist()
+    came = [classes[number] for number in found.numbers.tolist()]
+    assert Counter(zip(came, *columns, strict=True)) == seen
+    in_order = list(zip(*columns, strict=True))
+    assert in_order == sorted(in_order)
+
+
+@pytest.mark.parametrize("name", MADE)
+@settings(max_examples=4)
+@given(
+    ranks=st.sampled_from([1, 2, 4]),
+    batch_size=st.sampled_from([1, 4, 8]),
+    epoch=st.integers(0, 3),
+    workers=st.sampled_from([0, 0, 0, 2]),
+    taken=st.integers(0, 3),
+)
+def test_each_step_and_each_sample_come_as_planned(  # noqa: PLR0913, PLR0917
+    folders: Folders, name: str, ranks: int, batch_size: int, epoch: int, workers: int, taken: int
+) -> None:
+    places = [ss.Placement(rank, ranks) for rank in range(ranks)]
+    loaders = [loader(MADE[name](*folders, at), batch_size, num_workers=workers) for at in places]
+    for one in loaders:
+        one.set_epoch(epoch)
+    assert_plan_is_what_is_read(loaders, loaders[0].plan(epoch))
+    # The rest of an epoch, on other ranks.
+    first = loader(MADE[name](*folders, ss.Placement(0, 1)), batch_size)
+    first.set_epoch(epoch)
+    list(islice(first, taken))
+    state = first.state_dict()
+    others = [loader(MADE[name](*folders, at), batch_size) for at in places]
+    for one in others:
+        one.load_state_dict(state)
+    plan = others[-1].plan()
+    if plan.num_steps:
+        assert_plan_is_what_is_read(others, plan)
+
+
+@settings(max_examples=15)
+@given(
+    ranks=st.integers(1, 4),
+    batch_size=st.sampled_from([4, 8, 12, 36]),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    nodes=st.sampled_from([1, 2, 3]),
+    remainder=st.sampled_from(["pad", "drop", "keep"]),
+    lanes=st.sampled_from([None, 6, 24]),
+    microbatch=st.sampled_from([None, 1, 4]),
+)
+def test_last_steps_come_as_planned(
+    folders: Folders,
+    ranks: int,
+    batch_size: int,
+    *,
+    shuffle: bool,
+    drop_last: bool,
+    nodes: int,
+    **options: Any,
+) -> None:
+    order = ss.OrderOptions(**options, nodes=nodes if shuffle else 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaders = [
+            loader(
+                read(folders[0], ss.Placement(rank, ranks), shuffle=shuffle, order=order),
+                batch_size,
+                drop_last=drop_last,
+            )
+            for rank in range(ranks)
+        ]
+        assert_plan_is_what_is_read(loaders, loaders[0].plan(0))
+
+
+def test_weights_given_in_a_training_are_planned_from_there(folders: Folders) -> None:
+    datasets = {"a": read(folders[0], None), "b": read(folders[1], None)}
+    first = loader(ss.mix(datasets, {"a": 1, "b": 1}, samples=160), 8)
+    batches = read_batches(iter(first))
+    done = list(islice(batches, 5))
+    first.set_weights({"a": 1, "b": 0})
+    plan = first.plan(0)
+    done += batches
+    assert [[[int(key)] for key in plan.keys(plan.samples(step))] for step in range(20)] == done
+    assert all(number < 1000 for batch in done[5:] for (number,) in batch)
+
+
+def test_copies_and_ranks_and_workers_are_told_apart(folders: Folders) -> None:
+    plan = loader(MADE["weights"](*folders, ss.Placement(1, 2)), 4, num_workers=2).plan(1)
+    most = plan.where(numbers=[4])
+    assert len(most) == len(set(most.copies.tolist())) >= 1
+    assert plan.where(keys=["000000"]).numbers.tolist() == []  # its weight is 0
+    assert plan.where(keys=["000004"]).steps.tolist() == most.steps.tolist()
+    assert plan.samples(3).workers.tolist() == [1] * 8
+    assert plan.num_ranks == 2
+    assert "of 2 ranks" in repr(plan)
+
+
+def test_steps_that_leave_samples_out_make_a_plan_inexact(folders: Folders) -> None:
+    dataset = read(folders[0], None)
+    assert loader(dataset, 4).plan(0).is_exact
+    assert not loader(dataset.select(bool), 4).plan(0).is_exact
+    assert not loader(read(folders[0], None, on_error="skip"), 4).plan(0).is_exact
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda plan: plan.samples(40), "no step 40: they are numbered from 0 to 39"),
+        (lambda plan: plan.samples(0, 1), "no rank 1: they are numbered from 0 to 0"),
+        (lambda plan: plan.samples(-1), "no step -1"),
+        (lambda plan: plan.where(), "numbers= or keys=, one of them"),
+        (lambda plan: plan.where(numbers=[1], keys=["a"]), "one of them"),
+        (lambda plan: plan.where(numbers=[160]), "numbered from 0 to 159, not 160"),
+        (lambda plan: plan.where(numbers=[-1]), "not -1"),
+        (lambda plan: plan.where(numbers=[1.5]), "takes whole numbers"),
+        (lambda plan: plan.where(numbers=np.ones(160, bool)), "takes whole numbers"),
+        (lambda plan: plan.where(keys=["a", "b"]), "no sample has the key 'a', 'b'"),
+        (lambda plan: plan.where(keys=[]), "keys= chooses no sample"),
+    ],
+)
+def test_what_there_is_not_is_named(
+    folders: Folders, ask: Callable[[Any], Any], message: str
+) -> None:
+    with pytest.raises(ss.ShardStreamError, match=message):
+        ask(loader(read(folders[0], None), 4).plan(0))
+
+
+def test_trainings_without_a_plan_are_refused(folders: Folders) -> None:
+    dataset = read(folders[0], None)
+    with pytest.raises(ss.ShardStreamError, match="the step Shuffle changes how many"):
+        loader(dataset.shuffle(10), 4).plan(0)
+    with pytest.raises(ss.ShardStreamError, match="batch_size=None"):
+        ss.ShardLoader(dataset, None).plan(0)
+    whole = ss.ShardDataset(folders[0], read=ss.ReadOptions(index="ignore"))
+    with pytest.raises(ss.ShardStreamError, match="without an index"):
+        ss.ShardLoader(whole, 4).plan(0)
