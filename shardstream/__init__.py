@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         show,
     )
-    from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
+    from shardstream.packing import ShardWriter, index, merge, pack, replace_fields, reshard, verify
     from shardstream.pipeline import (
         Balance,
         OrderOptions,
@@ -67,6 +67,7 @@ __all__ = [
     "mix",
     "pack",
     "ray",
+    "replace_fields",
     "reshard",
     "save_checkpoint",
     "show",
@@ -96,6 +97,7 @@ _LAZY = {
     "merge": "packing",
     "mix": "loader",
     "pack": "packing",
+    "replace_fields": "packing",
     "reshard": "packing",
     "save_checkpoint": "loader",
     "show": "loader",

@@ -1,5 +1,6 @@
 """Map sample numbers to byte ranges of shards and of loose files."""
 
+from shardstream.catalog.changes import refuse_deleted
 from shardstream.catalog.class_names import (
     Classes,
     ClassNames,
@@ -30,12 +31,7 @@ from shardstream.catalog.inspect import (
 from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
-from shardstream.catalog.shard_catalog import (
-    ShardCatalog,
-    lacks_index,
-    open_samples,
-    refuse_deleted,
-)
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index, open_samples
 from shardstream.fetch import Catalog, Extents
 from shardstream.samples import check_numbers
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardstream.catalog.changes import with_replaced
 from shardstream.catalog.columns import read_all_columns, read_column_names, scan_keys
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
@@ -46,10 +47,14 @@ from shardstream.storage import (
     check_map,
     checksum_of_shards,
     fingerprint_of_shards,
+    folder_of_manifest,
     hints_of,
     is_compressed,
+    join_url,
+    locate_shards,
     map_file,
     new_lock,
+    read_numbers,
 )
 
 if TYPE_CHECKING:
@@ -557,8 +562,21 @@ def open_samples(
     places: FieldPlaces | None = None,
 ) -> Samples:
     """Return the samples of shards by number; for the arguments and errors see `ShardCatalog`."""
+    version = located.version
     catalog = ShardCatalog(located, storage, verify, fields, places)
-    return WithoutDeleted(catalog, _find_deleted(located, catalog)) if located.deleted else catalog
+    samples: Samples = catalog
+    if version is not None and version.replaced:
+        folder = folder_of_manifest(located.manifest_url or "")
+        samples = with_replaced(
+            samples,
+            version.replaced,
+            lambda name: ShardCatalog(locate_shards(join_url(folder, name), storage), storage),
+            lambda name, count: read_numbers(join_url(folder, name), storage, count, len(catalog)),
+            fields,
+        )
+    if located.deleted:
+        samples = WithoutDeleted(samples, _find_deleted(located, catalog))
+    return samples
 
 
 def _find_deleted(located: LocatedShards, catalog: ShardCatalog) -> Numbers:
@@ -566,18 +584,3 @@ def _find_deleted(located: LocatedShards, catalog: ShardCatalog) -> Numbers:
     firsts = catalog.first_samples([place for place, _ in located.deleted])
     parts = [numbers + first for first, (_, numbers) in zip(firsts, located.deleted, strict=True)]
     return np.concatenate(parts)
-
-
-def refuse_deleted(located: LocatedShards, what: str) -> None:
-    """Refuse a dataset of which samples are left out or fields replaced, where shards are read from start to end.
-
-    Raises:
-        OptionError: If it is one.
-    """
-    is_replaced = located.version is not None and bool(located.version.replaced)
-    if located.deleted or is_replaced:
-        how = "fields were replaced" if is_replaced else "samples were deleted"
-        raise OptionError(
-            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream compact' first",
-            shard=located.manifest_url or located.shards[0].url,
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from shardstream.format.names import is_name
@@ -17,7 +18,7 @@ from shardstream.format.shard_info import COUNT_LIMIT
 VERSIONS_FOLDER = "versions"
 """Folder of earlier manifests, in that of ``index.json``."""
 VERSION_KEY = "dataset_version"
-_DELETED = re.compile(r"deleted-([0-9a-f]{16})\.npy")
+_NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}\.npy")
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
 
 
@@ -30,9 +31,9 @@ def version_name(number: int) -> str:
     return f"{VERSIONS_FOLDER}/{number:06d}.json"
 
 
-def deleted_name(digest: str) -> str:
-    """Return the name of a file of deleted samples, by the SHA-256 of its bytes in hex digits."""
-    return f"deleted-{digest[:16]}.npy"
+def numbers_name(kind: str, data: bytes) -> str:
+    """Return the name of a file of the numbers of samples, such as "deleted" ones, which has a part of its SHA-256."""
+    return f"{kind}-{sha256(data).hexdigest()[:16]}.npy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +43,14 @@ class ReplacedFields:
     Args:
         fields: Names of the fields.
         url: Its manifest, relative to the folder of the dataset.
-        nsamples: Its samples: those of the dataset from the first on; later ones have their own fields.
+        nsamples: Its samples.
+        numbers: Name of the file with their numbers in the dataset; None if they are its first ones. Others have their own fields.
     """
 
     fields: tuple[str, ...]
     url: str
     nsamples: int
+    numbers: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class DatasetVersion:
         ndeleted: How many they are.
         replaced: Fields that other datasets have; the last one that has a field counts.
         num_classes: Names of the ``classes.json`` that were there; None for all.
+        compactions: How often samples got other numbers.
         is_open: Whether a writer will publish further samples.
 
     Raises:
@@ -81,6 +85,7 @@ class DatasetVersion:
     ndeleted: int = 0
     replaced: tuple[ReplacedFields, ...] = ()
     num_classes: int | None = None
+    compactions: int = 0
     is_open: bool = False
 
     def __post_init__(self) -> None:
@@ -90,9 +95,10 @@ class DatasetVersion:
         _require(_are_ranges(self.kept, self.number), "kept")
         _require(all(map(_TAG.fullmatch, self.tags)), "tags")
         _require(all(_is_count(one) and self.has(one) for one in self.tags.values()), "tags")
-        _require(self.deleted is None or _DELETED.fullmatch(self.deleted) is not None, "deleted")
+        _require(self.deleted is None or _NUMBERS.fullmatch(self.deleted) is not None, "deleted")
         _require(_is_count(self.ndeleted) and (self.ndeleted > 0) == bool(self.deleted), "ndeleted")
         _require(self.num_classes is None or _is_count(self.num_classes), "num_classes")
+        _require(_is_count(self.compactions), "compactions")
         _require(isinstance(self.is_open, bool), "is_open")
 
     def has(self, number: int) -> bool:
@@ -143,6 +149,7 @@ def _decode_replaced(entry: Mapping[str, Any]) -> ReplacedFields:
     found = ReplacedFields(**{**entry, "fields": tuple(entry["fields"])})
     are_names = bool(found.fields) and all(map(is_name, found.fields))
     is_inside = is_name(found.url) and ".." not in found.url.split("/")
+    _require(found.numbers is None or _NUMBERS.fullmatch(found.numbers) is not None, "replaced")
     _require(
         are_names and is_inside and ":" not in found.url and _is_count(found.nsamples), "replaced"
     )

@@ -32,6 +32,7 @@ from shardstream.packing.job.publish import merge
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
 from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.pack import pack
+from shardstream.packing.replace_fields import replace_fields
 from shardstream.packing.reshard import reshard
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import (
@@ -100,6 +101,7 @@ __all__ = [
     "progress_lines",
     "read_journal",
     "reencode",
+    "replace_fields",
     "reshard",
     "run_jobs",
     "sample_pieces",

@@ -264,7 +264,7 @@ def _open_added(
     named: Mapping[Any, Collection[str] | None] = add if isinstance(add, Mapping) else {add: None}
     if not named:
         raise OptionError("add names no source; leave it out, or give {URL: fields}")
-    opened = [_open_part(os.fspath(url), fields, options) for url, fields in named.items()]
+    opened = [open_added_part(os.fspath(url), fields, options) for url, fields in named.items()]
     parts = [part for part, _ in opened]
     classes = next((names for part, names in opened if part.has_classes), None)
     fields = frozenset(field for part in parts for field in part.known_fields or ())
@@ -275,7 +275,7 @@ def _open_added(
     return _Added(samples, fields, {"add": chosen, "missing": repr(how)}, classes)
 
 
-def _open_part(
+def open_added_part(
     url: str, fields: Collection[str] | None, options: Mapping[str, Any] | None
 ) -> tuple[JoinPart, tuple[str, ...] | None]:
     """Return the samples of a source of ``add``, and the names of its classes."""

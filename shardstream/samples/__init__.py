@@ -22,6 +22,7 @@ from shardstream.samples.join_samples import (
     join_samples,
     open_part,
 )
+from shardstream.samples.key_matching import match_keys
 from shardstream.samples.lengths import (
     CostFunction,
     Lengths,
@@ -69,6 +70,7 @@ __all__ = [
     "join_samples",
     "leaves_of",
     "lengths_of",
+    "match_keys",
     "open_part",
     "parts_in_rows",
     "places_in",

@@ -28,19 +28,23 @@ class JoinPart:
 
     Args:
         samples: The samples.
-        numbers: For each sample of the join its number here, -1 if it has none; None if all numbers are equal.
+        numbers: For each sample of the join its number here, -1 if it has none; None if all numbers are equal, and later samples have none.
+        some: Numbers of the samples of the join that have one here, ascending: the first is sample 0 here.
         kept: Numbers of the samples of the join that ``numbers`` has, ascending; None for all.
         fields: Field -> its name here; None for all fields, under their names.
         defaults: Fields, as bytes, of the samples that have none here.
+        replaces: Whether fields of earlier datasets are replaced.
         is_strict: Whether a sample here without one of ``fields`` is an error.
         num_unused: Number of samples here whose key no sample has.
     """
 
     samples: Samples
     numbers: npt.NDArray[np.signedinteger[Any]] | None = None
+    some: Numbers | None = None
     kept: Numbers | None = None
     fields: Mapping[str, str] | None = None
     defaults: Mapping[str, bytes]
+    replaces: bool = False
     is_strict: bool = False
     num_unused: int = 0
 
@@ -61,6 +65,11 @@ class JoinPart:
         theirs = numbers
         if self.numbers is not None:
             theirs = self.numbers[places_in(self.kept, numbers)].astype(np.int64)
+        elif self.some is not None:
+            theirs = np.searchsorted(self.some, numbers)
+            theirs[np.append(self.some, -1)[theirs] != numbers] = -1
+        elif self.replaces:
+            theirs = np.where(numbers < len(self.samples), numbers, -1)
         return np.where(theirs < 0, -1, theirs + copies * len(self.samples))
 
     def restrict_to(self, kept: Numbers) -> JoinPart:
@@ -111,8 +120,8 @@ class Join(View):
             fields = None if part.fields is None else sorted(part.fields.items())
             defaults = sorted(part.defaults.items())
             digest.update(f"{part.samples.fingerprint} {fields} {defaults}\n".encode())
-            if part.numbers is not None:
-                digest.update(part.numbers.astype("<i8").tobytes())
+            for one in (part.numbers, part.some):
+                digest.update(b"" if one is None else one.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
     @property
@@ -252,7 +261,8 @@ def _join_columns(samples: Rows, others: Rows, part: JoinPart) -> Columns | None
     if part.is_strict and len(names) < len(part.fields or ()):
         return None
     added = {field: theirs[name] for field, name in names.items()}
-    if mine["__key__"] != theirs["__key__"] or not added.keys().isdisjoint(mine):
+    are_new = part.replaces or added.keys().isdisjoint(mine)
+    if mine["__key__"] != theirs["__key__"] or not are_new:
         return None
     if len(set(names.values())) < len(names):  # batches would share the memory of a column
         return None
@@ -300,6 +310,9 @@ def _join(
             field=missing[0],
         )
     added = {field: other[name] for field, name in names.items()}
+    if part.replaces:
+        row.update(added)
+        return row
     return _with_fields(row, added, str(other.get("__url__")))
 
 

@@ -20,8 +20,11 @@ from shardstream.storage.concurrency import (
 )
 from shardstream.storage.conditional_write import update_file
 from shardstream.storage.dataset_versions import (
+    change_folder,
+    count_samples,
     dataset_of_change,
-    encode_deleted,
+    encode_numbers,
+    read_numbers,
 )
 from shardstream.storage.discover import (
     LocatedShards,
@@ -152,6 +155,7 @@ __all__ = [
     "absolute_urls",
     "broken_link",
     "cached_look_up",
+    "change_folder",
     "check_cache",
     "check_finished",
     "check_folder_finished",
@@ -161,8 +165,9 @@ __all__ = [
     "classify_error",
     "commit_all",
     "complete_s3fs_options",
+    "count_samples",
     "dataset_of_change",
-    "encode_deleted",
+    "encode_numbers",
     "expand_braces",
     "expand_urls",
     "final_name",
@@ -202,6 +207,7 @@ __all__ = [
     "publish_bytes",
     "publish_bytes_over",
     "read_manifest",
+    "read_numbers",
     "remove",
     "retry_call",
     "sample_members",

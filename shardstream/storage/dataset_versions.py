@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ from shardstream.format import (
     DatasetVersion,
     Manifest,
     ShardInfo,
-    deleted_name,
+    numbers_name,
     version_name,
 )
 from shardstream.storage.lazy_shards import LazyShards
@@ -97,29 +96,44 @@ def read_deleted(manifest: Manifest, url: str, storage: Storage) -> Numbers:
     if version.deleted is None:
         return np.empty(0, dtype=np.int64)
     place = join_url(folder_of_manifest(url), version.deleted)
-    limit = _NUMBER_BYTES * version.ndeleted + _HEADER_BYTES
+    return read_numbers(place, storage, version.ndeleted, count_samples(manifest.shards))
+
+
+def read_numbers(url: str, storage: Storage, count: int, nsamples: int) -> Numbers:
+    """Return the numbers of samples in a file of a version, ascending, shape (n,).
+
+    Args:
+        url: The file; its name has a part of its SHA-256.
+        storage: Where it is.
+        count: How many they are.
+        nsamples: Samples of the dataset.
+
+    Raises:
+        ManifestError: If the file is missing, damaged, or names samples that the dataset does not have.
+        StorageError: If it cannot be read.
+    """
     try:
-        data = storage.read(place, max_bytes=limit + 1)
+        data = storage.read(url, max_bytes=_NUMBER_BYTES * count + _HEADER_BYTES)
     except NotFoundError as error:
         raise ManifestError(
-            "the file of the deleted samples is missing, so that they would be read again",
+            "a file of the numbers of samples is missing, without which deleted samples or old fields would be read",
             remedy=_RESTORE,
-            shard=place,
+            shard=url,
         ) from error
     try:
-        return _decode_deleted(data, version, count_samples(manifest.shards))
+        return _decode_numbers(data, url.rpartition("/")[2], count, nsamples)
     except (ValueError, EOFError, OSError, MemoryError, AttributeError) as error:
         raise ManifestError(
-            f"the file of the deleted samples is damaged: {error}", remedy=_RESTORE, shard=place
+            f"a file of the numbers of samples is damaged: {error}", remedy=_RESTORE, shard=url
         ) from error
 
 
-def _decode_deleted(data: bytes, version: DatasetVersion, nsamples: int) -> Numbers:
-    if deleted_name(sha256(data).hexdigest()) != version.deleted:
+def _decode_numbers(data: bytes, name: str, count: int, nsamples: int) -> Numbers:
+    if numbers_name(name.partition("-")[0], data) != name:
         raise ValueError("its bytes do not match its name")
     found: Numbers = np.load(io.BytesIO(data), allow_pickle=False)
-    if found.dtype != np.int64 or found.shape != (version.ndeleted,):
-        raise ValueError(f"{found.dtype} of shape {found.shape}, not {version.ndeleted} int64")
+    if found.dtype != np.int64 or found.shape != (count,):
+        raise ValueError(f"{found.dtype} of shape {found.shape}, not {count} int64")
     if (np.diff(found, prepend=-1) <= 0).any():
         raise ValueError("the numbers are not ascending")
     if found[-1] >= nsamples:
@@ -127,12 +141,12 @@ def _decode_deleted(data: bytes, version: DatasetVersion, nsamples: int) -> Numb
     return found
 
 
-def encode_deleted(numbers: Numbers) -> tuple[str, bytes]:
-    """Return name and bytes of the file of deleted samples."""
+def encode_numbers(kind: str, numbers: Numbers) -> tuple[str, bytes]:
+    """Return name and bytes of a file of the numbers of samples, such as "deleted" ones."""
     file = io.BytesIO()
     np.save(file, numbers.astype(np.int64))
     data = file.getvalue()
-    return deleted_name(sha256(data).hexdigest()), data
+    return numbers_name(kind, data), data
 
 
 def count_samples(shards: Sequence[ShardInfo]) -> int:

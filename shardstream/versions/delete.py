@@ -14,7 +14,7 @@ from shardstream.samples import Choice, Numbers, Samples, Subset, WithoutDeleted
 from shardstream.storage import (
     Storage,
     Urls,
-    encode_deleted,
+    encode_numbers,
     join_url,
     locate_shards,
     publish_bytes,
@@ -61,7 +61,7 @@ def delete(
         assert isinstance(chosen, Subset)  # noqa: S101
         gone = _whole_numbers(samples, chosen.numbers)
         count = len(chosen)
-        name, data = encode_deleted(gone)
+        name, data = encode_numbers("deleted", gone)
         publish_bytes(storage, join_url(folder, name), data)
         return next_version(manifest, "delete", deleted=name, ndeleted=len(gone))
 

@@ -105,13 +105,13 @@ def test_damaged_deletions_are_errors(url: str) -> None:
     file = Path(url) / entry(url)["deleted"]
     saved = file.read_bytes()
     file.write_bytes(saved[:-1])
-    with pytest.raises(ManifestError, match="deleted samples is damaged"):
+    with pytest.raises(ManifestError, match="numbers of samples is damaged"):
         ss.ShardDataset(url)
     file.write_bytes(saved[:-1] + b"\1")
     with pytest.raises(ManifestError, match="do not match its name"):
         ss.ShardDataset(url)
     file.unlink()
-    with pytest.raises(ManifestError, match="is missing, so that they would be read again"):
+    with pytest.raises(ManifestError, match="is missing, without which deleted"):
         ss.ShardDataset(url)
 
 
