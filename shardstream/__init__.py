@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         join,
         load_checkpoint,
         mix,
+        replay,
         save_checkpoint,
         show,
     )
@@ -68,6 +69,7 @@ __all__ = [
     "pack",
     "ray",
     "replace_fields",
+    "replay",
     "reshard",
     "save_checkpoint",
     "show",
@@ -98,6 +100,7 @@ _LAZY = {
     "mix": "loader",
     "pack": "packing",
     "replace_fields": "packing",
+    "replay": "loader",
     "reshard": "packing",
     "save_checkpoint": "loader",
     "show": "loader",

@@ -34,6 +34,7 @@ from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset
 from shardstream.loader.option_checks import warn_of_lanes
+from shardstream.loader.past_training import replay
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
@@ -77,6 +78,7 @@ __all__ = [
     "open_pinned_memory",
     "prefetch",
     "refuse_placement",
+    "replay",
     "run_trials",
     "save_checkpoint",
     "show",

@@ -182,10 +182,17 @@ class BatchDataset(SplitDataset):
     def __iter__(self) -> Iterator[Any]:
         raise OptionError(_NOT_FOR_OTHERS)
 
-    def read(self, position: LoaderPosition) -> Generator[WorkerBatch]:
-        """Return the batches of this process from a position on: of one worker, or of the whole rank outside of workers."""
+    def read(
+        self, position: LoaderPosition, partition: RankPartition | None = None
+    ) -> Generator[WorkerBatch]:
+        """Return the batches of this process from a position on: of one worker, or of the whole rank outside of workers.
+
+        Args:
+            position: The position.
+            partition: The steps to read, if not all.
+        """
         info, source = current_worker_info(self, self.placement), self.indexed_source
-        pipeline, partition = self.source_dataset.pipeline, self.partition(position)
+        pipeline, partition = self.source_dataset.pipeline, partition or self.partition(position)
         make_batch = self.collate_fn
         if source is None or partition is None:
             # Worker 0 is read first, so after a resume parts are rotated: worker 0 takes part `next_part`.

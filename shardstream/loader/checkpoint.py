@@ -132,6 +132,12 @@ def load_checkpoint(
     return cast("dict[str, Any]", loaded)
 
 
+def read_values(url: str, storage: Storage) -> Any:
+    """Return what a checkpoint holds without the values of its tensors, which are not read: those are on the device "meta"."""
+    with storage.open(url) as stream:
+        return _load(stream, "meta", url)
+
+
 def _load(stream: BinaryIO, map_location: Any, url: str) -> Any:
     try:
         return torch.load(stream, map_location=map_location, weights_only=True)

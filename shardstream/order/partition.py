@@ -150,6 +150,14 @@ class RankPartition:
         rows = self.plan.batches(self.batches(full).ravel()).reshape(len(full), width)
         return [*rows, *([self.tail()] if len(full) < len(steps) else [])]
 
+    def only(self, step: int) -> RankPartition:
+        """Return one of these steps, as a partition of a single step."""
+        single = RankPartition(
+            self.plan, self.config, rank=self.rank, consumed=self.consumed_after(step)
+        )
+        single.full_steps, single.num_steps = min(1, single.full_steps), 1
+        return single
+
     def tail(self) -> Ints:
         """Return the samples of the last, short step; none if there is no such step."""
         return self.plan.rest(self._tail_batch)[self._tail]

@@ -48,6 +48,17 @@ def seal_state(state: Mapping[str, Any]) -> State:
     return {**state, "state_checksum": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
 
+def find_states(value: Any) -> list[State]:
+    """Return the states of loaders in nested dicts and lists, such as a checkpoint; the outer ones first."""
+    found, waiting = list[State](), [value]
+    for one in waiting:  # grows
+        if isinstance(one, Mapping) and {"state_checksum", "kind"} <= one.keys():
+            found.append(dict(one))
+        elif isinstance(one, Mapping | list | tuple):
+            waiting += one.values() if isinstance(one, Mapping) else one
+    return found
+
+
 def state_digest(state: Mapping[str, Any]) -> str:
     """Return 16 hex digits that change with the data, order and steps of a state, and with its past, but not with its position.
 

@@ -25,6 +25,7 @@ from shardstream.pipeline import (
     OrderedSource,
     check_state,
     data_identity,
+    find_states,
 )
 from shardstream.samples import Numbers, Samples
 
@@ -285,13 +286,8 @@ def _find_state(text: str) -> dict[str, Any]:
         raise StateError(
             f"not JSON: {error}; paste what json.dumps(loader.state_dict()) prints"
         ) from error
-    waiting = [value]
-    while waiting:
-        one = waiting.pop(0)
-        if isinstance(one, dict):
-            if "state_checksum" in one and "kind" in one:
-                return one
-            waiting += one.values()
+    for state in find_states(value):
+        return state
     raise StateError(
         "not a state of a ShardLoader: no state_checksum; paste json.dumps(loader.state_dict())"
     )
