@@ -18,7 +18,13 @@ from shardstream.storage.concurrency import (
     limit_of_worker,
     share_requests,
 )
-from shardstream.storage.conditional_write import update_file
+from shardstream.storage.conditional_write import (
+    LostResponseError,
+    is_conditional,
+    read_with_version,
+    replace_if,
+    update_file,
+)
 from shardstream.storage.dataset_versions import (
     change_folder,
     count_samples,
@@ -83,7 +89,6 @@ from shardstream.storage.publish import (
     part_record_name,
     publish,
     publish_bytes,
-    publish_bytes_over,
     remove,
 )
 from shardstream.storage.range_file import RangeStream
@@ -136,6 +141,7 @@ __all__ = [
     "ListedFile",
     "LocalFolder",
     "LocatedShards",
+    "LostResponseError",
     "MmapPool",
     "OutputFolder",
     "PendingFile",
@@ -176,6 +182,7 @@ __all__ = [
     "folder_of_manifest",
     "hints_of",
     "is_compressed",
+    "is_conditional",
     "is_glob",
     "is_journal",
     "is_part",
@@ -205,10 +212,11 @@ __all__ = [
     "protocol_of",
     "publish",
     "publish_bytes",
-    "publish_bytes_over",
     "read_manifest",
     "read_numbers",
+    "read_with_version",
     "remove",
+    "replace_if",
     "retry_call",
     "sample_members",
     "share_requests",

@@ -24,6 +24,7 @@ from shardstream.storage.response import (
     PAST_END,
     REFUSED,
     THROTTLED,
+    UNSUPPORTED,
     ErrorMeaning,
     meaning_of_status,
 )
@@ -115,8 +116,8 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("NoSuchKey", "BlobNotFound", "EntryNotFoundError"), NOT_FOUND),
     (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
      _final("the bucket is in another region; set AWS_REGION")),
-    (("PreconditionFailed",), CHANGED),
-    (("NotImplemented",), _final("NotImplemented: the server does not support this request")),
+    (("PreconditionFailed", "BlobAlreadyExists"), CHANGED),
+    (("NotImplemented",), UNSUPPORTED),
 )  # fmt: skip
 # Types and numbers of errors without a status.
 _TYPES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (

@@ -15,11 +15,11 @@ import mimetypes
 import re
 import threading
 from collections import deque
-from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import NotFoundError, StorageError, get_logger
+from shardstream.storage.response import plain_etag
 from shardstream.storage.retry import retry_call
 from shardstream.storage.s3_request import UploadPart
 from shardstream.storage.store import Storage
@@ -148,16 +148,22 @@ class S3Upload(io.RawIOBase):
 
 
 class S3Object:
-    """One object of a bucket: requests for it, with retries."""
+    """One object of a bucket: requests for it, with retries.
+
+    Args:
+        storage: A storage whose file system for the URL is s3fs (see `takes_parts`).
+        url: The file.
+        repeats: Whether the client repeats a request that failed, too.
+    """
 
     response_timeout_s = 120.0
     """Time limit of a request of 8 MiB, which needs 0.07 MB/s: a server that stopped reading fails it."""
     abort_timeout_s = 5.0
     """Time that requests in flight get to end when an upload is aborted."""
 
-    def __init__(self, storage: Storage, url: str) -> None:
+    def __init__(self, storage: Storage, url: str, *, repeats: bool = True) -> None:
         self._storage, self._url = storage, url
-        filesystem, path = storage.resolve(url)
+        filesystem, path = storage.resolve(url, repeats=repeats)
         self._filesystem = filesystem
         self._bucket, self._key, _ = filesystem.split_path(path)
         self._cancelled = threading.Event()
@@ -178,6 +184,22 @@ class S3Object:
         digest = base64.b64encode(md5).decode()
         response = self._call(method, len(body), Body=body, ContentMD5=digest, **arguments)
         return _Part(md5, len(body), str(response.get("ETag", "")))
+
+    def put_if(self, body: bytes, **condition: str) -> str | None:
+        """Send a small file in one request, once, which the server refuses unless a condition holds; return its ETag.
+
+        Args:
+            body: The bytes.
+            condition: ``IfNoneMatch="*"``: no file exists; ``IfMatch=ETag``: the file has this ETag.
+
+        Raises:
+            Exception: Any error of the client.
+        """
+        digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
+        response = self.request(
+            "put_object", len(body), Body=body, ContentMD5=digest, **self.kind, **condition
+        )
+        return plain_etag(response.get("ETag"))
 
     def put_part(self, upload_id: Future[str], number: int, body: bytes) -> _Part:
         """Send one part, when the upload has begun."""
@@ -220,7 +242,7 @@ class S3Object:
         """Abort an upload; errors are logged."""
         try:
             with self._storage.translate_errors(self._url):
-                self._request("abort_multipart_upload", UploadId=upload_id)
+                self.request("abort_multipart_upload", UploadId=upload_id)
         except NotFoundError:
             return
         except StorageError as error:
@@ -233,7 +255,7 @@ class S3Object:
         """
         try:
             with self._storage.translate_errors(self._url):
-                response = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
+                response = self.request("list_multipart_uploads", Prefix=self._key, Key=None)
         except StorageError as error:
             _log.info("%s: cannot list unfinished uploads: %s", self._url, error)
             return
@@ -290,11 +312,12 @@ class S3Object:
         return retry_call(
             self._storage,
             self._url,
-            lambda: self._request(method, nbytes, **arguments),
+            lambda: self.request(method, nbytes, **arguments),
             cancelled=self._cancelled,
         )
 
-    def _request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
+    def request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
+        """Send one request; errors of the client are not translated."""
         target = {"Bucket": self._bucket, "Key": self._key} | arguments
         target = {name: value for name, value in target.items() if value is not None}
         request = asyncio.run_coroutine_threadsafe(
@@ -310,23 +333,6 @@ class S3Object:
             ) from error
         finally:
             self._requests.discard(request)
-
-
-def put_if(storage: Storage, url: str, body: bytes, condition: Mapping[str, str]) -> None:
-    """Send a small file in one request, which the server refuses unless a condition holds.
-
-    Args:
-        storage: A storage whose file system for the URL is s3fs.
-        url: The file.
-        body: Its bytes.
-        condition: ``{"IfNoneMatch": "*"}``: no file exists; ``{"IfMatch": ETag}``: the file has this ETag.
-
-    Raises:
-        ChangedError: If the condition does not hold, or the response to an earlier attempt was lost.
-        StorageError: If the request fails, also on a server without conditions.
-    """
-    target = S3Object(storage, url)
-    target.put("put_object", body, **condition, **target.kind)
 
 
 def takes_parts(filesystem: Any) -> bool:

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,25 +14,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardstream.errors import NotFoundError, StorageError, get_logger
+from shardstream.errors import ChangedError, NotFoundError
+from shardstream.storage.conditional_write import read_with_version, replace_if
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.local_files import scan_folder
 from shardstream.storage.publish import (
     LocalFile,
     PendingFile,
+    locked_error,
     open_pending,
     publish_bytes,
-    publish_bytes_over,
+    release_lock,
     remove,
     sync_folder,
+    try_lock,
 )
 from shardstream.storage.store import FileInfo, Storage
 from shardstream.storage.urls import join_url
 
-_log = get_logger(__name__)
-
-# Locks of this process: a token of each -> the folder's device and inode, and the open handle.
-_held: dict[object, tuple[tuple[int, int], int]] = {}
+_LOCK_TIMEOUT_S, _LOCK_POLL_S = 1.0, 0.01  # a file that is replaced locks the folder for a moment
 
 
 class OutputFolder(Protocol):
@@ -57,7 +56,7 @@ class OutputFolder(Protocol):
         """Publish a small file, whole or not at all; it never survives a crash without the files that were committed before."""
 
     def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
-        """Publish a small file if ``old`` is still there (see `publish_bytes_over`)."""
+        """Publish a small file if ``old`` is still there (see `replace_if`)."""
 
     def remove(self, name: str) -> None:
         """Delete a file; a missing one is no error."""
@@ -125,30 +124,18 @@ class LocalFolder:
         self._is_synced = True
 
     def lock(self) -> None:
-        """Create the folder and lock it until `unlock` or the end of this process; no file is created.
-
-        A file system without such locks (some NFS) is used without.
+        """Create the folder and lock it until `unlock` or the end of this process (see `try_lock`).
 
         Raises:
             StorageError: If another pack or writer holds the lock, or the folder cannot be created.
         """
-        with translate_errors(self.url):
-            os.makedirs(self._path, exist_ok=True)
-            handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        status = os.fstat(handle)
-        folder = (status.st_dev, status.st_ino)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                os.close(handle)
-                is_ours = folder in (one for one, _ in _held.values())
-                raise _locked_error(self.url, is_own_lock=is_ours) from None
-            _log.info("%s: the folder cannot be locked: %s", self.url, error)
-        token = object()
-        _held[token] = folder, handle
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while (token := try_lock(str(self._path), self.url)) is None:
+            if time.monotonic() > deadline:
+                raise locked_error(self.url, is_own_lock=False)
+            time.sleep(_LOCK_POLL_S)
         # Also when this object is garbage-collected: a writer that was never closed must not lock forever.
-        self._unlock = weakref.finalize(self, _release, token)
+        self._unlock = weakref.finalize(self, release_lock, token)
 
     def unlock(self) -> None:
         """Release the lock; a second call does nothing."""
@@ -249,8 +236,12 @@ class RemoteFolder:
         publish_bytes(self._storage, join_url(self.url, name), data)
 
     def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
-        """Publish a small file if ``old`` is still there (see `publish_bytes_over`)."""
-        publish_bytes_over(self._storage, join_url(self.url, name), data, old=old)
+        """Publish a small file if ``old`` is still there (see `replace_if`)."""
+        url = join_url(self.url, name)
+        found, token = (None, None) if old is None else read_with_version(self._storage, url)
+        if found != old:
+            raise ChangedError("the file was replaced meanwhile", shard=url)
+        replace_if(self._storage, url, data, token)
 
     def remove(self, name: str) -> None:
         """Delete a file; a missing one is no error."""
@@ -272,34 +263,3 @@ class RemoteFolder:
 
     def sync(self) -> None:
         """Do nothing: a published file stays."""
-
-
-def _locked_error(url: str, *, is_own_lock: bool) -> StorageError:
-    if is_own_lock:
-        return StorageError(
-            "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
-            shard=url,
-        )
-    return StorageError(
-        "another pack or ShardWriter writes here; wait until it ends, or write elsewhere", shard=url
-    )
-
-
-def _release(token: object) -> None:
-    """Release a lock, also for forked children: they share the opened file, which holds the lock (flock(2))."""
-    _, handle = _held.pop(token, (None, None))
-    if handle is None:  # it belongs to the process that this one was forked from
-        return
-    with suppress(OSError):  # the file system may have no locks
-        fcntl.flock(handle, fcntl.LOCK_UN)
-    os.close(handle)
-
-
-def _close_inherited() -> None:
-    """Close the handles in a forked child without unlocking, so that the locks end with their own process."""
-    for _, handle in _held.values():
-        os.close(handle)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

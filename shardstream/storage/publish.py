@@ -1,4 +1,4 @@
-"""Publish files atomically, and mark the folder of a dataset that is not finished.
+"""Publish files atomically, lock a folder of this machine, and mark the folder of a dataset that is not finished.
 
 No unfinished file is ever visible under its final name. A pack or `ShardWriter` creates the journal before it changes anything else, and
 deletes it after ``index.json`` is published: a folder with a journal and without ``index.json`` may lack shards, even if it has tars.
@@ -7,7 +7,7 @@ deletes it after ``index.json`` is published: a folder with a journal and withou
 from __future__ import annotations
 
 import errno
-import hashlib
+import fcntl
 import os
 import re
 import tempfile
@@ -18,16 +18,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from shardstream.errors import ChangedError, NotFoundError, StorageError, UnfinishedError
+from shardstream.errors import StorageError, UnfinishedError, get_logger
 from shardstream.format import MANIFEST_NAME
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.multipart_upload import S3Upload, put_if, takes_parts
+from shardstream.storage.multipart_upload import S3Upload, takes_parts
 from shardstream.storage.store import Storage
 from shardstream.storage.urls import parent_url
 
+_log = get_logger(__name__)
+
 # Stores on which a PUT is atomic.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
-_PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # the suffix that `_part_of` appends
+_PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # the suffix that `part_of` appends
 
 
 class PendingFile(ABC):
@@ -121,48 +123,6 @@ def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
         stream.write(data)
 
 
-def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | None) -> None:
-    """Publish a small file unless another writer has replaced the older one.
-
-    S3 servers compare and write atomically; elsewhere a writer at the same moment is not detected.
-
-    Args:
-        storage: The storage to write to.
-        url: URL of the file.
-        data: Bytes of the file; different for each writer.
-        old: Bytes that this writer expects there now; None for no file.
-
-    Raises:
-        ChangedError: If other bytes are there.
-        StorageError: If it cannot be written.
-    """
-    if not takes_parts(storage.resolve(url)[0]):
-        publish_bytes(storage, url, data)
-        return
-    md5 = None if old is None else hashlib.md5(old, usedforsecurity=False).hexdigest()
-    try:
-        put_if(storage, url, data, {"IfNoneMatch": "*"} if md5 is None else {"IfMatch": md5})
-    except (ChangedError, NotFoundError):  # NotFoundError if the file was deleted
-        found = _read_or_none(storage, url)
-        if found == data:  # the response to an earlier attempt was lost
-            return
-        if found != old:
-            raise ChangedError("the file was replaced meanwhile", shard=url) from None
-        # The ETags of this server are not MD5s, for example because it encrypts.
-        publish_bytes(storage, url, data)
-    except StorageError as error:
-        if "NotImplemented:" not in str(error):
-            raise
-        publish_bytes(storage, url, data)
-
-
-def _read_or_none(storage: Storage, url: str) -> bytes | None:
-    try:
-        return storage.read(url)
-    except NotFoundError:
-        return None
-
-
 def is_part(name: str) -> bool:
     """Return whether a file is an unfinished one that a killed writer left.
 
@@ -172,7 +132,7 @@ def is_part(name: str) -> bool:
     return _PART.search(name) is not None
 
 
-def _part_of(name: str) -> str:
+def part_of(name: str) -> str:
     """Return a new temporary name for a file."""
     return f"{name}.part-{uuid.uuid4().hex[:12]}"
 
@@ -204,7 +164,7 @@ class LocalFile(PendingFile):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._part = path.with_name(_part_of(path.name))
+        self._part = path.with_name(part_of(path.name))
         with translate_errors(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -237,7 +197,8 @@ class LocalFile(PendingFile):
 
     def discard(self) -> None:
         """Delete the temporary file, if it was not committed."""
-        _close_unsaved(self.stream)
+        with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
+            self.stream.close()
         self._part.unlink(missing_ok=True)
 
 
@@ -278,7 +239,8 @@ class _RemoteFile(PendingFile):
             raise StorageError(f"{sent} of {size} bytes arrived; pack it again", shard=self._url)
 
     def discard(self) -> None:
-        _close_unsaved(self.stream)
+        with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
+            self.stream.close()
 
 
 def sync_folder(folder: Path) -> None:
@@ -293,11 +255,6 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _close_unsaved(stream: BinaryIO) -> None:
-    with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
-        stream.close()
-
-
 def _send(filesystem: Any, source: Path, path: str) -> None:
     protocols = filesystem.protocol
     atomic = _ATOMIC.intersection((protocols,) if isinstance(protocols, str) else protocols)
@@ -307,7 +264,7 @@ def _send(filesystem: Any, source: Path, path: str) -> None:
     if atomic:
         filesystem.put_file(str(source), path)
         return
-    part = _part_of(path)
+    part = part_of(path)
     try:
         if "/" in path:
             filesystem.makedirs(parent_url(path), exist_ok=True)
@@ -317,6 +274,98 @@ def _send(filesystem: Any, source: Path, path: str) -> None:
         if filesystem.exists(part):
             filesystem.rm_file(part)
         raise
+
+
+# Locks of this process: a token of each -> the folder's device and inode (None for a moment's lock), and the open handle.
+_held: dict[object, tuple[tuple[int, int] | None, int]] = {}
+
+
+def try_lock(path: str, url: str, *, for_a_moment: bool = False) -> object | None:
+    """Create a folder and lock it until `release_lock` or the end of this process (flock(2)); no file is created.
+
+    A file system without such locks (some NFS) is used without.
+
+    Args:
+        path: Absolute path of the folder.
+        url: The same folder as the user named it, for messages.
+        for_a_moment: Whether one file is replaced; a lock that this process has for longer is then shared.
+
+    Returns:
+        A token of the lock; None if another process holds it, or a thread for a moment.
+
+    Raises:
+        StorageError: If this process holds it for longer, or the folder cannot be created.
+    """
+    with translate_errors(url):
+        os.makedirs(path, exist_ok=True)
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    status, token = os.fstat(handle), object()
+    folder = (status.st_dev, status.st_ino)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno != errno.EWOULDBLOCK:
+            _log.info("%s: the folder cannot be locked: %s", url, error)
+        else:
+            os.close(handle)
+            if folder not in dict(_held.values()):
+                return None
+            if for_a_moment:
+                return _share_lock(folder)
+            raise locked_error(url, is_own_lock=True) from None
+    _held[token] = None if for_a_moment else folder, handle
+    return token
+
+
+def _share_lock(folder: tuple[int, int]) -> object | None:
+    """Return another token of a lock of this process; None if it is released at this moment."""
+    token = object()
+    for owner, (locked, handle) in list(_held.items()):
+        if locked == folder:
+            with suppress(OSError):
+                _held[token] = folder, os.dup(handle)
+                if (
+                    owner in _held
+                ):  # so its handle was open, and `release_lock` has seen the new token
+                    return token
+            release_lock(token)
+    return None
+
+
+def release_lock(token: object) -> None:
+    """Release a lock, also for forked children: they share the opened file, which holds the lock (flock(2)).
+
+    It ends with its last token. A second call does nothing, nor does one in a child for a lock of its parent.
+    """
+    folder, handle = _held.pop(token, (None, None))
+    if handle is None:
+        return
+    if folder not in dict(_held.values()):
+        with suppress(OSError):  # the file system may have no locks
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
+def locked_error(url: str, *, is_own_lock: bool) -> StorageError:
+    """Return the error of a folder that another writer has locked."""
+    if is_own_lock:
+        return StorageError(
+            "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
+            shard=url,
+        )
+    return StorageError(
+        "another pack or ShardWriter writes here; wait until it ends, or write elsewhere", shard=url
+    )
+
+
+def _close_inherited() -> None:
+    """Close the handles in a forked child without unlocking, so that the locks end with their own process."""
+    for _, handle in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 _START, _END = ".shardstream-pack-", ".json"

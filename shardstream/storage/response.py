@@ -126,7 +126,7 @@ REDIRECTED = ErrorMeaning(
     "the server redirects to another address, which is not followed; use that address"
 )
 _REJECTED = ErrorMeaning("the server rejects this request; check the URL and the storage options")
-_UNSUPPORTED = ErrorMeaning("the server does not support this request")
+UNSUPPORTED = ErrorMeaning("the server does not support this request")
 _MEANINGS = {
     401: REFUSED,
     403: REFUSED,
@@ -137,9 +137,9 @@ _MEANINGS = {
     416: PAST_END,
     425: FAILED,
     429: THROTTLED,
-    501: _UNSUPPORTED,
+    501: UNSUPPORTED,
     503: THROTTLED,
-    505: _UNSUPPORTED,
+    505: UNSUPPORTED,
     509: THROTTLED,  # "bandwidth limit exceeded" of some web hosts
 }
 _OTHERS = {3: REDIRECTED, 4: _REJECTED, 5: FAILED}

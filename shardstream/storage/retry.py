@@ -59,6 +59,18 @@ def read_remote(
     **hints: Unpack[ReadHints],
 ) -> bytes | memoryview:
     """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`)."""
+    return _read(storage, url, start, end, **hints).data
+
+
+def read_whole(storage: Storage, url: str, max_bytes: int) -> tuple[bytes, str | None]:
+    """Read a small file of at most so many bytes; return them and their version, None if the client knows none."""
+    whole = _read(storage, url, 0, None, max_bytes=max_bytes)
+    return bytes(whole.data), whole.version
+
+
+def _read(
+    storage: Storage, url: str, start: int, end: int | None, **hints: Unpack[ReadHints]
+) -> _RangeRead:
     range_read = _RangeRead(storage, url, start, end, hints.get("size"))
     range_read.max_bytes = hints.get("max_bytes")
     backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
@@ -82,7 +94,7 @@ def read_remote(
             if response.data and not range_read.is_slow:
                 backoff.reset()
             backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
-    return range_read.data
+    return range_read
 
 
 def retry_call(
@@ -119,9 +131,11 @@ class Servers:
 
     def __init__(self) -> None:
         self._silent_since: OrderedDict[str, float | None] = OrderedDict()
+        self.honours_conditions: dict[str, bool] = {}
+        """Whether a server refuses writes whose condition does not hold, by bucket."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_silent_since": OrderedDict()}
+        return {"_silent_since": OrderedDict(), "honours_conditions": {}}
 
     def have_responded(self, url: str) -> bool:
         """Return whether the server of a URL has sent bytes or an error."""
@@ -259,7 +273,8 @@ class _RangeRead:
         self._expected_size = size
         self.max_bytes: int | None = None
         self._size: int | None = None  # sent by the server
-        self._version: str | None = None
+        self.version: str | None = None
+        """Version of the file that the bytes are of."""
         self._pins = (start, end) != (0, None) or size is not None
         self._parts: list[bytes | memoryview] = []
         self._start = self.position = start
@@ -313,14 +328,14 @@ class _RangeRead:
         version, pinned = response.version, self.storage.pinned(self.url) if self._pins else None
         if version is None and pinned is not None:  # the client, or this response, has none
             version = self._look_up()
-        if self._version is None:
+        if self.version is None:
             is_first = self._pins and pinned is None and version is not None
-            self._version = (
+            self.version = (
                 self.storage.pin(self.url, str(version)) if is_first else pinned or version
             )
-        if self._version != version:
+        if self.version != version:
             raise ChangedError(
-                f"the file changed while it was read: its version was {self._version}, now {version}",
+                f"the file changed while it was read: its version was {self.version}, now {version}",
                 remedy="start again, and run 'shardstream index' if the shard was rewritten",
                 shard=self.url,
                 offset=self.position,

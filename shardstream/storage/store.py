@@ -150,16 +150,20 @@ class Storage:
         """Turn errors of a client into a `StorageError` with an action and without secrets."""
         return translate_errors(url, lambda: self.secrets)
 
-    def resolve(self, url: str) -> tuple[Any, str]:
-        """Return the file system of a URL and the path on it, for writing: it retries by itself.
+    def resolve(self, url: str, *, repeats: bool = True) -> tuple[Any, str]:
+        """Return the file system of a URL and the path on it, for writing.
 
         The pinned version of the file is dropped.
+
+        Args:
+            url: The file.
+            repeats: Whether the client repeats requests that fail; a file system of the user always does as it likes.
 
         Raises:
             OptionError: If the URL starts a command, or its protocol is unknown or not installed.
         """
         self._versions.pop(url, None)
-        return self._clients.filesystem(url, reading=False)
+        return self._clients.filesystem(url, reading=not repeats)
 
     def s3_http(self, url: str) -> tuple[S3HttpReader, str] | None:
         """Return the fast client of an S3 URL, and the path to request from it; None if another client must be used."""

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s3fs
-from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.packing import verify
-from shardstream.storage import JOURNAL_NAME, LocalFolder, Storage, publish_bytes_over
+from shardstream.storage import JOURNAL_NAME, LocalFolder, Storage
 from tests.servers import S3Server
 
 ANOTHER = "another pack or ShardWriter writes here"
@@ -287,59 +285,6 @@ def test_overwrite_deletes_shards_of_other_names_left_by_another_pack(
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "000000.tar", "000000.tar.idx", "index.json", "notes.tar",
     ]  # fmt: skip
-
-
-# --- conditions of an S3 server
-
-
-@pytest.mark.usefixtures("s3_env")
-def test_conditional_put_replaces_only_the_known_version(bucket: str) -> None:
-    storage, url = Storage(), f"{bucket}/x"
-    publish_bytes_over(storage, url, b"1", old=None)
-    for old in (None, b"0"):
-        with pytest.raises(ss.errors.ChangedError, match="replaced meanwhile"):
-            publish_bytes_over(storage, url, b"2", old=old)
-    publish_bytes_over(storage, url, b"2", old=b"1")
-    publish_bytes_over(storage, url, b"2", old=b"1")  # as after a lost response
-    storage.resolve(url)[0].rm_file(url)
-    with pytest.raises(ss.errors.ChangedError, match="replaced meanwhile"):
-        publish_bytes_over(storage, url, b"3", old=b"2")
-
-
-class Unconditional(s3fs.S3FileSystem):  # type: ignore[misc]
-    """A server that refuses conditions."""
-
-    code = ""
-
-    async def _call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
-        if "IfMatch" in options or ("IfNoneMatch" in options and self.code == "NotImplemented"):
-            error = ClientError({"Error": {"Code": self.code}}, "PutObject")
-            raise OSError(38, "no") from error
-        return await super()._call_s3(method, *arguments, **options)
-
-
-@pytest.mark.parametrize("code", ["NotImplemented", "PreconditionFailed"])
-def test_servers_without_conditional_put_are_supported(
-    code: str, bucket: str, s3: S3Server
-) -> None:
-    filesystem = Unconditional(**s3.storage_options)
-    filesystem.code = code
-    storage, url = Storage(filesystem=filesystem), f"{bucket}/x"
-    publish_bytes_over(storage, url, b"1", old=None)
-    publish_bytes_over(storage, url, b"2", old=b"1")
-    assert storage.read(url) == b"2"
-
-
-def test_a_conditional_write_that_is_refused_is_not_sent_without_its_condition(
-    bucket: str, s3: S3Server
-) -> None:
-    filesystem = Unconditional(**s3.storage_options)
-    filesystem.code = "AccessDenied"
-    storage, url = Storage(filesystem=filesystem), f"{bucket}/x"
-    publish_bytes_over(storage, url, b"1", old=None)
-    with pytest.raises(ss.errors.AccessDeniedError):
-        publish_bytes_over(storage, url, b"2", old=b"1")
-    assert storage.read(url) == b"1"
 
 
 def test_second_writer_in_a_process_is_refused_with_advice(tmp_path: Path) -> None:
