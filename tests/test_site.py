@@ -39,6 +39,11 @@ IN_ROOMS = (
     "tasks.LocalExecutor",
     "tasks.Parts",
     "tasks.Task",
+    "versions.DeleteReport",
+    "versions.VersionRecord",
+    "versions.log",
+    "versions.tag",
+    "versions.untag",
 )
 """Names for users that are not in ``shardstream`` itself."""
 

@@ -17,6 +17,7 @@ from shardstream.catalog.conditions import (
     choose_samples,
     find_keys,
     find_where,
+    match_keys,
     read_columns,
 )
 from shardstream.catalog.inspect import (
@@ -61,6 +62,7 @@ __all__ = [
     "lacks_index",
     "list_shards",
     "list_splits",
+    "match_keys",
     "open_headers",
     "open_samples",
     "read_all_classes",

@@ -116,11 +116,34 @@ def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:
     Raises:
         OptionError: If a key is named twice, no sample has it, or several have it; or as in `Samples.read_columns`.
     """
-    wanted = (
-        _read_keys(os.fspath(keys), samples.storage)
-        if isinstance(keys, str | os.PathLike)
-        else [*keys]
-    )
+    wanted = _listed_keys(keys, samples.storage, option)
+    numbers, ranks = _find_listed(samples.read_columns([KEY_COLUMN]), wanted)
+    counts = np.bincount(ranks, minlength=len(wanted))
+    _check_counts(wanted, counts, option)
+    return numbers[np.argsort(ranks, kind="stable")]
+
+
+def match_keys(samples: Samples, keys: Keys) -> tuple[Numbers, list[str]]:
+    """Return the numbers of all samples with one of these keys, ascending, and the keys that no sample has, each once.
+
+    Keys are read from the shards where there are no columns of them.
+
+    Raises:
+        OptionError: If there are no keys, or not of text.
+        StorageError: If a file cannot be read.
+    """
+    wanted = [*dict.fromkeys(_listed_keys(keys, samples.storage, "keys="))]
+    numbers, ranks = _find_listed(samples.read_columns([KEY_COLUMN], scans=True), wanted)
+    is_known = np.bincount(ranks, minlength=len(wanted)) > 0
+    return numbers, [wanted[place] for place in np.flatnonzero(~is_known).tolist()]
+
+
+def _listed_keys(keys: Keys, storage: Storage, option: str) -> list[str]:
+    """Return keys that are given as a list, or in a file."""
+    if isinstance(keys, str | os.PathLike):
+        wanted = _read_keys(os.fspath(keys), storage)
+    else:
+        wanted = [*keys]
     if not wanted:
         raise OptionError(f"{option} chooses no sample")
     kinds = {type(key).__name__ for key in cast("list[object]", wanted) if not isinstance(key, str)}
@@ -128,21 +151,21 @@ def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:
         raise OptionError(
             f"{option} takes keys or numbers of samples, not text and {', '.join(sorted(kinds))}"
         )
+    return wanted
+
+
+def _find_listed(table: pa.Table, wanted: Sequence[str]) -> tuple[Numbers, Numbers]:
+    """Return the numbers of the samples that have one of some keys, ascending, and the place of the key of each among these."""
     pa, _ = import_parquet()
     import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
 
-    found = samples.read_columns([KEY_COLUMN])[KEY_COLUMN].combine_chunks()
     try:
         asked = pa.array(wanted, pa.string())
     except UnicodeEncodeError as error:
         raise OptionError(f"no sample has the key {error.object!r}, which is not UTF-8") from error
-    # Position of each sample's key among the keys: the samples that are wanted, in the order of the dataset.
-    places = pc.index_in(found, value_set=asked)
-    numbers = np.flatnonzero(np.asarray(places.is_valid()))
-    ranks = np.asarray(places.drop_null(), dtype=np.int64)
-    counts = np.bincount(ranks, minlength=len(wanted))
-    _check_counts(wanted, counts, option)
-    return cast("Numbers", numbers[np.argsort(ranks, kind="stable")].astype(np.int64))
+    places = pc.index_in(table[KEY_COLUMN].combine_chunks(), value_set=asked)
+    numbers = np.flatnonzero(np.asarray(places.is_valid())).astype(np.int64)
+    return numbers, np.asarray(places.drop_null(), dtype=np.int64)
 
 
 def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any], option: str) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from shardstream.cli import bench, index_verify, ls_cat, pack, reshard_merge, view
+from shardstream.cli import bench, index_verify, ls_cat, pack, reshard_merge, versions, view
 from shardstream.cli.options import help_of
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import ShardStreamError
@@ -42,6 +42,9 @@ for command in (
     ls_cat.cat,
     view.view,
     bench.bench,
+    versions.delete,
+    versions.log,
+    versions.tag,
 ):
     text = help_of(command.__doc__)
     app.command(help=text, short_help=text.partition("\n")[0])(command)
@@ -64,7 +67,7 @@ def _common(
     ] = False,
     debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Pack samples into tar shards for training; reshard, index, verify, list, view and measure shards.
+    """Pack samples into tar shards for training; reshard, index, verify, list, change, view and measure shards.
 
     A URL is a folder (data/train/), a tar, a pattern ("s3://bucket/train/{000000..000099}.tar") or an index.json. Quote
     patterns, or the shell expands them. Credentials and server come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and

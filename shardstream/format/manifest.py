@@ -58,6 +58,11 @@ class Manifest:
     dataset_version: DatasetVersion = FIRST_VERSION
 
     @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.shards)
+
+    @property
     def nsamples(self) -> int:
         """Samples in all shards."""
         return sum(shard.nsamples or 0 for shard in self.shards)

@@ -30,7 +30,9 @@ from shardstream.storage.dataset_versions import (
     count_samples,
     dataset_of_change,
     encode_numbers,
+    find_version,
     read_numbers,
+    version_url,
 )
 from shardstream.storage.discover import (
     LocatedShards,
@@ -178,6 +180,7 @@ __all__ = [
     "expand_urls",
     "final_name",
     "find_tars",
+    "find_version",
     "fingerprint_of_shards",
     "folder_of_manifest",
     "hints_of",
@@ -224,5 +227,6 @@ __all__ = [
     "translate_errors",
     "update_file",
     "version_of",
+    "version_url",
     "warn_of_rare_fields",
 ]

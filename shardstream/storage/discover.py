@@ -269,7 +269,13 @@ def _decoded(data: bytes, url: str, storage: Storage) -> tuple[Manifest, str]:
     manifest = decode_manifest(data, url=url)
     if not isinstance(manifest, Manifest):
         shards = LazyShards(manifest, url, storage)  # their names are relative
-        return Manifest(shards=shards, name=manifest.name, fields=manifest.fields), digest
+        found = Manifest(
+            shards=shards,
+            name=manifest.name,
+            fields=manifest.fields,
+            dataset_version=manifest.dataset_version,
+        )
+        return found, digest
     if "://" in url:  # a manifest on this machine may name anything
         indexes = [shard.index for shard in manifest.shards if shard.index is not None]
         check_names(url, [*(shard.url for shard in manifest.shards), *indexes])

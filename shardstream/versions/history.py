@@ -1,0 +1,184 @@
+"""List, compare and name the versions of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardstream.errors import ManifestError, NotFoundError, OptionError
+from shardstream.format import MANIFEST_NAME, DatasetVersion, decode_manifest
+from shardstream.storage import (
+    Storage,
+    Urls,
+    find_version,
+    join_url,
+    version_url,
+)
+from shardstream.versions.publish_version import AnyManifest, dataset_folder, publish_version
+
+_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRecord:
+    """A version of a dataset.
+
+    Args:
+        number: Its number, from 1.
+        operation: What made it: "pack", "append", "delete", "compact" or "replace_fields".
+        created: Time in UTC, ISO 8601, by the writer's clock; "" if it is unknown.
+        samples: Samples that readers see.
+        deleted: Samples that are left out, and whose bytes are still in the shards.
+        shards: Number of shards.
+        total_bytes: Bytes of their tars.
+        tags: Names of the version.
+    """
+
+    number: int
+    operation: str
+    created: str
+    samples: int
+    deleted: int
+    shards: int
+    total_bytes: int
+    tags: Sequence[str] = ()
+
+
+def log(
+    url: Urls, *, limit: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> list[VersionRecord]:
+    """Return the versions of a dataset that can be read, the latest first.
+
+    Args:
+        url: Folder of the dataset.
+        limit: Return the latest ones only; the manifest of each is read.
+        storage_options: For fsspec.
+
+    Raises:
+        NotFoundError: If there is no dataset.
+        ManifestError: If the manifest of a version is missing or damaged.
+        StorageError: If one cannot be read.
+    """
+    folder, storage = dataset_folder(url), Storage(storage_options)
+    current = read_current(folder, storage)
+    version = current.dataset_version
+    numbers = [*reversed(version.kept_numbers)][: None if limit is None else max(0, limit - 1)]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-log") as pool:
+        kept = pool.map(lambda number: read_kept(folder, version, number, storage), numbers)
+        return [_record(one, version) for one in (current, *kept)]
+
+
+def _record(manifest: AnyManifest, current: DatasetVersion) -> VersionRecord:
+    version = manifest.dataset_version
+    return VersionRecord(
+        number=version.number,
+        operation=version.operation,
+        created=version.created,
+        samples=manifest.nsamples - version.ndeleted,
+        deleted=version.ndeleted,
+        shards=manifest.num_shards,
+        total_bytes=manifest.total_bytes,
+        tags=sorted(name for name, number in current.tags.items() if number == version.number),
+    )
+
+
+def tag(
+    url: Urls,
+    name: str,
+    version: int | str | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> int:
+    """Give a version of a dataset a name, which `gc` keeps it for; return its number.
+
+    A name that another version has moves to this one. ``ShardDataset(url, version=name)`` reads it.
+
+    Args:
+        url: Folder of the dataset.
+        name: Letters, digits, and ``._-``, a letter first.
+        version: Its number, or another of its names; by default the current one.
+        storage_options: For fsspec.
+
+    Raises:
+        OptionError: If the name is not valid, or there is no such version.
+        ChangedError: If other writers publish versions again and again.
+        StorageError: If the dataset cannot be read or written.
+    """
+    folder, storage = dataset_folder(url), Storage(storage_options)
+
+    def change(manifest: AnyManifest) -> AnyManifest:
+        current = manifest.dataset_version
+        number = current.number
+        if version is not None:
+            number = find_version(current, version, join_url(folder, MANIFEST_NAME))
+        try:
+            tagged = replace(current, tags={**current.tags, name: number})
+        except (ValueError, TypeError) as error:
+            raise OptionError(
+                f"the name of a tag has letters, digits and ._-, a letter first, and at most 100 of them, not {name!r}"
+            ) from error
+        return replace(manifest, dataset_version=tagged)
+
+    return publish_version(folder, storage, change).dataset_version.tags[name]
+
+
+def untag(url: Urls, name: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Remove the name of a version of a dataset; the version stays until `gc` removes it.
+
+    Args:
+        url: Folder of the dataset.
+        name: The name.
+        storage_options: For fsspec.
+
+    Raises:
+        OptionError: If no version has it.
+        StorageError: If the dataset cannot be read or written.
+    """
+    folder, storage = dataset_folder(url), Storage(storage_options)
+
+    def change(manifest: AnyManifest) -> AnyManifest:
+        current = manifest.dataset_version
+        if name not in current.tags:
+            known = ", ".join(sorted(current.tags)) or "none"
+            raise OptionError(f"no version has the tag {name!r}; the tags are: {known}")
+        left = {one: number for one, number in current.tags.items() if one != name}
+        return replace(manifest, dataset_version=replace(current, tags=left))
+
+    publish_version(folder, storage, change)
+
+
+def read_current(folder: str, storage: Storage) -> AnyManifest:
+    """Read the manifest of the current version of a dataset.
+
+    Raises:
+        NotFoundError: If there is none.
+        ManifestError: If it is damaged.
+    """
+    url = join_url(folder, MANIFEST_NAME)
+    return decode_manifest(storage.read_bounded(url), url=url)
+
+
+def read_kept(folder: str, current: DatasetVersion, number: int, storage: Storage) -> AnyManifest:
+    """Read the manifest of a version of a dataset that can be read.
+
+    Raises:
+        ManifestError: If it is missing or damaged, or that of another version.
+    """
+    url = version_url(folder, current, number)
+    try:
+        found = decode_manifest(storage.read_bounded(url), url=url)
+    except NotFoundError as error:
+        raise ManifestError(
+            f"the manifest of version {number} is missing",
+            remedy="restore the file, or remove the version ('shardstream gc')",
+            shard=url,
+        ) from error
+    if found.dataset_version.number != number:
+        raise ManifestError(
+            f"it is that of version {found.dataset_version.number}, not {number}",
+            remedy="restore the file as it was",
+            shard=url,
+        )
+    return found
