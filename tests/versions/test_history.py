@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.cli.app import main
+from shardstream.cli import main
 from shardstream.errors import ManifestError, OptionError
 from tests.small_datasets import numbered
 
