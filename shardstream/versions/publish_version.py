@@ -72,6 +72,7 @@ def publish_version(
     """
     url = join_url(folder, MANIFEST_NAME)
     current: list[AnyManifest] = []
+    written: list[bytes] = []
 
     def change_bytes(old: bytes | None) -> bytes | None:
         if old is None:
@@ -91,9 +92,20 @@ def publish_version(
         data = files.pop(MANIFEST_NAME)
         for name, content in files.items():
             publish_bytes(storage, join_url(folder, name), content)
+        written[:] = [data]
         return data
 
-    update_file(storage, url, change_bytes)
+    def is_done(found: bytes) -> bool:
+        """Return whether the version that was written last is one of the versions before this manifest."""
+        number = current[0].dataset_version.number
+        if not decode_manifest(found, url=url).dataset_version.has(number):
+            return False
+        try:
+            return storage.uncached().read(join_url(folder, version_name(number))) == written[0]
+        except NotFoundError:  # this is the version of that number
+            return False
+
+    update_file(storage, url, change_bytes, is_done=is_done)
     return current[0]
 
 
