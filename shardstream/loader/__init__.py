@@ -34,7 +34,7 @@ from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset
 from shardstream.loader.option_checks import warn_of_lanes
-from shardstream.loader.past_training import replay
+from shardstream.loader.past_training import first_use, replay
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
@@ -70,6 +70,7 @@ __all__ = [
     "current_worker_info",
     "decode_sample",
     "fewest_workers",
+    "first_use",
     "join",
     "load_checkpoint",
     "load_safetensors",

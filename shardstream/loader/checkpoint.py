@@ -118,9 +118,8 @@ def load_checkpoint(
             URL.
         StorageError: If it cannot be read.
     """
-    storage, file = Storage(storage_options, filesystem), os.fspath(url)
-    if not _is_file(file):
-        file = _latest(file, storage)
+    storage = Storage(storage_options, filesystem)
+    file = find_checkpoints(os.fspath(url), storage)[-1]
     with _open(file, storage) as stream:
         _check_sums(stream, file)
         loaded = _load(stream, map_location, file)
@@ -232,11 +231,12 @@ def _steps(folder: str, storage: Storage) -> dict[int, str]:
     return dict(sorted((int(match[1]), url) for match, url in found if match))
 
 
-def _latest(folder: str, storage: Storage) -> str:
-    steps = _steps(folder, storage)
-    if not steps:
-        raise NotFoundError("no checkpoint (step-….pt) found; check the URL", shard=folder)
-    return list(steps.values())[-1]
+def find_checkpoints(url: str, storage: Storage) -> list[str]:
+    """Return a file itself, or the checkpoints of a folder in the order of their steps, at least one."""
+    found = [url] if _is_file(url) else list(_steps(url, storage).values())
+    if not found:
+        raise NotFoundError("no checkpoint (step-….pt) found; check the URL", shard=url)
+    return found
 
 
 def _remove_older(folder: str, storage: Storage, *, step: int, keep: int) -> None:

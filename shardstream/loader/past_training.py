@@ -1,26 +1,47 @@
-"""Look back at a training: make one of its batches again."""
+"""Look back at a training: make one of its batches again, and find its checkpoint before some samples were used."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
+from shardstream.catalog import find_keys
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError, SampleError, StateError
 from shardstream.loader.batch_dataset import BatchDataset
-from shardstream.loader.checkpoint import read_values
+from shardstream.loader.checkpoint import find_checkpoints, read_values
 from shardstream.loader.loader import ShardLoader
-from shardstream.pipeline import LoaderPosition, State, check_epoch, find_states, whole_number
+from shardstream.order import Ints
+from shardstream.pipeline import (
+    LoaderPosition,
+    SkipTracker,
+    State,
+    check_epoch,
+    compare_states,
+    find_states,
+    whole_number,
+)
+from shardstream.samples import samples_in_rows
+
+SavedState = Mapping[str, Any] | str | os.PathLike[str]
+"""A state, a checkpoint that holds one, or the file or URL of one."""
+_NOT_ORDER = {"past", "steps", "mix.changes"}  # differences of states of one order
 
 
 def replay(
     loader: ShardLoader,
     step: int,
     *,
-    state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    state: SavedState | None = None,
     epoch: int | None = None,
     rank: int | None = None,
 ) -> Any:
@@ -66,8 +87,157 @@ def replay(
     return found.batch
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FirstUse:
+    """The first use of each of some samples, and the last checkpoint before all of them.
+
+    Args:
+        state: State of the loader in the last checkpoint before any of the samples was used; None if one was used before the first
+            checkpoint, so that a training without them begins anew.
+        checkpoint: URL of this checkpoint; None also if states were given.
+        numbers: The samples that come in the epochs of the run, ascending, in ``dataset.samples``; shape (n,), int64, as all below.
+        epochs: Epoch of the first use of each.
+        steps: Its step, from the begin of the epoch, as in ``loader.plan(epoch)``.
+        ranks: Its rank.
+    """
+
+    state: State | None
+    checkpoint: str | None
+    numbers: Ints
+    epochs: Ints
+    steps: Ints
+    ranks: Ints
+
+
+def first_use(
+    loader: ShardLoader,
+    run: SavedState | Sequence[SavedState],
+    *,
+    numbers: Sequence[int] | Ints | None = None,
+    keys: Iterable[str] | None = None,
+) -> FirstUse:
+    """Return the last checkpoint of a run before any of some samples was used, and the first use of each.
+
+    Nothing of the data is read, and of checkpoints only their states. Epochs are counted from 0 to that of the last checkpoint, to its end. A sample
+    counts as used from the begin of the step that the plan has it in, also if it was bad, refused or skipped there.
+
+    Args:
+        loader: A loader of the dataset, in the version that the run has read, with its batch size and number of ranks, as in `replay`. If the ranks
+            or batches of the run were others for a time, the checkpoint is right, or up to one step too early; steps and ranks are those of this loader.
+        run: Folder or URL of the checkpoints of `save_checkpoint`; or states or checkpoints, in the order of the training.
+        numbers: Numbers of the samples in ``dataset.samples``.
+        keys: Keys instead, which are found as in ``subset=``.
+
+    Raises:
+        OptionError: If there is no such sample, neither or both are given, or steps change counts.
+        NotFoundError: If the folder has no checkpoint.
+        StateError: If the last state does not continue here, or the order of the run changed, or it went back to an earlier position.
+        StorageError: If checkpoints or keys cannot be read.
+    """
+    if (numbers is None) == (keys is None):
+        raise OptionError("first_use takes numbers= or keys=, one of them")
+    saved = _saved_states(run, loader._batches)
+    last = saved[-1][1]
+    batches, _ = _begin(loader, last, None)
+    _check_run([state for _, state in saved])
+    wanted = numbers
+    if keys is not None and batches.indexed_source is not None:
+        wanted = find_keys(samples_in_rows(batches.indexed_source.samples), [*keys], "keys=")
+    uses = _first_uses(batches, np.asarray(wanted), last["epoch"])
+    begun = np.lexsort((uses[2], uses[1]))[:1]
+    place = len(saved) - 1
+    if len(begun):
+        per_step = batches.placement.world_size * (batches.batch_size or 1)
+        first = int(uses[1, begun[0]]), int(uses[2, begun[0]]) * per_step
+        place = bisect_right([(one["epoch"], one["consumed"]) for _, one in saved], first) - 1
+    url, state = saved[place] if place >= 0 else (None, None)
+    found, epochs, steps, ranks = uses
+    return FirstUse(
+        state=state, checkpoint=url, numbers=found, epochs=epochs, steps=steps, ranks=ranks
+    )
+
+
+def _first_uses(batches: BatchDataset, wanted: Ints, last_epoch: int) -> Ints:
+    """Return number, epoch, step and rank of the first use of samples, ascending by number; shape (4, n)."""
+    found = [np.empty((4, 0), dtype=np.int64)]
+    for epoch in range(last_epoch + 1):
+        plan = batches.epoch_samples(LoaderPosition(epoch=epoch))
+        if epoch == 0 and not plan.is_exact:
+            _warn_of_replacements(batches)
+        planned = plan.where(numbers=wanted)  # in the order of steps
+        used, firsts = np.unique(planned.numbers, return_index=True)
+        steps, ranks = planned.steps[firsts], planned.ranks[firsts]
+        found.append(np.stack([used, np.full_like(used, epoch), steps, ranks]))
+        wanted = np.setdiff1d(wanted, used)
+        if not len(wanted):
+            break
+    uses = np.concatenate(found, axis=1)
+    return uses[:, np.argsort(uses[0])]
+
+
+def _warn_of_replacements(batches: BatchDataset) -> None:
+    """Warn if samples may come as replacements, which no plan knows: it depends on the data where they are drawn."""
+    budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
+    refills = budget is not None and budget.refill
+    if refills or batches.placement.world_size > 1:
+        which = (
+            "for bad or refused samples"
+            if refills
+            else "where all samples of a batch were bad or refused"
+        )
+        warnings.warn(
+            f"{which} others of the epoch were read, which may have been used earlier than found here",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _saved_states(
+    run: SavedState | Sequence[SavedState], batches: BatchDataset
+) -> list[tuple[str | None, State]]:
+    """Return the states of a run with the URLs of their checkpoints, at least one.
+
+    Raises:
+        OptionError: If none are given.
+    """
+    if isinstance(run, str | os.PathLike):
+        url = os.fspath(run)
+        run = find_checkpoints(url, batches.source_dataset.pipeline.storage_for(url))
+    elif isinstance(run, Mapping):
+        run = [run]
+    saved = [
+        (None if isinstance(one, Mapping) else os.fspath(one), _state_of(one, batches))
+        for one in run
+    ]
+    if not saved:
+        raise OptionError("first_use needs at least one state of the run")
+    return saved
+
+
+def _check_run(states: Sequence[State]) -> None:
+    """Check that states are of one order, and in the order of the training.
+
+    Raises:
+        StateError: If they are not.
+    """
+    for state in states[:-1]:
+        differences = compare_states(state, states[-1])
+        changed = {name: pair for name, pair in differences.items() if name not in _NOT_ORDER}
+        if changed:
+            raise StateError(
+                f"data or order of the run changed, so a state does not say which samples came before: {changed} (of a state, and of the last one); "
+                "pass the states since then"
+            )
+    for one, later in pairwise(states):
+        if (later["epoch"], later["consumed"]) < (one["epoch"], one["consumed"]):
+            raise StateError(
+                f"the run went back: a state at sample {later['consumed']} of epoch {later['epoch']} follows one at sample {one['consumed']} "
+                f"of epoch {one['epoch']}; pass the states of one pass over the epochs, in the order of the training"
+            )
+
+
 def _begin(
-    loader: ShardLoader, state: Mapping[str, Any] | str | os.PathLike[str] | None, epoch: int | None
+    loader: ShardLoader, state: SavedState | None, epoch: int | None
 ) -> tuple[BatchDataset, LoaderPosition]:
     """Return batches like those of a loader, with the order of a state, and the position from which steps count."""
     loader._follow_dataset()
@@ -81,7 +251,7 @@ def _begin(
     return batches, position
 
 
-def _state_of(state: Mapping[str, Any] | str | os.PathLike[str], batches: BatchDataset) -> State:
+def _state_of(state: SavedState, batches: BatchDataset) -> State:
     """Return the state of the loader's dataset in a state, a checkpoint, or the file of one.
 
     Raises:
