@@ -31,7 +31,16 @@ if TYPE_CHECKING:
         save_checkpoint,
         show,
     )
-    from shardstream.packing import ShardWriter, index, merge, pack, replace_fields, reshard, verify
+    from shardstream.packing import (
+        ShardWriter,
+        compact,
+        index,
+        merge,
+        pack,
+        replace_fields,
+        reshard,
+        verify,
+    )
     from shardstream.pipeline import (
         Balance,
         OrderOptions,
@@ -58,6 +67,7 @@ __all__ = [
     "Weights",
     "catalog",
     "codecs",
+    "compact",
     "compare_states",
     "decode_sample",
     "delete",
@@ -92,6 +102,7 @@ _LAZY = {
     "SkipBudget": "pipeline",
     "WeightSchedule": "pipeline",
     "Weights": "pipeline",
+    "compact": "packing",
     "compare_states": "pipeline",
     "decode_sample": "loader",
     "delete": "versions",

@@ -17,8 +17,8 @@ from shardstream.catalog.conditions import (
     choose_samples,
     find_keys,
     find_where,
-    match_keys,
     read_columns,
+    samples_with_keys,
 )
 from shardstream.catalog.inspect import (
     Listing,
@@ -62,7 +62,6 @@ __all__ = [
     "lacks_index",
     "list_shards",
     "list_splits",
-    "match_keys",
     "open_headers",
     "open_samples",
     "read_all_classes",
@@ -70,6 +69,7 @@ __all__ = [
     "read_columns",
     "read_one",
     "refuse_deleted",
+    "samples_with_keys",
     "stream_samples",
     "warn_of_difference",
 ]

@@ -123,7 +123,7 @@ def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:
     return numbers[np.argsort(ranks, kind="stable")]
 
 
-def match_keys(samples: Samples, keys: Keys) -> tuple[Numbers, list[str]]:
+def samples_with_keys(samples: Samples, keys: Keys) -> tuple[Numbers, list[str]]:
     """Return the numbers of all samples with one of these keys, ascending, and the keys that no sample has, each once.
 
     Keys are read from the shards where there are no columns of them.

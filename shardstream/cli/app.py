@@ -43,6 +43,7 @@ for command in (
     view.view,
     bench.bench,
     versions.delete,
+    versions.compact,
     versions.log,
     versions.tag,
 ):

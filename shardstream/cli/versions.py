@@ -1,4 +1,4 @@
-"""``shardstream delete``, ``log`` and ``tag``."""
+"""``shardstream delete``, ``compact``, ``log`` and ``tag``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from shardstream.cli.options import StorageOption, parse_options
+from shardstream.cli.options import (
+    Ray,
+    RayAddress,
+    StorageOption,
+    TaskProcesses,
+    Threads,
+    executor_of,
+    parse_options,
+)
+from shardstream.cli.pack_progress import job_bar
 from shardstream.cli.terminal_text import aligned, printable
 from shardstream.errors import human_bytes, plural
 
@@ -104,6 +113,42 @@ def _parse_numbers(text: str) -> list[int]:
             "give numbers and ranges, such as 5,7-9", param_hint="--numbers"
         ) from error
     return found
+
+
+def compact(
+    url: Dataset,
+    *,
+    threads: Threads = None,
+    processes: TaskProcesses = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
+    option: StorageOption = None,
+) -> None:
+    """Write the shards that have deleted samples again without them, as a new version.
+
+    Other shards stay. Earlier versions keep the deleted samples until 'shardstream gc' removes them.
+
+    Examples:
+      shardstream compact data/train/
+      shardstream compact s3://bucket/train/ --processes 8
+    """
+    import shardstream as ss  # noqa: PLC0415
+
+    with job_bar("compacting") as progress:
+        report = ss.compact(
+            url,
+            storage_options=parse_options(option, url),
+            threads=threads,
+            progress=progress,
+            executor=executor_of(processes, None, ray=ray, ray_address=ray_address),
+        )
+    if not report.samples:
+        typer.echo(f"no samples are deleted in version {report.version}: nothing to do")
+        return
+    wrote = f"wrote {plural(report.shards, 'shard')} ({human_bytes(report.total_bytes)}) again"
+    removed = f", left {plural(report.removed, 'shard')} out" * bool(report.removed)
+    gone = f"{plural(report.samples, 'deleted sample')} are in no shard of it"
+    typer.echo(f"version {report.version}: {gone}: {wrote}{removed}")
 
 
 def log(

@@ -25,6 +25,8 @@ from shardstream.format.parquet import import_parquet, limit_of_rows, read_parqu
 from shardstream.format.shard_info import ShardInfo
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
 
 KEY_COLUMN = "__key__"
@@ -165,7 +167,7 @@ def encode_column_file(
         OptionError: If pyarrow is not installed, or values are of several types.
         SampleError: If a key is not UTF-8.
     """
-    pa, parquet = import_parquet()
+    pa, _ = import_parquet()
     arrays = {KEY_COLUMN: key_array(keys, shard.url)}
     for column, listed in values.items():
         try:
@@ -175,16 +177,41 @@ def encode_column_file(
                 f"the values of the column {column.name} ({column.source}) do not fit one type: {error}",
                 shard=shard.url,
             ) from error
+    return _write(pa.table(arrays), {column.name: column.source for column in values}, shard)
+
+
+def filter_column_file(
+    data: bytes, shard: ShardInfo, is_kept: npt.NDArray[np.bool_], new: ShardInfo
+) -> bytes:
+    """Return the file of a shard that has some samples of another one.
+
+    Args:
+        data: The file of the other shard.
+        shard: The other shard.
+        is_kept: Whether the new one has a sample, shape (n,).
+        new: The new shard.
+
+    Raises:
+        ManifestError, IndexMismatchError: As `decode_column_file`.
+        OptionError: If pyarrow is not installed.
+    """
+    table = decode_column_file(data, shard, None).filter(is_kept)
+    return _write(table, _open_file(data, shard.columns_url)[1]["columns"], new)
+
+
+def _write(table: pa.Table, columns: Mapping[str, str], shard: ShardInfo) -> bytes:
+    """Return the file of a shard with some columns (name -> source)."""
+    _, parquet = import_parquet()
     identity = {
         "version": _VERSION,
-        "columns": {column.name: column.source for column in values},
-        "nsamples": len(keys),
+        "columns": dict(columns),
+        "nsamples": table.num_rows,
         "filesize": shard.filesize,
         "sha256": shard.sha256,
     }
-    table = pa.table(arrays).replace_schema_metadata({_METADATA: orjson.dumps(identity)})
     sink = io.BytesIO()
-    parquet.write_table(table, sink, compression="zstd")
+    described = table.replace_schema_metadata({_METADATA: orjson.dumps(identity)})
+    parquet.write_table(described, sink, compression="zstd")
     return sink.getvalue()
 
 

@@ -1,5 +1,6 @@
 """Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``."""
 
+from shardstream.packing.compact import CompactReport, compact
 from shardstream.packing.encode import (
     encode_field,
     encode_npz,
@@ -54,6 +55,7 @@ __all__ = [
     "DEFAULT_MAX_BYTES",
     "DEFAULT_MAX_SAMPLES",
     "Claim",
+    "CompactReport",
     "Encoded",
     "FileRef",
     "ImageOptions",
@@ -80,6 +82,7 @@ __all__ = [
     "assign_splits",
     "chunked",
     "claim_destination",
+    "compact",
     "counts_text",
     "cut_by_size",
     "encode_field",

@@ -373,13 +373,13 @@ JOURNAL_NAME = f"{_START}000000{_END}"
 """Name of the journal."""
 
 
-def part_record_name(number: int) -> str:
-    """Return the name of the file that records a finished part of a job.
+def part_record_name(part: int | str) -> str:
+    """Return the name of the file that records a finished part of a job, by its number or name.
 
-    >>> part_record_name(7)
-    '.shardstream-pack-part-000007.json'
+    >>> part_record_name(7), part_record_name("a.tar")
+    ('.shardstream-pack-part-000007.json', '.shardstream-pack-part-a.tar.json')
     """
-    return f"{_START}part-{number:06d}{_END}"
+    return f"{_START}part-{f'{part:06d}' if isinstance(part, int) else part}{_END}"
 
 
 def is_part_record(name: str) -> bool:

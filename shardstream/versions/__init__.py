@@ -4,6 +4,7 @@ from shardstream.versions.delete import DeleteReport, delete
 from shardstream.versions.history import VersionRecord, log, tag, untag
 from shardstream.versions.publish_version import (
     AnyManifest,
+    all_shards,
     dataset_folder,
     next_version,
     publish_version,
@@ -13,6 +14,7 @@ __all__ = [
     "AnyManifest",
     "DeleteReport",
     "VersionRecord",
+    "all_shards",
     "dataset_folder",
     "delete",
     "log",

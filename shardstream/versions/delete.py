@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.catalog import Keys, Where, find_where, match_keys, open_samples
+from shardstream.catalog import Keys, Where, find_where, open_samples, samples_with_keys
 from shardstream.errors import ChangedError, OptionError, plural
 from shardstream.samples import Choice, Numbers, Samples, WithoutDeleted, select_subset
 from shardstream.storage import (
@@ -117,7 +117,7 @@ def _choose(
     """Return the numbers of the samples to delete, and unknown keys."""
     chosen, unknown = np.arange(len(samples)), list[str]()
     if keys is not None:
-        chosen, unknown = match_keys(samples, keys)
+        chosen, unknown = samples_with_keys(samples, keys)
     if numbers is not None:
         chosen = select_subset(samples, numbers).numbers
     if where is not None:

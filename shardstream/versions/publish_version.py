@@ -7,7 +7,7 @@ killed leaves the old version, and of two writers at once the second applies its
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +17,8 @@ from shardstream.format import (
     MANIFEST_NAME,
     BinaryManifest,
     Manifest,
+    ShardInfo,
+    decode_all_shards,
     decode_manifest,
     encode_manifest_files,
     ranges_of,
@@ -107,6 +109,19 @@ def publish_version(
 
     update_file(storage, url, change_bytes, is_done=is_done)
     return current[0]
+
+
+def all_shards(manifest: AnyManifest, folder: str, storage: Storage) -> Sequence[ShardInfo]:
+    """Return the shards of a manifest, with URLs relative to the folder of the dataset.
+
+    Raises:
+        ManifestError, IndexMismatchError: If the records of a `BinaryManifest` are damaged.
+        StorageError: If they cannot be read.
+    """
+    if isinstance(manifest, Manifest):
+        return manifest.shards
+    url = join_url(folder, manifest.records)
+    return decode_all_shards(storage.read_bounded(url), manifest, url=url)
 
 
 def next_version(manifest: AnyManifest, operation: str, **changes: Any) -> AnyManifest:

@@ -1,0 +1,158 @@
+"""Compaction writes shards again without deleted samples, and changes nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.cli import main
+from shardstream.errors import OptionError, ShardError
+from tests.small_datasets import numbered
+
+pytest.importorskip("pyarrow")
+N = 100
+
+
+def numbers(url: str, **options: Any) -> list[int]:
+    return [int(sample["cls"]) for sample in ss.ShardDataset(url, **options)]
+
+
+def entry(url: str) -> dict[str, Any]:
+    return dict(json.loads((Path(url) / "index.json").read_text()))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = numbered(tmp_path / "data", N, 15, columns=["cls"])
+    ss.index(url, columns="cls", members=True)
+    return url
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+def test_deleted_samples_are_gone_and_the_others_as_before(url: str, processes: int | None) -> None:
+    before = {s["__key__"]: s for s in ss.ShardDataset(url)}
+    gone = [0, 3, 4, 14, *range(15, 30), 44, 99]
+    ss.delete(url, numbers=gone)
+    executor = None if processes is None else ss.tasks.LocalExecutor(processes=processes)
+    report = ss.compact(url, executor=executor)
+    assert isinstance(report, ss.packing.CompactReport)
+    assert (report.version, report.samples, report.shards, report.removed) == (3, 21, 3, 1)
+    expected = np.delete(np.arange(N), gone).tolist()
+    assert numbers(url) == expected
+    assert numbers(url, version=1) == [*range(N)]
+    assert numbers(url, version=2) == expected
+    assert ss.verify(url).errors == ()
+    found = {s["__key__"]: s for s in ss.ShardDataset(url)}
+    for key, sample in found.items():
+        assert {n: v for n, v in sample.items() if n != "__url__"} == {
+            n: v for n, v in before[key].items() if n != "__url__"
+        }
+    assert ss.catalog.read_columns(url)["cls"].to_pylist() == expected
+    assert numbers(url, where="cls < 20") == [n for n in expected if n < 20]
+    manifest = entry(url)
+    assert manifest["fields"] == {"cls": N - 21, "npy": N - 21}
+    assert manifest["dataset_version"]["compactions"] == 1
+    assert "deleted" not in manifest["dataset_version"]
+    shards = manifest["shardlist"]
+    assert [one["url"].startswith("compact-000001/") for one in shards] == [
+        True, True, False, False, False, True,
+    ]  # fmt: skip
+    for one in shards:
+        data = (Path(url) / one["url"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == one["sha256"]
+    with tarfile.open(Path(url) / shards[0]["url"]) as tar:
+        assert len(tar.getnames()) == 2 * 11
+    assert not [*(Path(url) / "compact-000001").glob(".*")]
+
+
+def test_nothing_deleted_is_nothing_to_do(url: str) -> None:
+    assert ss.compact(url) == ss.packing.CompactReport(version=1)
+    ss.delete(url, numbers=[5])
+    ss.compact(url)
+    assert ss.compact(url).version == 3
+
+
+def test_a_compacted_dataset_is_changed_again(url: str) -> None:
+    for round_ in range(3):
+        ss.delete(url, numbers=[0, 20, -1 + len(ss.ShardDataset(url))])
+        ss.compact(url)
+        assert len(ss.ShardDataset(url)) == N - 3 * (round_ + 1)
+    assert ss.verify(url).errors == ()
+    assert numbers(url)[:3] == [3, 4, 5]
+    names = [one["url"] for one in entry(url)["shardlist"]]
+    assert names[0].startswith("compact-000003/000000-")
+    assert names[0].count("-") == 2
+
+
+def test_damaged_shards_are_not_copied(url: str) -> None:
+    ss.delete(url, numbers=[3])
+    file = Path(url) / "000000.tar"
+    data = bytearray(file.read_bytes())
+    data[700] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ShardError, match="not those of its sha256"):
+        ss.compact(url)
+    assert entry(url)["dataset_version"]["number"] == 2
+
+
+def test_a_deletion_meanwhile_is_not_lost(url: str) -> None:
+    ss.delete(url, numbers=[3])
+    others = iter([[7, 50], [0]])
+
+    def delete_more(_: object) -> None:
+        for chosen in others:
+            ss.delete(url, numbers=chosen)
+            break
+
+    report = ss.compact(url, threads=1, progress=delete_more)
+    assert report.samples == 4
+    assert len(numbers(url)) == N - 4
+    assert ss.verify(url).errors == ()
+
+
+def test_another_compaction_meanwhile(url: str) -> None:
+    ss.delete(url, numbers=[3, 90])
+    is_first = True
+
+    def compact_too(_: object) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            (Path(url) / "index.json").write_bytes(second)
+
+    copy = Path(url).with_name("copy")
+    import shutil  # noqa: PLC0415
+
+    shutil.copytree(url, copy)
+    ss.compact(copy)
+    second = (copy / "index.json").read_bytes()
+    shutil.copytree(copy, url, dirs_exist_ok=True, ignore=lambda *_: ["index.json"])
+    assert ss.compact(url, threads=1, progress=compact_too).samples == 0
+    assert len(numbers(url)) == N - 2
+
+
+def test_refusals(url: str) -> None:
+    with pytest.raises(OptionError, match="cannot be cut into parts"):
+        ss.compact(url, executor=ss.tasks.Parts(1, 2))
+    with pytest.raises(OptionError, match="name the folder of one dataset"):
+        ss.compact(f"{url}/000000.tar")
+    ss.replace_fields(url, {"txt": {"000003": "new"}})
+    ss.delete(url, numbers=[3])
+    with pytest.raises(OptionError, match="fields of this dataset were replaced"):
+        ss.compact(url)
+
+
+def test_command(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["delete", url, "--numbers", "3,15-29"]) == 0
+    assert main(["compact", url]) == 0
+    out = capsys.readouterr().out
+    assert "version 3: 16 deleted samples are in no shard of it" in out
+    assert main(["compact", url]) == 0
+    assert "no samples are deleted in version 3" in capsys.readouterr().out
