@@ -1,10 +1,10 @@
 """Replace a file only if it is still the one that was read (compare-and-swap), so that no change of another writer is lost.
 
     local disk              the folder is locked while the file is compared, written and renamed
-    S3                      If-Match with the ETag that was read, If-None-Match for a new file
-    Azure, Google           the same, with ETags and generations
+    S3, Azure, Google       the server compares the ETag that was read, or the generation, or refuses where a file exists
     memory://               a lock of this process
-    any other store         compared, then written: two writers at once may lose a change, so `update_file` warns
+    any other store         (also a server that ignores such conditions)
+                                   compared, then written: two writers at once may lose a change, so `update_file` warns
 
 A response may be lost after the server has written the file. The next attempt is then refused; if the bytes there are those that
 were sent, the write has succeeded. So the bytes of each writer must be unique, for example by a random identity in them.
@@ -12,18 +12,21 @@ were sent, the write has succeeded. So the bytes of each writer must be unique, 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
+from typing import Any, NamedTuple
 
 from shardstream.errors import ChangedError, NotFoundError, StorageError, get_logger
 from shardstream.storage.error_messages import classify_error, http_status
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.multipart_upload import S3Object, takes_parts
+from shardstream.storage.multipart_upload import PART_BYTES, S3Object, takes_parts
 from shardstream.storage.publish import (
     locked_error,
     part_of,
@@ -32,9 +35,10 @@ from shardstream.storage.publish import (
     remove,
     try_lock,
 )
-from shardstream.storage.response import UNSUPPORTED
+from shardstream.storage.response import UNSUPPORTED, plain_etag
 from shardstream.storage.retry import Backoff, read_whole, retry_call
 from shardstream.storage.store import SIDECAR_LIMIT_BYTES, Storage
+from shardstream.storage.transfer import Cancellation, run_on_loop
 from shardstream.storage.urls import parent_url
 
 _log = get_logger(__name__)
@@ -42,17 +46,24 @@ _log = get_logger(__name__)
 _TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
 _LOCK_POLL_S = 0.01
+_READ_TRIES = 20
 _SERVER_ERROR = 500  # from this status on, the file may have been written
-_NO_ETAG = "0" * 32
+_TRIAL, _NO_ETAG = b"shardstream", "0" * 32
 _pauses = random.SystemRandom()  # a seeded generator would give forked processes the same pauses
 _writing = new_lock()  # held while a file is compared and written: no child is forked that would share the lock of its folder
 
-_Put = Callable[[bytes, str | None], str | None]
-"""Sends a file once, unless another one than that of the token is there; returns the new token, if the server sent it."""
+
+class _Sender(NamedTuple):
+    """How a file is sent to a store."""
+
+    put: Callable[[bytes, str | None], str | None]
+    """Sends bytes, unless another file than that of a token is there; returns the new token, if the server sent it."""
+    sends_once: bool = False
+    """Whether the client never repeats a request, so that a refusal says that nothing was written."""
 
 
 class LostResponseError(ChangedError):
-    """A write whose response was lost, to a file that has been replaced since: it may or may not have succeeded in between."""
+    """A write whose response may have been lost, to a file that has been replaced since: it may have succeeded in between."""
 
 
 def read_with_version(storage: Storage, url: str) -> tuple[bytes | None, str | None]:
@@ -63,9 +74,16 @@ def read_with_version(storage: Storage, url: str) -> tuple[bytes | None, str | N
         file.
 
     Raises:
-        ChangedError: If the file is replaced during the read.
+        ChangedError: If the file is replaced during each read.
         StorageError: If it cannot be read, or has over 1 GiB.
     """
+    for _ in range(_READ_TRIES - 1):
+        with suppress(ChangedError):  # a response broke off, and the rest was of another file
+            return _read(storage, url)
+    return _read(storage, url)
+
+
+def _read(storage: Storage, url: str) -> tuple[bytes | None, str | None]:
     try:
         data, version = read_whole(storage.uncached(), url, SIDECAR_LIMIT_BYTES + 1)
     except NotFoundError:
@@ -97,11 +115,11 @@ def replace_if(
     """
     if storage.local_path(url) is not None:
         return _replace_local(storage, url, data, token, timeout_s)
-    put = _conditional_put(storage, url)
-    if put is None:
+    sender = _conditional_sender(storage, url)
+    if sender is None:
         with _writing:
             return _compare_and_write(storage, url, data, token)
-    return _send(storage, url, data, token, put)
+    return _send(storage, url, data, token, sender)
 
 
 def is_conditional(storage: Storage, url: str) -> bool:
@@ -116,7 +134,7 @@ def is_conditional(storage: Storage, url: str) -> bool:
     return (
         storage.local_path(url) is not None
         or "memory" in filesystem.protocol
-        or _conditional_put(storage, url) is not None
+        or _conditional_sender(storage, url) is not None
     )
 
 
@@ -182,46 +200,87 @@ def update_file(
     )
 
 
-def _conditional_put(storage: Storage, url: str) -> _Put | None:
-    """Return how a file is sent on a condition; None if its store cannot do that."""
-    if takes_parts(storage.resolve(url)[0]):
-        return _s3_put(storage, url) if _honours_conditions(storage, url) else None
+def _conditional_sender(storage: Storage, url: str) -> _Sender | None:
+    """Return how a file is sent on a condition; None if its store cannot do that, or does not say so and ignores it."""
+    sender = _find_sender(storage, url)
+    return sender if sender is not None and _honours_conditions(storage, url) else None
+
+
+def _find_sender(storage: Storage, url: str) -> _Sender | None:
+    filesystem, path = storage.resolve(url)
+    if takes_parts(filesystem):
+        target = S3Object(storage, url, repeats=False)
+        return _Sender(target.put_if, sends_once=target.sends_once)
+    package = type(filesystem).__module__.partition(".")[0]
+    if package == "adlfs":
+        return _Sender(partial(_put_azure, filesystem, path))
+    if package == "gcsfs":
+        return _Sender(partial(_put_google, storage, url), sends_once=True)
     return None
 
 
-def _s3_put(storage: Storage, url: str) -> _Put:
-    target = S3Object(storage, url, repeats=False)
+def _put_azure(filesystem: Any, path: str, data: bytes, token: str | None) -> str | None:
+    """Send a blob by the client of adlfs, which itself knows no conditions."""
+    container, blob, _ = filesystem.split_path(path)
+    condition: dict[str, Any] = {"overwrite": False}
+    if token is not None:
+        from azure.core import MatchConditions  # type: ignore[import-not-found]  # noqa: PLC0415
 
-    def put(data: bytes, token: str | None) -> str | None:
-        condition = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
-        return target.put_if(data, **condition)
+        condition = {"overwrite": True, "etag": token}
+        condition["match_condition"] = MatchConditions.IfNotModified
 
-    return put
+    async def upload() -> Any:
+        client = filesystem.service_client.get_blob_client(container=container, blob=blob)
+        async with client:
+            return await client.upload_blob(data, retry_total=0, **condition)
+
+    response = _run(filesystem, upload(), data)
+    return plain_etag(response["etag"])
+
+
+def _put_google(storage: Storage, url: str, data: bytes, token: str | None) -> None:
+    """Send an object by the session of gcsfs, whose reads return no generation: it is looked up before the bytes are compared."""
+    generation = "0"  # no object
+    if token is not None:
+        generation = str(storage.info(url).version).partition(" ")[2]
+        if read_with_version(storage, url)[1] != token:
+            raise _changed_error(url)
+    filesystem, path = storage.resolve(url)
+    bucket, name, _ = filesystem.split_path(path)
+    send_once = type(filesystem)._request.__wrapped__  # its decorator repeats requests
+    address = f"{filesystem._location}/upload/storage/v1/b/{bucket}/o"
+    condition = {"uploadType": "media", "name": name, "ifGenerationMatch": generation}
+    try:
+        _run(filesystem, send_once(filesystem, "POST", address, data=data, **condition), data)
+    except FileExistsError as error:  # gcsfs means the condition
+        raise _changed_error(url) from error
 
 
 def _honours_conditions(storage: Storage, url: str) -> bool:
-    """Return whether an S3 server refuses writes whose condition does not hold; it is tried once for each bucket."""
+    """Return whether a server refuses writes whose condition does not hold; it is tried once for each bucket."""
     bucket = storage.resolve(url)[1].partition("/")[0]
     known = storage.servers.honours_conditions
     if bucket not in known:
         trial = part_of(url)  # a name that is cleaned up, if this process is killed
-        target = S3Object(storage, trial, repeats=False)
-        is_refused = partial(_is_refused, storage, target, trial)
-        is_refused(IfNoneMatch="*")
+        _is_refused(storage, trial, None)
         try:
-            known[bucket] = is_refused(IfNoneMatch="*") and is_refused(IfMatch=_NO_ETAG)
+            known[bucket] = all(_is_refused(storage, trial, token) for token in (None, _NO_ETAG))
         finally:
             try:
                 remove(storage, trial)
             except StorageError as error:
-                _log.info("an empty file is left: %s", error)
+                _log.info("a file of 11 bytes is left: %s", error)
     return known[bucket]
 
 
-def _is_refused(storage: Storage, target: S3Object, url: str, **condition: str) -> bool:
+def _is_refused(storage: Storage, url: str, token: str | None) -> bool:
+    """Return whether a small file is refused under a condition."""
+    sender = _find_sender(storage, url)
+    assert sender is not None  # noqa: S101  (`_conditional_sender` has found it)
+
     def put_once() -> bool:
         try:
-            target.put_if(b"", **condition)
+            sender.put(_TRIAL, token)
         except Exception as error:
             meaning = classify_error(error, url, storage.secrets).meaning
             if meaning.kind is ChangedError or meaning is UNSUPPORTED:
@@ -232,15 +291,14 @@ def _is_refused(storage: Storage, target: S3Object, url: str, **condition: str) 
     return retry_call(storage, url, put_once)
 
 
-def _send(storage: Storage, url: str, data: bytes, token: str | None, put: _Put) -> str:
+def _send(storage: Storage, url: str, data: bytes, token: str | None, sender: _Sender) -> str:
     """Send a file on a condition, again if the response is lost."""
     backoff = Backoff(storage, url)
     sent = token
-    # A client of the user repeats requests unseen.
-    may_be_written = not storage.is_s3(url)
+    may_be_written = not sender.sends_once
     while True:
         try:
-            return put(data, sent) or _token(data, None)
+            return sender.put(data, sent) or _token(data, None)
         except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             kind = classify_error(error, url, storage.secrets).meaning.kind
             is_gone = token is not None and issubclass(kind, NotFoundError)
@@ -253,8 +311,13 @@ def _send(storage: Storage, url: str, data: bytes, token: str | None, put: _Put)
         if found == data and version is not None:  # the response to an earlier attempt was lost
             return version
         if version != token or token is None:
-            kind = LostResponseError if may_be_written else ChangedError
-            raise kind("the file was replaced meanwhile", shard=url)
+            if may_be_written:
+                raise LostResponseError(
+                    "the response to a write may have been lost, and another writer has replaced the file since",
+                    remedy="look whether the change is in it, and make it again if not",
+                    shard=url,
+                )
+            raise _changed_error(url)
         if sent != token:
             raise StorageError(
                 f"the server refuses a write on the condition of the ETag that it has itself, {token}",
@@ -284,9 +347,19 @@ def _replace_local(
 
 def _compare_and_write(storage: Storage, url: str, data: bytes, token: str | None) -> str:
     if read_with_version(storage, url)[1] != token:
-        raise ChangedError("the file was replaced meanwhile", shard=url)
+        raise _changed_error(url)
     publish_bytes(storage, url, data)
     return _token(data, None)
+
+
+def _changed_error(url: str) -> ChangedError:
+    return ChangedError("the file was replaced meanwhile", shard=url)
+
+
+def _run(filesystem: Any, request: Awaitable[Any], body: bytes) -> Any:
+    """Run a request on the event loop of a file system, with the time limit of a part of an upload to S3."""
+    limit_s = S3Object.response_timeout_s * max(1, len(body) // PART_BYTES)
+    return run_on_loop(filesystem.loop, asyncio.wait_for(request, limit_s), Cancellation())
 
 
 def _token(data: bytes, version: str | None) -> str:

@@ -17,11 +17,12 @@ import threading
 from collections import deque
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
+from urllib.parse import quote
 
 from shardstream.errors import NotFoundError, StorageError, get_logger
 from shardstream.storage.response import plain_etag
 from shardstream.storage.retry import retry_call
-from shardstream.storage.s3_request import UploadPart
+from shardstream.storage.s3_request import Upload
 from shardstream.storage.store import Storage
 from shardstream.storage.transfer import Cancellation, Transfer
 
@@ -185,21 +186,31 @@ class S3Object:
         response = self._call(method, len(body), Body=body, ContentMD5=digest, **arguments)
         return _Part(md5, len(body), str(response.get("ETag", "")))
 
-    def put_if(self, body: bytes, **condition: str) -> str | None:
-        """Send a small file in one request, once, which the server refuses unless a condition holds; return its ETag.
+    @property
+    def sends_once(self) -> bool:
+        """Whether `put_if` sends a file once: aiohttp, the client of s3fs, repeats a PUT unseen if the connection breaks off."""
+        return self._http is not None
+
+    def put_if(self, body: bytes, etag: str | None) -> str | None:
+        """Send a small file in one request, which the server refuses unless the present one has an ETag; return its ETag.
 
         Args:
             body: The bytes.
-            condition: ``IfNoneMatch="*"``: no file exists; ``IfMatch=ETag``: the file has this ETag.
+            etag: The ETag; None if there must be no file.
 
         Raises:
             Exception: Any error of the client.
         """
+        name, value = ("If-None-Match", "*") if etag is None else ("If-Match", etag)
         digest = base64.b64encode(hashlib.md5(body, usedforsecurity=False).digest()).decode()
-        response = self.request(
-            "put_object", len(body), Body=body, ContentMD5=digest, **self.kind, **condition
-        )
-        return plain_etag(response.get("ETag"))
+        if self._http is not None:
+            client, path = self._http
+            kind = {"Content-Type": self.kind["ContentType"]} if self.kind else {}
+            upload = Upload(path, len(body), digest, headers={name: value, **kind})
+            return plain_etag(client.put(upload, body, Transfer(self._limit_s(len(body)))))
+        options = {name.replace("-", ""): value, **self.kind}
+        found = self.request("put_object", len(body), Body=body, ContentMD5=digest, **options)
+        return plain_etag(found.get("ETag"))
 
     def put_part(self, upload_id: Future[str], number: int, body: bytes) -> _Part:
         """Send one part, when the upload has begun."""
@@ -209,12 +220,12 @@ class S3Object:
         # The client of s3fs takes twice the processor time: an upload to a server on the same two cores takes 1.3 times as long.
         client, path = self._http
         md5 = hashlib.md5(body, usedforsecurity=False).digest()
-        digest = base64.b64encode(md5).decode()
-        part = UploadPart(path, begun, number, len(body), digest)
+        query = f"?partNumber={number}&uploadId={quote(begun, safe='~')}"
+        part = Upload(path, len(body), base64.b64encode(md5).decode(), query)
         etag = retry_call(
             self._storage,
             self._url,
-            lambda: client.put_part(
+            lambda: client.put(
                 part, body, Transfer(self._limit_s(len(body)), cancelled=self._ended)
             ),
             cancelled=self._cancelled,

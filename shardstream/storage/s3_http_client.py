@@ -41,7 +41,7 @@ from shardstream.storage.response import (
     ranges_ignored_error,
 )
 from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.s3_request import S3Requests, Server, UploadPart, tls_context
+from shardstream.storage.s3_request import S3Requests, Server, Upload, tls_context
 from shardstream.storage.transfer import Transfer
 
 _CONCURRENT_REQUESTS = 8
@@ -105,15 +105,15 @@ class S3HttpReader:
             response = replace(response, size=self._size(path, transfer))
         return response
 
-    def put_part(self, part: UploadPart, body: bytes, transfer: Transfer) -> str:
-        """Send a part of an upload once, or twice if the bucket is in another region; return its ETag.
+    def put(self, upload: Upload, body: bytes, transfer: Transfer) -> str:
+        """Send an object or a part of one, once, or twice if the bucket is in another region; return its ETag.
 
         Args:
-            part: Names the part.
+            upload: Names it.
             body: Its bytes.
             transfer: Its limit holds for the whole request.
         """
-        return self._requests.send(part.path, lambda: self._put_part(part, body, transfer))
+        return self._requests.send(upload.path, lambda: self._put(upload, body, transfer))
 
     def read_small_files(self, paths: Sequence[str], max_bytes: int) -> list[bytes | None]:
         """Read files of at most ``max_bytes`` bytes, each once; None from the first one on that did not arrive.
@@ -165,8 +165,8 @@ class S3HttpReader:
                 raise
             return 0
 
-    def _put_part(self, part: UploadPart, body: bytes, transfer: Transfer) -> str:
-        server, request = self._requests.put_part(part)
+    def _put(self, upload: Upload, body: bytes, transfer: Transfer) -> str:
+        server, request = self._requests.put(upload)
         connection, is_reusable = self._idle_connection(server) or self._connect(server), False
         try:
             with transfer.cancelled.ending(partial(end_receive, connection)):

@@ -37,19 +37,19 @@ class Server(NamedTuple):
     authority: str
 
 
-class UploadPart(NamedTuple):
-    """One part of an upload, without its bytes."""
+class Upload(NamedTuple):
+    """An object, or a part of one, that is sent in one request, without its bytes."""
 
     path: str
     """Path of the object."""
-    upload_id: str
-    """Identity of the upload."""
-    number: int
-    """Number of the part, from 1."""
     size: int
-    """Its bytes."""
+    """Bytes."""
     md5: str
-    """MD5 of its bytes in base64."""
+    """MD5 of them in base64."""
+    query: str = ""
+    """Names the part, for example "?partNumber=1&uploadId=2"."""
+    headers: Mapping[str, str] = {}
+    """Further headers, such as a condition."""
 
 
 def s3fs_only(settings: S3Settings) -> str | None:
@@ -109,14 +109,14 @@ class S3Requests:
         """
         return self._request("GET", path, "", {}, range_header(start, end))
 
-    def put_part(self, part: UploadPart) -> tuple[Server, bytes]:
-        """Return the server of an object, and the head of the request that sends a part of it (see `get`).
+    def put(self, upload: Upload) -> tuple[Server, bytes]:
+        """Return the server of an object, and the head of the request that sends it, or a part of it (see `get`).
 
         The MD5 is signed, and the server compares it with the body, so the body is not signed.
         """
-        query = f"?partNumber={part.number}&uploadId={quote(part.upload_id, safe='~')}"
-        length = {"Content-Length": str(part.size)}
-        return self._request("PUT", part.path, query, {"Content-MD5": part.md5}, length)
+        unsigned = {"Content-Length": str(upload.size)}
+        signed = {"Content-MD5": upload.md5, **upload.headers}
+        return self._request("PUT", upload.path, upload.query, signed, unsigned)
 
     def _request(
         self,

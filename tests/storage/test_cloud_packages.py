@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
+import requests
 
 import shardstream as ss
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, OptionError
-from shardstream.storage import Storage, publish_bytes
+from shardstream.storage import (
+    Storage,
+    is_conditional,
+    publish_bytes,
+    read_with_version,
+    replace_if,
+    update_file,
+)
 from shardstream.testing import check_store
 from tests.servers import ServerMissingError, skip_if_missing, start_azurite, start_gcs_emulator
 
@@ -138,3 +151,101 @@ def test_replaced_file_is_an_error(place: tuple[str, dict[str, Any]]) -> None:
     publish_bytes(Storage(options), f"{url}/a.tar", b"new new new")
     with pytest.raises(ChangedError, match="shardstream index"):
         storage.read(f"{url}/a.tar", 4, 7)
+
+
+# --- writers at the same time
+
+
+def test_only_the_blob_that_was_read_is_replaced(azure: str) -> None:
+    storage, url = Storage({"connection_string": azure}), f"az://test/{uuid.uuid4().hex}"
+    assert is_conditional(storage, url)
+    check_replacement(storage, url)
+
+
+def test_an_emulator_that_ignores_conditions_is_named(place: tuple[str, dict[str, Any]]) -> None:
+    url, options = place
+    storage, file = Storage(options), f"{place[0]}/file"
+    expected = nullcontext() if url.startswith("az") else pytest.warns(match="only one process")
+    with expected:
+        update_file(storage, file, lambda _: b"1")
+    assert [found.url for found in storage.list_folder(url)[0]] == [file]
+
+
+class Generations(ThreadingHTTPServer):
+    """A proxy that compares generations before uploads, as Google does and its emulator does not; one request at a time."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint, self.lock = endpoint, threading.Lock()
+        self.lost_uploads = 0
+        super().__init__(("127.0.0.1", 0), GenerationsHandler)
+
+
+class GenerationsHandler(BaseHTTPRequestHandler):
+    server: Generations
+
+    def do_GET(self) -> None:
+        """Compare, and pass the request on."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        query = parse_qs(urlsplit(self.path).query)
+        with self.server.lock:
+            wanted = query.get("ifGenerationMatch")
+            if wanted is not None:
+                name = quote(query["name"][0], safe="")
+                found = self.ask("GET", f"/storage/v1/b/test/o/{name}")
+                generation = json.loads(found.content).get("generation", "0") if found.ok else "0"
+                if wanted != [generation]:
+                    self.send_error(412)
+                    return
+            answer = self.ask(self.command, self.path, data=body, headers=dict(self.headers))
+        if wanted is not None and self.server.lost_uploads:
+            self.server.lost_uploads -= 1
+            self.send_error(503)
+            return
+        self.send_response(answer.status_code)
+        self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
+        self.send_header("Content-Length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+    do_POST = do_DELETE = do_PUT = do_GET  # noqa: N815
+
+    def ask(self, method: str, path: str, **options: Any) -> requests.Response:
+        return requests.request(method, self.server.endpoint + path, timeout=20, **options)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_only_the_google_object_that_was_read_is_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("gcsfs")
+    with (
+        skip_if_missing(),
+        start_gcs_emulator(tmp_path) as endpoint,
+        Generations(endpoint) as proxy,
+    ):
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{proxy.server_port}"
+        storage = Storage({"token": "anon", "endpoint_url": address})
+        assert is_conditional(storage, "gs://test/a")
+        check_replacement(storage, "gs://test/a")
+        proxy.lost_uploads = 1
+        replace_if(storage, "gs://test/a", b"4", None)
+        proxy.lost_uploads = 2
+        update_file(storage, "gs://test/a", lambda data: (data or b"") + b"5")
+        assert storage.read("gs://test/a") == b"45"
+        proxy.shutdown()
+
+
+def check_replacement(storage: Storage, url: str) -> None:
+    first = replace_if(storage, url, b"1", None)
+    assert read_with_version(storage, url) == (b"1", first)
+    second = replace_if(storage, url, b"2", first)
+    for old in (first, None):
+        with pytest.raises(ChangedError, match="replaced"):
+            replace_if(storage, url, b"3", old)
+    assert read_with_version(storage, url) == (b"2", second)
+    filesystem, path = storage.resolve(url)
+    filesystem.rm_file(path)
+    with pytest.raises(ChangedError, match="replaced"):
+        replace_if(storage, url, b"3", second)
+    assert not storage.exists(url)
