@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         Weights,
         WeightSchedule,
         compare_states,
+        plan,
     )
     from shardstream.versions import delete
 
@@ -79,6 +80,7 @@ __all__ = [
     "merge",
     "mix",
     "pack",
+    "plan",
     "ray",
     "replace_fields",
     "replay",
@@ -115,6 +117,7 @@ _LAZY = {
     "pack": "packing",
     "replace_fields": "packing",
     "replay": "loader",
+    "plan": "pipeline",
     "reshard": "packing",
     "save_checkpoint": "loader",
     "show": "loader",

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from shardstream.cli import bench, index_verify, ls_cat, pack, reshard_merge, versions, view
+from shardstream.cli import bench, index_verify, ls_cat, pack, plan, reshard_merge, versions, view
 from shardstream.cli.options import help_of
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import ShardStreamError
@@ -41,6 +41,7 @@ for command in (
     ls_cat.ls,
     ls_cat.cat,
     view.view,
+    plan.plan,
     bench.bench,
     versions.delete,
     versions.compact,

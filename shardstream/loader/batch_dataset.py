@@ -25,10 +25,12 @@ from shardstream.pipeline import (
     check_state,
     data_identity,
     part_state,
+    partition_config,
     past_of,
     plan_state,
     planned_source,
     position_in,
+    resumed_source,
     state_digest,
 )
 
@@ -85,12 +87,11 @@ class BatchDataset(SplitDataset):
         self._given = OrderOptions()
         if self.indexed_source is not None and batch_size is not None:
             self._given = self.indexed_source.options
-            self.partition_config = PartitionConfig(
-                world_size=dataset.placement.world_size,
-                microbatches=batch_size // (self._given.microbatch or batch_size),
-                remainder=self._given.remainder,
+            self.partition_config = partition_config(
+                self.indexed_source,
+                ranks=dataset.placement.world_size,
+                batch_size=batch_size,
                 drop_last=drop_last,
-                whole_lanes=self.indexed_source.samples.has_costly_windows,
             )
         # Computed for the first state: hashing the names of all shards takes time.
         self._data: State | None = None
@@ -258,23 +259,11 @@ class BatchDataset(SplitDataset):
         if source is None:
             check_state(state, expected=self.topology(epoch))
             return position_in(state)
-        given, names = self._given, ["microbatch", "lanes"]
-        # Without shuffle these two do not affect the sequence.
-        names += ["window", "block"] if source.shuffle else []
-        own = {"seed": source.seed, "shuffle": source.shuffle}
-        own |= {name: getattr(given, name) for name in names}
-        source = _with_changes(source, state)
-        check_state(state, expected={"kind": "plan"} | own | data_identity(source))
-        batch_size, microbatch = self.batch_size or 1, state["microbatch"]
-        if batch_size % microbatch:
-            raise StateError(
-                f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
-                "use a multiple of it, or start without the state"
-            )
-        self.set_source(source.with_options(**{name: state[name] for name in names}))
-        self.partition_config = replace(
-            self.partition_config, microbatches=batch_size // microbatch
-        )
+        batch_size = self.batch_size or 1
+        source = resumed_source(source, self._given, state, batch_size)
+        self.set_source(source)
+        microbatches = batch_size // (source.options.microbatch or batch_size)
+        self.partition_config = replace(self.partition_config, microbatches=microbatches)
         position, nsamples = position_in(state), self.order(state["epoch"]).nsamples
         if position.consumed > nsamples:
             raise StateError(
@@ -308,11 +297,3 @@ class BatchDataset(SplitDataset):
         self.indexed_source, self._data = source, None
         pipeline = replace(self.source_dataset.pipeline, source=source)
         self.source_dataset = self.source_dataset._with_pipeline(pipeline)
-
-
-def _with_changes(source: IndexedSource, state: Any) -> IndexedSource:
-    """Return a source with the weights that a state says were given in the training, which may be none."""
-    if not isinstance(source, MixIndexedSource):
-        return source
-    mix = state.get("mix") if isinstance(state, Mapping) else None
-    return replace(source, changes=mix.get("changes", ()) if isinstance(mix, Mapping) else ())

@@ -382,7 +382,9 @@ class ShardLoader(DataLoader[Any]):
         """Begin an iteration of the persistent workers, or of new ones."""
         if self._seeds_workers:
             seed = self._batches.source_dataset.pipeline.source.seed
-            self.generator.manual_seed(derive_key(seed, begin.epoch, self.placement.rank) >> 1)
+            self.generator.manual_seed(
+                derive_key(seed, begin.epoch, self._batches.placement.rank) >> 1
+            )
         pool = self._pool
         if pool is None or not pool.is_usable:
             pool = self._start_workers()
@@ -447,9 +449,10 @@ class ShardLoader(DataLoader[Any]):
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
-        if self.placement.world_size > 1 and accelerate_loader() is not None:
+        placement = self._batches.placement
+        if placement.world_size > 1 and accelerate_loader() is not None:
             raise OptionError(
-                f"this ShardLoader reads the part of rank {self.placement.rank}, but an Accelerate loader would split that part "
+                f"this ShardLoader reads the part of rank {placement.rank}, but an Accelerate loader would split that part "
                 "again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
             )
 

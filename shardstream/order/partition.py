@@ -80,6 +80,8 @@ class RankPartition:
             raise OptionError(
                 f"{consumed} consumed samples are not a multiple of the microbatch, {order.batch}"
             )
+        if consumed > order.nsamples:
+            raise OptionError(f"{consumed} of {order.nsamples} samples are consumed")
         self.plan = plan
         self.config = config
         self.rank = Placement(rank, config.world_size).rank
@@ -202,6 +204,10 @@ class EpochSteps:
         self._first_rank = RankPartition(plan, config, rank=0, consumed=consumed)
         self.num_steps = self._first_rank.max_steps
         """Steps of the rank that has the most."""
+
+    def of_rank(self, rank: int) -> RankPartition:
+        """Return the steps of one rank."""
+        return RankPartition(self.plan, self.config, rank=rank, consumed=self.consumed)
 
     def at(self, step: int, rank: int | None = None) -> StepPlaces:
         """Return the samples of a step in the order of the batches: of one rank, or of all, one after the other."""

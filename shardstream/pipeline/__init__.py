@@ -16,6 +16,10 @@ from shardstream.pipeline.decode import (
 )
 from shardstream.pipeline.epoch_samples import (
     EpochSamples,
+    PlannedSamples,
+    Topology,
+    plan,
+    plan_epoch,
     planned_source,
 )
 from shardstream.pipeline.fields import (
@@ -36,6 +40,7 @@ from shardstream.pipeline.indexed_source import (
     default_partition,
     group_by_window,
     numbered_source,
+    partition_config,
     plan_steps,
 )
 from shardstream.pipeline.loader_state import (
@@ -45,12 +50,15 @@ from shardstream.pipeline.loader_state import (
     compare_states,
     data_identity,
     find_states,
+    parse_state,
     part_state,
     past_of,
     plan_state,
     position_in,
+    resumed_source,
     seal_state,
     state_digest,
+    state_in,
 )
 from shardstream.pipeline.map import (
     Map,
@@ -151,6 +159,7 @@ __all__ = [
     "PackedRows",
     "Packing",
     "Pipeline",
+    "PlannedSamples",
     "ReadOptions",
     "Records",
     "Rename",
@@ -174,6 +183,7 @@ __all__ = [
     "State",
     "Stop",
     "ToTuple",
+    "Topology",
     "Unbatched",
     "WeightSchedule",
     "WeightedSource",
@@ -205,8 +215,12 @@ __all__ = [
     "open_sequential_source",
     "open_stages",
     "options_or_default",
+    "parse_state",
     "part_state",
+    "partition_config",
     "past_of",
+    "plan",
+    "plan_epoch",
     "plan_state",
     "plan_steps",
     "planned_source",
@@ -214,11 +228,13 @@ __all__ = [
     "read_shard",
     "records_of",
     "refuse_options",
+    "resumed_source",
     "row_pipeline",
     "rowable_source",
     "seal_state",
     "split_batch",
     "state_digest",
+    "state_in",
     "warn_or_raise",
     "whole_number",
 ]

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardstream.catalog import find_keys
 from shardstream.errors import OptionError, plural
-from shardstream.format import KEY_COLUMN
-from shardstream.order import EpochOrder, EpochPlan, EpochSteps, Ints, PartitionConfig, StepPlaces
-from shardstream.pipeline.indexed_source import IndexedSource, numbered_source
+from shardstream.order import EpochPlan, EpochSteps, Ints, PartitionConfig, StepPlaces
+from shardstream.pipeline.indexed_source import (
+    LOOK_AHEAD_BYTES,
+    IndexedSource,
+    numbered_source,
+    partition_config,
+)
+from shardstream.pipeline.loader_state import LoaderPosition, position_in, resumed_source
+from shardstream.pipeline.mix import MixIndexedSource
 from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.row_source import RowSource
 from shardstream.pipeline.runner import ItemStage
-from shardstream.pipeline.stage import check_at_least, whole_number
-from shardstream.samples import parts_in_rows, rows_with, samples_in_rows
+from shardstream.pipeline.stage import check_at_least, check_epoch, whole_number
+from shardstream.samples import (
+    Concat,
+    FetchOptions,
+    Samples,
+    parts_in_rows,
+    rows_with,
+    samples_in_rows,
+)
 
 _AT_ONCE = 1 << 16  # samples that are found together: a bound of the memory
+
+
+class HasPipeline(Protocol):
+    """A dataset with a pipeline."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its source and stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,39 +58,14 @@ class Topology:
         OptionError: If a number is out of range.
     """
 
-    ranks: int = 1
-    workers: int = 0
-    batch_size: int = 1
+    ranks: int
+    workers: int
+    batch_size: int
     drop_last: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, ranks=self.ranks, batch_size=self.batch_size)
         check_at_least(0, workers=self.workers)
-
-    def partition(self, source: IndexedSource) -> PartitionConfig:
-        """Return how the batches of a source are distributed.
-
-        Raises:
-            OptionError: If the microbatch of the source does not divide the batch.
-        """
-        microbatch = source.options.microbatch or self.batch_size
-        if self.batch_size % microbatch:
-            raise OptionError(
-                f"batch_size={self.batch_size} must be a multiple of microbatch={microbatch}"
-            )
-        return PartitionConfig(
-            world_size=self.ranks,
-            microbatches=self.batch_size // microbatch,
-            remainder=source.options.remainder,
-            drop_last=self.drop_last,
-            whole_lanes=source.samples.has_costly_windows,
-        )
-
-    def order(self, source: IndexedSource, epoch: int) -> EpochOrder:
-        """Return the order of an epoch of a source; by default as many lanes as there are readers."""
-        lanes = self.partition(source).batches_per_step * max(1, self.workers)
-        batch = source.options.microbatch or self.batch_size
-        return source.order(batch=batch, lanes=lanes, epoch=epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,19 +121,20 @@ class EpochSamples:
         self.is_exact = not may_leave_out
         """Whether batches have the samples of the plan for sure: neither ``select`` nor ``on_error=`` may leave some out, or replace them."""
         self._source, self._workers = source, workers
-        self._steps = EpochSteps(plan, config, consumed=consumed)
+        self.steps = EpochSteps(plan, config, consumed=consumed)
+        """The numbers of samples as loaders have them: of rows those of rows, and of copies those of copies."""
         self._stored = samples_in_rows(source.samples)
         self._is_row_a_batch = source.yields_batches and config.microbatches * plan.order.batch == 1
 
     @property
     def num_steps(self) -> int:
         """Steps of the epoch, from the position where the plan begins."""
-        return self._steps.num_steps
+        return self.steps.num_steps
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return self._steps.config.world_size
+        return self.steps.config.world_size
 
     def __repr__(self) -> str:
         return (
@@ -155,7 +154,7 @@ class EpochSamples:
         """
         step = _in_range("step", step, self.num_steps)
         rank = None if rank is None else _in_range("rank", rank, self.num_ranks)
-        return self._described(self._steps.at(step, rank))
+        return self._described(self.steps.at(step, rank))
 
     def where(
         self, *, numbers: Sequence[int] | Ints | None = None, keys: Iterable[str] | None = None
@@ -179,25 +178,36 @@ class EpochSamples:
                 f"numbers= takes whole numbers in one dimension, not {wanted.dtype} of shape {wanted.shape}"
             )
         asked = np.unique(wanted.astype(np.int64))
-        if len(asked) and not 0 <= asked[0] <= asked[-1] < len(samples):
+        outside = asked[(asked < 0) | (asked >= len(samples))]
+        if len(outside):
             raise OptionError(
-                f"samples are numbered from 0 to {len(samples) - 1}, not {asked[0]} to {asked[-1]}"
+                f"there is no sample {outside[0]}: they are numbered from 0 to {len(samples) - 1}"
             )
         items = np.unique(rows_with(self._source.samples, asked))
         parts = np.array_split(items, -(-len(items) // _AT_ONCE) or 1)
-        found = StepPlaces(*map(np.concatenate, zip(*map(self._steps.find, parts), strict=True)))
+        found = StepPlaces(*map(np.concatenate, zip(*map(self.steps.find, parts), strict=True)))
         order = np.lexsort((found.places, found.ranks, found.steps))
         return self._described(StepPlaces(*(column[order] for column in found)), asked)
 
-    def keys(self, samples: PlannedSamples) -> list[str]:
-        """Return the keys of samples, from the columns of the dataset, or the headers of its shards: all of them are read.
+    def keys(self, samples: PlannedSamples) -> list[str | None]:
+        """Return the keys of samples, which are read; None for one that is damaged.
 
         Raises:
             StorageError: If they cannot be read.
         """
-        column = self._stored.read_columns([KEY_COLUMN], scans=True)[KEY_COLUMN]
-        keys: list[str] = column.take(samples.numbers).to_pylist()
-        return keys
+        stored, numbers = self._stored, np.unique(samples.numbers)
+        at_once = max(1, int(LOOK_AHEAD_BYTES / stored.mean_bytes))
+        groups = np.array_split(numbers, -(-len(numbers) // at_once) or 1)
+        keys = list[str | None]()
+        with closing(stored.open_fetcher(groups, FetchOptions(is_sparse=True))) as fetcher:
+            for group in groups:
+                rows: Iterable[Any] = fetcher.samples(group)
+                keys += [None if isinstance(row, Exception) else row["__key__"] for row in rows]
+        return [keys[place] for place in np.searchsorted(numbers, samples.numbers).tolist()]
+
+    def datasets(self, samples: PlannedSamples) -> list[str]:
+        """Return the name of the dataset of a mix that each sample is of, ``outer/inner`` in nested ones; "" without a mix."""
+        return _part_names(self._source, self._stored, samples.numbers)
 
     def _described(self, found: StepPlaces, asked: Ints | None = None) -> PlannedSamples:
         """Return the samples at some places, of rows each of their parts; only those that were asked for, if any were."""
@@ -213,9 +223,26 @@ class EpochSamples:
             copies=copies[kept],
             steps=steps[kept],
             ranks=found.ranks[rows][kept],
-            workers=self._steps.workers_of(steps[kept], self._workers),
+            workers=self.steps.workers_of(steps[kept], self._workers),
             places=places[kept],
         )
+
+
+def _part_names(source: IndexedSource, stored: Samples, numbers: Ints) -> list[str]:
+    while isinstance(source, RowSource):
+        source = numbered_source(source.part.source)
+    names = [""] * len(numbers)
+    if not isinstance(source, MixIndexedSource):
+        return names
+    assert isinstance(stored, Concat)  # noqa: S101  (of a mix)
+    kinds, own = stored.find(numbers)
+    parts = zip(source.recipe.parts, source.sources, stored.inner, strict=True)
+    for kind, (name, part, part_samples) in enumerate(parts):
+        places = np.flatnonzero(kinds == kind)
+        inner_names = _part_names(part, part_samples, own[places])
+        for place, inner in zip(places.tolist(), inner_names, strict=True):
+            names[place] = f"{name}/{inner}" if inner else name
+    return names
 
 
 def _in_range(name: str, value: Any, end: int) -> int:
@@ -223,6 +250,99 @@ def _in_range(name: str, value: Any, end: int) -> int:
     if not 0 <= number < end:
         raise OptionError(f"there is no {name} {number}: they are numbered from 0 to {end - 1}")
     return number
+
+
+def plan_epoch(
+    source: IndexedSource,
+    topology: Topology,
+    epoch: int,
+    *,
+    consumed: int = 0,
+    may_leave_out: bool = False,
+) -> EpochSamples:
+    """Return the samples of an epoch by step, as loaders of this topology read them.
+
+    Args:
+        source: The samples and their order.
+        topology: Ranks, workers and batch.
+        epoch: From 0.
+        consumed: As in `EpochSamples`, as all below.
+        may_leave_out: As in `EpochSamples`.
+
+    Raises:
+        OptionError: If the numbers do not fit together.
+    """
+    config = partition_config(
+        source,
+        ranks=topology.ranks,
+        batch_size=topology.batch_size,
+        drop_last=topology.drop_last,
+    )
+    workers = max(1, topology.workers)
+    order = source.order(
+        batch=source.options.microbatch or topology.batch_size,
+        lanes=config.batches_per_step * workers,
+        epoch=epoch,
+    )
+    return EpochSamples(
+        source,
+        source.plan(order, epoch),
+        config,
+        workers=workers,
+        consumed=consumed,
+        may_leave_out=may_leave_out,
+    )
+
+
+def plan(  # noqa: PLR0913  (the public door)
+    dataset: HasPipeline,
+    epoch: int | None = None,
+    *,
+    ranks: int = 1,
+    workers: int = 0,
+    batch_size: int | None = None,
+    drop_last: bool = False,
+    state: Mapping[str, Any] | None = None,
+) -> EpochSamples:
+    """Return which samples each rank of a training reads at each step of an epoch, and when a sample comes; nothing is read.
+
+        ss.plan(dataset, epoch=3, ranks=8, workers=2, batch_size=64).samples(1200)
+
+    `ShardLoader.plan` returns the same for a loader.
+
+    Args:
+        dataset: A `ShardDataset`, `mix`, `join`, ...; its placement does not matter.
+        epoch: From 0; by default that of the state, or 0.
+        ranks: Number of ranks.
+        workers: ``num_workers`` of their loaders, by which the order has its lanes unless ``lanes=`` of `OrderOptions` does.
+        batch_size: Samples of a batch of one rank; None where items are batches, as those of ``batch_by_cost``.
+        drop_last: As in `ShardLoader`.
+        state: A saved ``loader.state_dict()``: its epoch is planned from its position on, and others in its order. Ranks, workers and
+            batches may be others than those of the training that saved it.
+
+    Raises:
+        OptionError: If it is not known before samples are read, because steps change counts or shards have no index; or a number is invalid.
+        StateError: If the dataset cannot continue the state.
+    """
+    pipeline = dataset.pipeline
+    source = planned_source(pipeline)
+    if batch_size is None and not source.yields_batches:
+        raise OptionError("plan needs batch_size=, the samples of a batch of one rank")
+    topology = Topology(
+        ranks=ranks, workers=workers, batch_size=batch_size or 1, drop_last=drop_last
+    )
+    position = LoaderPosition()
+    if state is not None:
+        source = resumed_source(source, source.options, state, topology.batch_size)
+        position = position_in(state)
+    epoch = position.epoch if epoch is None else check_epoch(epoch)
+    return plan_epoch(
+        source,
+        topology,
+        epoch,
+        consumed=position.consumed if epoch == position.epoch else 0,
+        may_leave_out=pipeline.may_leave_out,
+    )
 
 
 def planned_source(pipeline: Pipeline) -> IndexedSource:

@@ -245,6 +245,26 @@ class SamplesSource(OrderedSource):
     """The samples of one dataset, as they are stored."""
 
 
+def partition_config(
+    source: IndexedSource, *, ranks: int, batch_size: int, drop_last: bool
+) -> PartitionConfig:
+    """Return how the batches of a source are distributed over ranks.
+
+    Raises:
+        OptionError: If the microbatch of the source does not divide the batch.
+    """
+    microbatch = source.options.microbatch or batch_size
+    if batch_size % microbatch:
+        raise OptionError(f"batch_size={batch_size} must be a multiple of microbatch={microbatch}")
+    return PartitionConfig(
+        world_size=ranks,
+        microbatches=batch_size // microbatch,
+        remainder=source.options.remainder,
+        drop_last=drop_last,
+        whole_lanes=source.samples.has_costly_windows,
+    )
+
+
 def default_microbatch(nsamples: int, readers: int) -> int:
     """Return the microbatch of a dataset that is iterated without a `ShardLoader`: 64, or less where readers would get none.
 

@@ -14,6 +14,8 @@ from typing import Any
 from shardstream.errors import StateError
 from shardstream.order import EpochOrder
 from shardstream.pipeline.indexed_source import IndexedSource
+from shardstream.pipeline.mix import MixIndexedSource
+from shardstream.pipeline.options import OrderOptions
 from shardstream.pipeline.stage import EPOCHS, State
 
 VERSION = 2
@@ -175,6 +177,68 @@ def position_in(state: Mapping[str, Any]) -> LoaderPosition:
         return LoaderPosition(epoch=state["epoch"], consumed=state["consumed"])
     parts = {int(part): value for part, value in state["parts"].items()}
     return LoaderPosition(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
+
+
+def parse_state(text: str) -> State:
+    """Return the state of a loader in JSON, as ``json.dumps(loader.state_dict())`` writes it, or in an object that contains it.
+
+    Raises:
+        StateError: If it is no JSON, or as in `state_in`.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StateError(
+            f"not JSON: {error}; give what json.dumps(loader.state_dict()) prints"
+        ) from error
+    return state_in(value)
+
+
+def state_in(value: Any) -> State:
+    """Return the state of a loader in nested dicts and lists, such as a checkpoint.
+
+    Raises:
+        StateError: If there is none, or there are several.
+    """
+    found = find_states(value)
+    if not found:
+        raise StateError(
+            "not a state of a ShardLoader: no state_checksum; give json.dumps(loader.state_dict())"
+        )
+    if any(state != found[0] for state in found):
+        raise StateError(f"states of {len(found)} loaders; give the one of them as JSON")
+    return found[0]
+
+
+def resumed_source(
+    source: IndexedSource, given: OrderOptions, state: Any, batch_size: int
+) -> IndexedSource:
+    """Return a source with the order of a state, and with the weights that were given in its training.
+
+    Args:
+        source: The dataset.
+        given: Options of its order, as the user gave them; None matches any.
+        state: A state of kind "plan".
+        batch_size: Samples of a batch of one rank.
+
+    Raises:
+        StateError: If an exact resume is impossible.
+    """
+    if isinstance(source, MixIndexedSource):
+        mix = state.get("mix") if isinstance(state, Mapping) else None
+        changes = mix.get("changes", ()) if isinstance(mix, Mapping) else ()
+        source = replace(source, changes=changes)
+    # Without shuffle, window and block do not affect the sequence.
+    names = _ORDER if source.shuffle else _ORDER[:2]
+    own = {"seed": source.seed, "shuffle": source.shuffle}
+    own |= {name: getattr(given, name) for name in names}
+    check_state(state, expected={"kind": "plan"} | own | data_identity(source))
+    if batch_size % state["microbatch"]:
+        raise StateError(
+            f"microbatch: the state says {state['microbatch']}, which does not divide batch_size={batch_size} here; "
+            "use a multiple of it, or start without the state"
+        )
+    return source.with_options(**{name: state[name] for name in names})
 
 
 def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:

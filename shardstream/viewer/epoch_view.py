@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.errors import OptionError, StateError
+from shardstream.errors import OptionError
 from shardstream.order import (
-    PartitionConfig,
+    EpochSteps,
     RankPartition,
     Remainder,
     StepBalance,
@@ -23,9 +22,11 @@ from shardstream.pipeline import (
     IndexedSource,
     MixIndexedSource,
     OrderedSource,
-    check_state,
-    data_identity,
-    find_states,
+    OrderOptions,
+    Topology,
+    parse_state,
+    plan_epoch,
+    resumed_source,
 )
 from shardstream.samples import Numbers, Samples
 
@@ -92,10 +93,6 @@ class Training:
                 f"{self.ranks} ranks with batch_size={self.batch_size} are too many to show; the limit is {_MAX_RANKS:,} ranks "
                 f"and {_MAX_SAMPLES:,} samples in a step"
             )
-        if self.microbatch is not None and self.batch_size % self.microbatch:
-            raise OptionError(
-                f"batch_size={self.batch_size} must be a multiple of microbatch={self.microbatch}"
-            )
 
     @classmethod
     def parse(cls, values: Mapping[str, str], source: IndexedSource) -> Training:
@@ -125,41 +122,38 @@ class Training:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
-    def partitions(self, source: IndexedSource, *, is_balanced: bool = True) -> list[RankPartition]:
-        """Return the steps of each rank, as a ``ShardLoader`` of this training computes them.
+    def plan(self, source: IndexedSource, *, is_balanced: bool = True) -> EpochSteps:
+        """Return the steps of all ranks, as a ``ShardLoader`` of this training computes them.
 
         Args:
             source: The samples.
             is_balanced: False leaves out their ``balance=``.
         """
-        source = self._with_order(source, source.balance if is_balanced else None)
-        config = PartitionConfig(
-            world_size=self.ranks,
-            microbatches=self.batch_size // (self.microbatch or self.batch_size),
-            remainder=self.remainder,
-            drop_last=self.drop_last,
-            whole_lanes=source.samples.has_costly_windows,
-        )
-        order = source.order(
-            batch=self.microbatch or self.batch_size,
-            lanes=config.batches_per_step * max(1, self.workers),
-            epoch=self.epoch,
-        )
-        plan = source.plan(order, self.epoch)
-        return [
-            RankPartition(plan, config, rank=rank, consumed=self.consumed)
-            for rank in range(self.ranks)
-        ]
-
-    def _with_order(self, source: IndexedSource, balance: StepBalance | None) -> IndexedSource:
+        balance = source.balance if is_balanced and self.shuffle else None
         source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
-        if isinstance(source, OrderedSource):
-            balance = balance if self.shuffle else None
-            return replace(source, seed=self.seed, shuffle=self.shuffle, balance=balance)
-        assert isinstance(source, MixIndexedSource)  # noqa: S101  (there are no others)
-        if not self.shuffle:
-            raise OptionError("a mix is always shuffled")
-        return replace(source, seed=self.seed, balance=balance)
+        source = _with_balance(_seeded(source, self.seed, shuffle=self.shuffle), balance)
+        topology = Topology(
+            ranks=self.ranks,
+            workers=self.workers,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+        )
+        return plan_epoch(source, topology, self.epoch, consumed=self.consumed).steps
+
+
+def _seeded(source: IndexedSource, seed: int, *, shuffle: bool) -> IndexedSource:
+    """Return a source with another seed, and with or without shuffle."""
+    if isinstance(source, OrderedSource):
+        return replace(source, seed=seed, shuffle=shuffle)
+    assert isinstance(source, MixIndexedSource)  # noqa: S101  (there are no others)
+    if not shuffle:
+        raise OptionError("a mix is always shuffled")
+    return replace(source, seed=seed)
+
+
+def _with_balance(source: IndexedSource, balance: StepBalance | None) -> IndexedSource:
+    assert isinstance(source, OrderedSource | MixIndexedSource)  # noqa: S101  (there are no others)
+    return replace(source, balance=balance)
 
 
 def _whole(name: str, text: str) -> int:
@@ -191,21 +185,18 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
     Raises:
         OptionError: If the training has no such step.
     """
-    partitions, samples = training.partitions(source), source.samples
-    first = partitions[0]
-    if not first.max_steps:
+    steps, samples = training.plan(source), source.samples
+    if not steps.num_steps:
         raise OptionError(
             "the rest of this epoch has no step; choose a smaller batch or fewer ranks"
         )
-    if training.step >= first.max_steps:
+    if training.step >= steps.num_steps:
         raise OptionError(
-            f"there is no step {training.step}: they are numbered from 0 to {first.max_steps - 1}"
+            f"there is no step {training.step}: they are numbered from 0 to {steps.num_steps - 1}"
         )
-    steps = np.array([training.step], dtype=np.int64)
-    batches = [
-        one.samples(steps)[0] if training.step < one.num_steps else np.empty(0, np.int64)
-        for one in partitions
-    ]
+    first, at_step = steps.of_rank(training.rank), steps.at(training.step)
+    ends = np.searchsorted(at_step.ranks, np.arange(1, training.ranks))
+    batches = np.split(at_step.numbers, ends)
     shards = samples.shards_of(np.concatenate(batches))
     order = first.plan.order
     found: dict[str, Any] = {
@@ -217,7 +208,7 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
         },
         "consumed_after": first.consumed_after(training.step + 1),
         "ranks": _describe_ranks(batches, training, first, samples, stored),
-        "path": _path(partitions[training.rank], stored),
+        "path": _path(first, stored),
         "notes": _notes(training, first),
         "shards": {"count": len(shards), "of": samples.num_shards},
     }
@@ -235,8 +226,8 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
     return found
 
 
-def read_state(text: str, source: IndexedSource) -> Training:
-    """Return the training that a saved state of a ``ShardLoader`` continues.
+def read_state(text: str, source: IndexedSource) -> tuple[Training, IndexedSource]:
+    """Return the training that a saved state of a ``ShardLoader`` continues, and its samples.
 
     Topology and batch size are not in a state: those of the result are defaults.
 
@@ -247,16 +238,13 @@ def read_state(text: str, source: IndexedSource) -> Training:
     Raises:
         StateError: If it is no state, was edited, or is one of other data or of another kind of loader.
     """
-    state = _find_state(text)
-    if state["kind"] != "plan":
-        raise StateError(
-            f"this state is of kind {state['kind']!r}: the steps of its pipeline change counts, so its positions are those of "
-            "workers, and no plan says what comes next"
-        )
-    check_state(state, expected=data_identity(source))
+    state = parse_state(text)
+    seeded = _seeded(source, state.get("seed", 0), shuffle=state.get("shuffle", True))
+    batch_size = state.get("microbatch", 1)
+    resumed = resumed_source(seeded, OrderOptions(), state, batch_size)
     # Without shuffle, window and block do not affect the order.
     names = ("epoch", "seed", "shuffle", "consumed", *(_ORDER if state["shuffle"] else _ORDER[:2]))
-    return Training(batch_size=state["microbatch"], **{name: state[name] for name in names})
+    return Training(batch_size=batch_size, **{name: state[name] for name in names}), resumed
 
 
 def continued(training: Training, shown: Training) -> Training:
@@ -276,20 +264,6 @@ def continued(training: Training, shown: Training) -> Training:
         drop_last=shown.drop_last,
         step=shown.step,
         rank=shown.rank,
-    )
-
-
-def _find_state(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise StateError(
-            f"not JSON: {error}; paste what json.dumps(loader.state_dict()) prints"
-        ) from error
-    for state in find_states(value):
-        return state
-    raise StateError(
-        "not a state of a ShardLoader: no state_checksum; paste json.dumps(loader.state_dict())"
     )
 
 
@@ -335,7 +309,8 @@ def _costs(training: Training, source: IndexedSource, balance: StepBalance) -> d
     found: dict[str, Any] = {"first": first, "padded": balance.padded}
     total = np.max if balance.padded else np.sum
     for name in ("before", "after"):
-        partitions = training.partitions(source, is_balanced=name == "after")
+        plan = training.plan(source, is_balanced=name == "after")
+        partitions = [plan.of_rank(rank) for rank in range(training.ranks)]
         steps = np.arange(first, min(first + count, partitions[0].full_steps), dtype=np.int64)
         ranks = [
             [float(total(balance.costs[own % len(balance.costs)])) for own in one.samples(steps)]

@@ -282,7 +282,7 @@ class Session:
             where: The condition of ``ShardDataset(where=)``.
         """
         source, values = self._source(where, values)
-        training = read_state(state, source)
+        training, source = read_state(state, source)
         return self._view(continued(training, Training.parse(values, source)), source)
 
     def _view(self, training: Training, source: IndexedSource) -> dict[str, Any]:

@@ -133,7 +133,12 @@ def planned_classes(plan: Any) -> dict[int, int]:
     steps = [plan.samples(step) for step in range(plan.num_steps)]
     last = 1 + max(int(one.numbers.max()) for one in steps)
     found = plan.where(numbers=range(last))
-    return dict(zip(found.numbers.tolist(), map(int, plan.keys(found)), strict=True))
+    return dict(zip(found.numbers.tolist(), classes_in(plan, found), strict=True))
+
+
+def classes_in(plan: Any, samples: Any) -> list[int]:
+    """Return the classes of planned samples, which are their keys."""
+    return [int(key) for key in plan.keys(samples)]
 
 
 def assert_plan_is_what_is_read(loaders: list[ss.ShardLoader], plan: Any) -> None:
@@ -163,7 +168,7 @@ def assert_plan_is_what_is_read(loaders: list[ss.ShardLoader], plan: Any) -> Non
 
 
 @pytest.mark.parametrize("name", MADE)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(
     ranks=st.sampled_from([1, 2, 4]),
     batch_size=st.sampled_from([1, 4, 8]),
@@ -179,20 +184,29 @@ def test_each_step_and_each_sample_come_as_planned(  # noqa: PLR0913, PLR0917
     for one in loaders:
         one.set_epoch(epoch)
     assert_plan_is_what_is_read(loaders, loaders[0].plan(epoch))
-    # The rest of an epoch, on other ranks.
+    # The rest of an epoch, on other ranks; planned without a loader.
     first = loader(MADE[name](*folders, ss.Placement(0, 1)), batch_size)
     first.set_epoch(epoch)
     list(islice(first, taken))
     state = first.state_dict()
-    others = [loader(MADE[name](*folders, at), batch_size) for at in places]
+    others = [loader(MADE[name](*folders, at), batch_size, num_workers=workers) for at in places]
     for one in others:
         one.load_state_dict(state)
-    plan = others[-1].plan()
+    dataset = MADE[name](*folders, None)
+    size = None if dataset.pipeline.source.yields_batches else batch_size
+    plan = ss.plan(dataset, ranks=ranks, workers=workers, batch_size=size, state=state)
+    assert plan.num_steps == others[0].plan().num_steps == others[0].batches_left
     if plan.num_steps:
         assert_plan_is_what_is_read(others, plan)
+    whole = [
+        ss.plan(dataset, epoch, ranks=ranks, workers=workers, batch_size=size),
+        loaders[0].plan(epoch),
+    ]
+    numbers = [[made.samples(n).numbers.tolist() for n in range(made.num_steps)] for made in whole]
+    assert numbers[0] == numbers[1]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     ranks=st.integers(1, 4),
     batch_size=st.sampled_from([4, 8, 12, 36]),
@@ -235,8 +249,20 @@ def test_weights_given_in_a_training_are_planned_from_there(folders: Folders) ->
     first.set_weights({"a": 1, "b": 0})
     plan = first.plan(0)
     done += batches
-    assert [[[int(key)] for key in plan.keys(plan.samples(step))] for step in range(20)] == done
+    planned = [classes_in(plan, plan.samples(step)) for step in range(20)]
+    assert [[[number] for number in step] for step in planned] == done
     assert all(number < 1000 for batch in done[5:] for (number,) in batch)
+
+
+def test_samples_of_a_mix_have_the_name_of_their_dataset(folders: Folders) -> None:
+    plan = loader(MADE["mix by step"](*folders, None), 8).plan(0)
+    some = plan.samples(20)
+    assert plan.datasets(some) == ["ab"[one >= 1000] for one in classes_in(plan, some)]
+    plan = loader(MADE["nested mix"](*folders, None), 8).plan(0)
+    names = {name for step in range(9) for name in plan.datasets(plan.samples(step))}
+    assert names == {"0/0", "0/1", "1"}
+    plan = loader(MADE["plain"](*folders, None), 8).plan(0)
+    assert plan.datasets(plan.samples(5)) == [""] * 8
 
 
 def test_copies_and_ranks_and_workers_are_told_apart(folders: Folders) -> None:
@@ -265,8 +291,8 @@ def test_steps_that_leave_samples_out_make_a_plan_inexact(folders: Folders) -> N
         (lambda plan: plan.samples(-1), "no step -1"),
         (lambda plan: plan.where(), "numbers= or keys=, one of them"),
         (lambda plan: plan.where(numbers=[1], keys=["a"]), "one of them"),
-        (lambda plan: plan.where(numbers=[160]), "numbered from 0 to 159, not 160"),
-        (lambda plan: plan.where(numbers=[-1]), "not -1"),
+        (lambda plan: plan.where(numbers=[160]), "no sample 160: they are numbered from 0 to 159"),
+        (lambda plan: plan.where(numbers=[-1]), "no sample -1"),
         (lambda plan: plan.where(numbers=[1.5]), "takes whole numbers"),
         (lambda plan: plan.where(numbers=np.ones(160, bool)), "takes whole numbers"),
         (lambda plan: plan.where(keys=["a", "b"]), "no sample has the key 'a', 'b'"),
@@ -278,6 +304,22 @@ def test_what_there_is_not_is_named(
 ) -> None:
     with pytest.raises(ss.ShardStreamError, match=message):
         ask(loader(read(folders[0], None), 4).plan(0))
+
+
+def test_a_plan_needs_a_state_of_its_data_and_a_batch_size(folders: Folders) -> None:
+    state = loader(read(folders[0], None, shuffle=True, seed=1), 4).state_dict()
+    with pytest.raises(ss.errors.StateError, match="seed"):
+        ss.plan(read(folders[0], None, shuffle=True), batch_size=4, state=state)
+    with pytest.raises(ss.errors.StateError, match="checksums of the dataset"):
+        ss.plan(read(folders[1], None, shuffle=True, seed=1), batch_size=4, state=state)
+    with pytest.raises(ss.errors.StateError, match="does not divide batch_size=6"):
+        ss.plan(read(folders[0], None, shuffle=True, seed=1), batch_size=6, state=state)
+    with pytest.raises(ss.ShardStreamError, match="needs batch_size="):
+        ss.plan(read(folders[0], None))
+    with pytest.raises(ss.ShardStreamError, match="ranks must be at least 1"):
+        ss.plan(read(folders[0], None), batch_size=1, ranks=0)
+    later = ss.plan(read(folders[0], None, shuffle=True, seed=1), 2, batch_size=8, state=state)
+    assert (later.epoch, later.num_steps) == (2, 20)
 
 
 def test_trainings_without_a_plan_are_refused(folders: Folders) -> None:

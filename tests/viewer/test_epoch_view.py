@@ -117,7 +117,7 @@ def test_only_the_numbers_of_a_plan_without_shuffle(folder: str) -> None:
     [
         ({"consumed": 16}, "damaged or was edited"),
         ({"version": 1}, "version 1"),
-        ({"kind": "parts"}, "kind 'parts'"),
+        ({"kind": "parts"}, "'parts' are positions of workers"),
         ({"weights": {}}, "weights"),
         ({"fingerprint": "0" * 16}, "fingerprint of the dataset: the state says"),
     ],
