@@ -46,7 +46,9 @@ for command in (
     versions.delete,
     versions.compact,
     versions.log,
+    versions.diff,
     versions.tag,
+    versions.gc,
 ):
     text = help_of(command.__doc__)
     app.command(help=text, short_help=text.partition("\n")[0])(command)

@@ -1,4 +1,4 @@
-"""``shardstream delete``, ``compact``, ``log`` and ``tag``."""
+"""``shardstream delete``, ``compact``, ``log``, ``diff``, ``tag`` and ``gc``."""
 
 from __future__ import annotations
 
@@ -190,6 +190,58 @@ def log(
         typer.echo(line.rstrip())
 
 
+def diff(
+    url: Dataset,
+    a: Annotated[str, typer.Argument(metavar="A", help="Number or name of a version.")],
+    b: Annotated[
+        str | None,
+        typer.Argument(metavar="[B]", help="Another one; by default the current version."),
+    ] = None,
+    *,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Also list the keys of the deleted samples.")
+    ] = False,
+    as_json: AsJson = False,
+    option: StorageOption = None,
+) -> None:
+    """Say what a later version of a dataset has changed since an earlier one.
+
+    Examples:
+      shardstream diff data/train/ 1
+      shardstream diff data/train/ paper 12 --keys --json
+    """
+    import shardstream as ss  # noqa: PLC0415
+
+    found = ss.versions.diff(
+        url,
+        _version(a),
+        None if b is None else _version(b),
+        keys=keys,
+        storage_options=parse_options(option, url),
+    )
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=1))
+        return
+    samples = f"{plural(found.added, 'sample')} added, {found.deleted:,} deleted"
+    typer.echo(f"version {found.earlier} to {found.later}: {samples}")
+    for sign, urls in (("+", found.shards_added), ("-", found.shards_removed)):
+        for one in urls:
+            typer.echo(f"{sign} {printable(one)}")
+    if found.fields:
+        typer.echo(f"new fields: {', '.join(map(printable, found.fields))}")
+    for key in found.deleted_keys or ():
+        typer.echo(f"deleted {printable(key)}")
+
+
+def _version(text: str) -> int | str:
+    """Return a version as `ss.ShardDataset` takes it.
+
+    >>> _version("12"), _version("paper")
+    (12, 'paper')
+    """
+    return int(text) if text.isdecimal() else text
+
+
 def tag(
     url: Dataset,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the version.")],
@@ -219,6 +271,41 @@ def tag(
         ss.versions.untag(url, name, storage_options=options)
         typer.echo(f"removed the tag {printable(name)}")
         return
-    asked = int(version) if version is not None and version.isdigit() else version
+    asked = None if version is None else _version(version)
     number = ss.versions.tag(url, name, asked, storage_options=options)
     typer.echo(f"{printable(name)} is version {number}")
+
+
+def gc(
+    url: Dataset,
+    *,
+    keep: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Latest versions to keep, with the current one.")
+    ] = 5,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete; without, only print.")] = False,
+    as_json: AsJson = False,
+    option: StorageOption = None,
+) -> None:
+    """Remove old versions of a dataset, and the files that only they need.
+
+    Versions with a tag stay. States of removed versions cannot continue, and trainings that read one fail. Without --yes nothing is changed.
+
+    Examples:
+      shardstream gc data/train/
+      shardstream gc s3://bucket/train/ --keep 2 --yes
+    """
+    import shardstream as ss  # noqa: PLC0415
+
+    options = parse_options(option, url)
+    report = ss.versions.gc(url, keep, dry_run=not yes, storage_options=options)
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=1))
+        return
+    for name in report.files:
+        typer.echo(printable(name))
+    size = f"{plural(len(report.files), 'file')}, {human_bytes(report.total_bytes)}"
+    removed = ", ".join(map(str, report.removed)) or "none"
+    typer.echo(f"{'removed' if yes else 'would remove'} versions: {removed}; {size}")
+    typer.echo(f"versions that stay: {', '.join(map(str, report.kept))}")
+    if report.files and not yes:
+        typer.echo("run it with --yes to delete these files")

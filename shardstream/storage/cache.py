@@ -83,6 +83,18 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
     return None
 
 
+def time_of(entry: Mapping[str, Any]) -> float | None:
+    """Return when a file was written, from an entry of an fsspec listing, in seconds by the clock of the store; None if it has no such time.
+
+    >>> time_of({"size": 3, "mtime": 12.5}), time_of({"size": 3})
+    (12.5, None)
+    """
+    time = next((entry[name] for name in _TIMES if entry.get(name)), None)
+    if isinstance(time, datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, int | float) else None
+
+
 class FileRecord(NamedTuple):
     """Length and version of a remote file.
 

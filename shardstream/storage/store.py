@@ -8,14 +8,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, BinaryIO, Unpack, cast
 
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
-from shardstream.storage.cache import Cache, version_of
+from shardstream.storage.cache import Cache, time_of, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
@@ -68,11 +68,13 @@ class FileInfo:
         url: URL with its protocol, as `Storage` accepts it.
         size_or_none: Length in bytes; None if a web server does not send it.
         version: Changes with the bytes, if the file system lists a version.
+        modified: When it was written by the clock of the store, in seconds, if a listing has it.
     """
 
     url: str
     size_or_none: int | None
     version: str | None = None
+    modified: float | None = field(default=None, compare=False)
 
     def is_same_as(self, other: FileInfo) -> bool:
         """Return whether length and version are those of another listing, as far as both have versions of one kind."""
@@ -490,7 +492,12 @@ class Storage:
         )
 
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
-        file = FileInfo(url=url, size_or_none=entry["size"], version=version_of(entry))
+        file = FileInfo(
+            url=url,
+            size_or_none=entry["size"],
+            version=version_of(entry),
+            modified=time_of(entry),
+        )
         if self.cache is not None and file.size_or_none is not None:
             self.cache.record(file.url, file.size_or_none, file.version)
         return file
@@ -535,4 +542,6 @@ def _is_file(entry: Mapping[str, Any]) -> bool:
 
 def _local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
     version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
-    return FileInfo(url=path, size_or_none=size, version=version)  # as `version_of`
+    return FileInfo(
+        url=path, size_or_none=size, version=version, modified=status.st_mtime
+    )  # as `version_of`

@@ -1,7 +1,8 @@
 """Change datasets that are there: each change is a new version, and earlier ones stay readable."""
 
 from shardstream.versions.delete import DeleteReport, delete
-from shardstream.versions.history import VersionRecord, log, tag, untag
+from shardstream.versions.gc import GcReport, gc
+from shardstream.versions.history import VersionDiff, VersionRecord, diff, log, tag, untag
 from shardstream.versions.publish_version import (
     AnyManifest,
     all_shards,
@@ -13,10 +14,14 @@ from shardstream.versions.publish_version import (
 __all__ = [
     "AnyManifest",
     "DeleteReport",
+    "GcReport",
+    "VersionDiff",
     "VersionRecord",
     "all_shards",
     "dataset_folder",
     "delete",
+    "diff",
+    "gc",
     "log",
     "next_version",
     "publish_version",

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from shardstream.catalog import open_samples
 from shardstream.errors import ManifestError, NotFoundError, OptionError
-from shardstream.format import MANIFEST_NAME, DatasetVersion, decode_manifest
+from shardstream.format import KEY_COLUMN, MANIFEST_NAME, DatasetVersion, decode_manifest
+from shardstream.samples import Numbers, WithoutDeleted
 from shardstream.storage import (
     Storage,
     Urls,
     find_version,
     join_url,
+    locate_shards,
+    read_numbers,
     version_url,
 )
-from shardstream.versions.publish_version import AnyManifest, dataset_folder, publish_version
+from shardstream.versions.publish_version import (
+    AnyManifest,
+    all_shards,
+    dataset_folder,
+    publish_version,
+)
 
 _THREADS = 16
 
@@ -82,6 +94,147 @@ def _record(manifest: AnyManifest, current: DatasetVersion) -> VersionRecord:
         total_bytes=manifest.total_bytes,
         tags=sorted(name for name, number in current.tags.items() if number == version.number),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionDiff:
+    """What a later version of a dataset has changed since an earlier one.
+
+    Args:
+        earlier: Number of the earlier version.
+        later: Number of the later one.
+        added: Samples that the later one has in addition.
+        deleted: Samples that it does not have any more.
+        deleted_keys: Their keys, if they were asked for, in the order of the earlier version.
+        shards_added: Shards that only the later one lists, by URLs relative to the dataset.
+        shards_removed: Shards that only the earlier one lists.
+        fields: Fields that were added or replaced.
+    """
+
+    earlier: int
+    later: int
+    added: int
+    deleted: int
+    deleted_keys: Sequence[str] | None
+    shards_added: Sequence[str]
+    shards_removed: Sequence[str]
+    fields: Sequence[str]
+
+
+def diff(
+    url: Urls,
+    a: int | str,
+    b: int | str | None = None,
+    *,
+    keys: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> VersionDiff:
+    """Compare two versions of a dataset.
+
+    Args:
+        url: Folder of the dataset.
+        a: Number or tag of a version.
+        b: That of another one, earlier or later; by default the current one.
+        keys: Also list the keys of the deleted samples, from the columns or the shards.
+        storage_options: For fsspec.
+
+    Raises:
+        OptionError: If there is no such version.
+        ManifestError: If a file of a version is missing or damaged.
+        StorageError: If one cannot be read.
+    """
+    folder, storage = dataset_folder(url), Storage(storage_options)
+    current = read_current(folder, storage)
+    version = current.dataset_version
+    manifest_url = join_url(folder, MANIFEST_NAME)
+    asked = [version.number if one is None else one for one in (a, b)]
+    first, last = sorted(find_version(version, one, manifest_url) for one in asked)
+    before, after = (read_kept(folder, version, one, storage) for one in (first, last))
+    removed, added = _removed_between(before, after, version, folder, storage)
+    old, new = (
+        dict.fromkeys(one.url for one in all_shards(manifest, folder, storage))
+        for manifest in (before, after)
+    )
+    replaced = after.dataset_version.replaced[len(before.dataset_version.replaced) :]
+    fields = {*after.fields} - {*before.fields} | {name for one in replaced for name in one.fields}
+    found = None
+    if keys:
+        samples = open_samples(locate_shards(folder, storage, first), storage)
+        if isinstance(samples, WithoutDeleted):
+            removed = samples.numbers_of(removed)
+        table = samples.read_columns([KEY_COLUMN], scans=True)
+        found = table[KEY_COLUMN].take(removed).to_pylist()
+    return VersionDiff(
+        earlier=first,
+        later=last,
+        added=added,
+        deleted=len(removed),
+        deleted_keys=found,
+        shards_added=[one for one in new if one not in old],
+        shards_removed=[one for one in old if one not in new],
+        fields=sorted(fields),
+    )
+
+
+def _removed_between(
+    before: AnyManifest,
+    after: AnyManifest,
+    current: DatasetVersion,
+    folder: str,
+    storage: Storage,
+) -> tuple[Numbers, int]:
+    """Return the samples of a version that a later one does not have, by their numbers of all samples; and how many it has in addition.
+
+    A compaction removes the samples that the version before it leaves out, and gives the others new numbers.
+    """
+    steps = [*last_before_compactions(before, after, current, folder, storage), after]
+    gone: Numbers = np.empty(0, dtype=np.int64)  # numbers as if there had been no compaction
+    compacted = 0
+    for manifest in steps:
+        compacted = len(gone)
+        numbers = _deleted(manifest, folder, storage)
+        numbers += np.searchsorted(gone - np.arange(len(gone)), numbers, side="right")
+        gone = np.sort(np.concatenate((gone, numbers)))
+    num_before = before.nsamples
+    added = after.nsamples + compacted - num_before - int((gone >= num_before).sum())
+    removed = np.setdiff1d(gone[gone < num_before], _deleted(before, folder, storage))
+    return removed, added
+
+
+def last_before_compactions(
+    before: AnyManifest,
+    after: AnyManifest,
+    current: DatasetVersion,
+    folder: str,
+    storage: Storage,
+) -> list[AnyManifest]:
+    """Return, for each compaction between two versions, the version that it has compacted.
+
+    Raises:
+        ManifestError: If one is missing or damaged.
+    """
+
+    def read(number: int) -> AnyManifest:
+        return read_kept(folder, current, number, storage)
+
+    first, last = before.dataset_version, after.dataset_version
+    numbers = [one for one in [*current.kept_numbers, current.number] if one >= first.number]
+    return [
+        read(
+            numbers[
+                bisect_right(numbers, count, key=lambda n: read(n).dataset_version.compactions) - 1
+            ]
+        )
+        for count in range(first.compactions, last.compactions)
+    ]
+
+
+def _deleted(manifest: AnyManifest, folder: str, storage: Storage) -> Numbers:
+    version = manifest.dataset_version
+    if version.deleted is None:
+        return np.empty(0, dtype=np.int64)
+    url = join_url(folder, version.deleted)
+    return read_numbers(url, storage, version.ndeleted, manifest.nsamples)
 
 
 def tag(

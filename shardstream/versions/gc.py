@@ -1,0 +1,272 @@
+"""Remove versions of a dataset that nobody needs, and the files that only they need.
+
+First an ``index.json`` without these versions is published, then the files are deleted, the manifests of the versions last: a run that was killed
+is completed by the next one. A file that no version lists may be one that a writer is about to publish, so it is deleted only if it is a day
+older than the newest file, both by the clock of the store.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardstream.errors import ManifestError, NotFoundError, OptionError, get_logger
+from shardstream.format import (
+    COLUMNS_SUFFIX,
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    VERSIONS_FOLDER,
+    BinaryManifest,
+    DatasetVersion,
+    decode_manifest,
+    is_records_name,
+    ranges_of,
+    version_name,
+)
+from shardstream.storage import (
+    FileInfo,
+    Storage,
+    Urls,
+    dataset_of_change,
+    final_name,
+    is_tar,
+    join_url,
+    publish_bytes,
+    remove,
+)
+from shardstream.versions.history import last_before_compactions, read_current, read_kept
+from shardstream.versions.publish_version import (
+    AnyManifest,
+    all_shards,
+    dataset_folder,
+    publish_version,
+)
+
+_log = get_logger(__name__)
+
+_OLD_S = 24 * 3600.0
+_THREADS = 16
+_MANIFEST = re.compile(rf"{VERSIONS_FOLDER}/(\d{{6,18}})\.json")
+_FILE = re.compile(
+    rf"(?:deleted|numbers|shards|keys)-[0-9a-f]{{16}}\.npy|{VERSIONS_FOLDER}/gc-[0-9a-f]{{12}}"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcReport:
+    """Result of `gc`.
+
+    Args:
+        removed: Numbers of the versions that were removed, or would be.
+        kept: Numbers of those that can be read afterwards, with the current one.
+        files: Files that were deleted, or would be, relative to the folder of the dataset.
+        total_bytes: Their bytes.
+    """
+
+    removed: Sequence[int]
+    kept: Sequence[int]
+    files: Sequence[str]
+    total_bytes: int
+
+
+def gc(
+    url: Urls,
+    keep: int = 5,
+    *,
+    dry_run: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+) -> GcReport:
+    """Remove old versions of a dataset, and the files that only they need.
+
+    The latest versions and those with a tag stay; and of each compaction since the oldest of them the version before it, because states of a loader
+    move through it. States of removed versions cannot continue, and trainings that read one of them fail. Files that no version
+    lists, such as those of a writer that was killed, are deleted when they are a day older than the newest file. Files of
+    others stay.
+
+    Args:
+        url: Folder of the dataset.
+        keep: Number of the latest versions to keep, with the current one.
+        dry_run: Report what would be removed, and change nothing.
+        storage_options: For fsspec.
+
+    Raises:
+        OptionError: If ``keep`` is under 1.
+        ManifestError: If the manifest of a version that stays is missing or damaged: its files are not known then.
+        ChangedError: If other writers publish versions again and again.
+        StorageError: If a file cannot be read or deleted.
+    """
+    if keep < 1:
+        raise OptionError(f"keep= must be 1 or more, not {keep}: the current version always stays")
+    folder, storage = dataset_folder(url), Storage(storage_options)
+
+    def change(manifest: AnyManifest) -> AnyManifest | None:
+        version = manifest.dataset_version
+        kept = ranges_of(_choose_kept(manifest, keep, folder, storage))
+        if kept == version.kept:
+            return None
+        return replace(manifest, dataset_version=replace(version, kept=kept))
+
+    before = read_current(folder, storage)
+    after = (change(before) or before) if dry_run else publish_version(folder, storage, change)
+    current, kept = after.dataset_version, after.dataset_version.kept_numbers
+    with nullcontext() if dry_run else _probe(folder, storage) as probe:
+        listed = _list(folder, storage)
+        times = [one.modified for one in listed.values() if one.modified is not None]
+        now = min(time.time(), max(times, default=0.0))
+        if probe is not None:
+            now = listed.pop(probe).modified or 0.0
+        needed = files_of_versions(after, folder, storage)
+        batches = _unneeded(listed, current, needed, now, folder, storage)
+        if not dry_run:
+            for names in batches:
+                _delete([listed[name].url for name in names], storage)
+    files = [name for names in batches for name in names]
+    return GcReport(
+        removed=sorted({*before.dataset_version.kept_numbers} - {*kept, current.number}),
+        kept=[*kept, current.number],
+        files=files,
+        total_bytes=sum(listed[name].size_or_none or 0 for name in files),
+    )
+
+
+def _list(folder: str, storage: Storage) -> dict[str, FileInfo]:
+    """Return all files under the folder of a dataset, by their names relative to it."""
+    start = len(join_url(folder, "x")) - 1
+    return {file.url[start:]: file for file in storage.find(folder)}
+
+
+@contextmanager
+def _probe(folder: str, storage: Storage) -> Iterator[str]:
+    """Write a file whose time is now by the clock of the store; yield its name."""
+    name = f"{VERSIONS_FOLDER}/gc-{uuid.uuid4().hex[:12]}"
+    publish_bytes(storage, join_url(folder, name), b"")
+    try:
+        yield name
+    finally:
+        remove(storage, join_url(folder, name))
+
+
+def _choose_kept(manifest: AnyManifest, keep: int, folder: str, storage: Storage) -> set[int]:
+    """Return the numbers of the earlier versions to keep."""
+    version = manifest.dataset_version
+    numbers = version.kept_numbers
+    chosen = {*numbers[max(0, len(numbers) - keep + 1) :]}
+    chosen = (chosen | {*version.tags.values()}) - {version.number}
+    if not chosen:
+        return chosen
+
+    oldest = read_kept(folder, version, min(chosen), storage)
+    compacted = last_before_compactions(oldest, manifest, version, folder, storage)
+    return chosen | {one.dataset_version.number for one in compacted}
+
+
+class VersionFiles:
+    """The files of some versions of a dataset, relative to its folder."""
+
+    def __init__(self) -> None:
+        self._names = {MANIFEST_NAME}
+        self._folders: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names or str(name).partition("/")[0] in self._folders
+
+    def add(self, manifest: AnyManifest, folder: str, storage: Storage) -> None:
+        """Add the files that the manifest of a version names; of replaced fields, their whole folders."""
+        version = manifest.dataset_version
+        self._folders.update(one.url.partition("/")[0] for one in version.replaced)
+        names = [version_name(version.number), version.deleted or ""]
+        names += [manifest.records] if isinstance(manifest, BinaryManifest) else []
+        for one in all_shards(manifest, folder, storage):
+            names += (one.url, one.index_url, one.columns_url, one.members_url)
+        self._names.update(name.removeprefix("./") for name in names)
+
+
+def files_of_versions(manifest: AnyManifest, folder: str, storage: Storage) -> VersionFiles:
+    """Return the files of all versions of a dataset that can be read.
+
+    Args:
+        manifest: The manifest of the current version.
+        folder: Folder of the dataset.
+        storage: Where it is.
+
+    Raises:
+        ManifestError: If the manifest of a version is missing or damaged.
+    """
+    found, current = VersionFiles(), manifest.dataset_version
+    found.add(manifest, folder, storage)
+    for number in current.kept_numbers:
+        found.add(read_kept(folder, current, number, storage), folder, storage)
+    return found
+
+
+def _unneeded(
+    listed: Mapping[str, FileInfo],
+    current: DatasetVersion,
+    needed: VersionFiles,
+    now: float,
+    folder: str,
+    storage: Storage,
+) -> list[list[str]]:
+    """Return the files to delete: the manifests of removed versions last, and before them those by which the others are known."""
+    manifests = [name for name in listed if _is_removed(name, current)]
+    removed = VersionFiles()
+    for name in manifests:
+        url = join_url(folder, name)
+        try:
+            removed.add(decode_manifest(storage.read_bounded(url), url=url), folder, storage)
+        except (ManifestError, NotFoundError) as error:
+            _log.warning("files of a removed version may stay: %s", error)
+    used: dict[str, float] = {}  # folder of a change -> when its newest file was written
+    for name, file in listed.items():
+        change = name.partition("/")[0]
+        used[change] = max(used.get(change, 0.0), now if file.modified is None else file.modified)
+
+    def is_unneeded(name: str, file: FileInfo) -> bool:
+        change, is_inside, _ = name.partition("/")
+        if name in needed or name in manifests:
+            return False
+        if is_inside and dataset_of_change(join_url(folder, change)) is not None:
+            return name in removed or now - used[change] > _OLD_S
+        if name in removed:
+            return is_tar(name) or name.endswith((INDEX_SUFFIX, COLUMNS_SUFFIX, ".npy"))
+        is_old = file.modified is not None and now - file.modified > _OLD_S
+        return is_old and _is_of_killed_writer(name)
+
+    unneeded = [name for name, file in listed.items() if is_unneeded(name, file)]
+    data = [name for name in unneeded if not is_records_name(name)]
+    return [data, [name for name in unneeded if is_records_name(name)], manifests]
+
+
+def _is_removed(name: str, current: DatasetVersion) -> bool:
+    """Return whether a file is the manifest of an earlier version that cannot be read."""
+    match = _MANIFEST.fullmatch(name)
+    return match is not None and int(match[1]) < current.number and not current.has(int(match[1]))
+
+
+def _is_of_killed_writer(name: str) -> bool:
+    """Return whether a file that no version lists may only be one of a writer that was killed.
+
+    >>> [_is_of_killed_writer(name) for name in ("deleted-0123456789abcdef.npy", "index.json.part-0123456789ab", "a.npy")]
+    [True, True, False]
+    """
+    final = final_name(name)
+    if final is not None:
+        return (
+            final == MANIFEST_NAME
+            or _MANIFEST.fullmatch(final) is not None
+            or _is_of_killed_writer(final)
+        )
+    return _FILE.fullmatch(name) is not None
+
+
+def _delete(urls: Sequence[str], storage: Storage) -> None:
+    """Delete files, several at a time."""
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-gc") as pool:
+        for done in [pool.submit(remove, storage, url) for url in urls]:
+            done.result()

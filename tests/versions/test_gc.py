@@ -1,0 +1,187 @@
+"""`gc` removes versions and the files that only they need, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.cli import main
+from shardstream.errors import ManifestError, OptionError
+from tests.small_datasets import numbered
+
+pytest.importorskip("pyarrow")
+N = 100
+DAY_S = 24 * 3600
+
+
+def numbers(url: str, version: int | str | None = None) -> list[int]:
+    return [int(sample["cls"]) for sample in ss.ShardDataset(url, version=version)]
+
+
+def files(url: str) -> set[str]:
+    return {path.relative_to(url).as_posix() for path in Path(url).rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Versions 1 to 6: packed, deleted, compacted, deleted twice, compacted."""
+    url = numbered(tmp_path / "data", N, 15, columns=["cls"])
+    ss.delete(url, numbers=[0, 50])
+    ss.compact(url)
+    ss.delete(url, numbers=[0, 20])
+    ss.delete(url, numbers=[90])
+    ss.compact(url)
+    return url
+
+
+def test_one_version_is_left_and_its_files(url: str) -> None:
+    before, expected = files(url), numbers(url)
+    dry = ss.versions.gc(url, keep=1)
+    assert isinstance(dry, ss.versions.GcReport)
+    assert files(url) == before
+    assert numbers(url, 1) == [*range(N)]
+    done = ss.versions.gc(url, keep=1, dry_run=False)
+    assert done == dry
+    assert (done.removed, done.kept) == ([1, 2, 3, 4, 5], [6])
+    assert files(url) == before - {*done.files}
+    assert numbers(url) == expected
+    listed = {one["url"] for one in json.loads((Path(url) / "index.json").read_text())["shardlist"]}
+    assert {name for name in files(url) if name.endswith(".tar")} == listed
+    assert not [name for name in files(url) if name.endswith(".npy")]
+    assert not [*(Path(url) / "versions").iterdir()]
+    assert ss.verify(url).problems == ()
+    with pytest.raises(OptionError, match=r"version 3 was removed \(gc\)"):
+        numbers(url, 3)
+    again = ss.versions.gc(url, keep=1, dry_run=False)
+    assert (again.removed, again.files) == ([], [])
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, 6, 9])
+@pytest.mark.parametrize("tagged", [(), (1,), (2,), (4,)])
+def test_versions_that_stay_have_their_samples(
+    url: str, keep: int, tagged: tuple[int, ...]
+) -> None:
+    expected = {number: numbers(url, number) for number in range(1, 7)}
+    for number in tagged:
+        ss.versions.tag(url, f"v{number}", number)
+    report = ss.versions.gc(url, keep, dry_run=False)
+    assert {*range(max(1, 7 - keep), 7), *tagged} <= {*report.kept}
+    assert sorted([*report.kept, *report.removed]) == [1, 2, 3, 4, 5, 6]
+    for number in report.kept:
+        assert numbers(url, number) == expected[number]
+    # Numbers of the oldest version can be carried to the latest one.
+    found = ss.versions.diff(url, report.kept[0])
+    assert found.deleted == len({*expected[report.kept[0]]} - {*expected[6]})
+
+
+def test_files_of_others_stay(url: str) -> None:
+    for name in ("README.md", "mine.tar", "mine.npy", "other/append.tar", "versions/notes.txt"):
+        path = Path(url) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+        os.utime(path, (1, 1))
+    ss.versions.gc(url, keep=1, dry_run=False)
+    assert {"README.md", "mine.tar", "mine.npy", "other/append.tar", "versions/notes.txt"} <= files(
+        url
+    )
+
+
+def test_files_of_killed_writers_are_deleted_when_they_are_old(url: str) -> None:
+    names = [
+        "append-0123456789ab/000000.tar",
+        "append-0123456789ab/.shardstream-pack-000000.json",
+        "deleted-0123456789abcdef.npy",
+        "index.json.part-0123456789ab",
+        "compact-000002/000009-0123456789ab.tar",
+    ]
+    fresh = "append-ba9876543210/000000.tar"
+    now = (Path(url) / "index.json").stat().st_mtime
+    for name in [*names, fresh]:
+        path = Path(url) / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    old = now - DAY_S - 60
+    os.utime(Path(url) / "append-ba9876543210" / "000000.tar", (old, old))
+    other = Path(url) / "append-ba9876543210" / "000001.tar"  # its writer goes on
+    other.write_bytes(b"x")
+    assert ss.versions.gc(url, keep=9, dry_run=False).files == []
+    for path in (Path(url) / name for name in files(url)):
+        if path != other:
+            os.utime(path, (old, old))
+    assert sorted(ss.versions.gc(url, keep=9, dry_run=False).files) == sorted(names)
+    assert fresh in files(url)
+    assert len(numbers(url)) == N - 5
+
+
+def test_a_file_of_the_future_does_not_make_others_old(url: str) -> None:
+    path = Path(url) / "append-0123456789ab" / "000000.tar"
+    path.parent.mkdir()
+    path.write_bytes(b"x")
+    os.utime(Path(url) / "000000.tar", (4e9, 4e9))
+    assert ss.versions.gc(url, keep=9).files == []
+    assert ss.versions.gc(url, keep=9, dry_run=False).files == []
+
+
+def test_a_killed_gc_is_completed(url: str) -> None:
+    expected = {*ss.versions.gc(url, keep=1).files}
+    before = files(url)
+    manifest = Path(url) / "versions" / "000003.json"
+    saved = manifest.read_bytes()
+    ss.versions.gc(url, keep=1, dry_run=False)
+    # As if it had been killed before it deleted one of these.
+    tar = next(name for name in sorted(expected) if name.startswith("compact-000001/"))
+    (Path(url) / tar).write_bytes(b"x")
+    manifest.write_bytes(saved)
+    assert {*ss.versions.gc(url, keep=1, dry_run=False).files} == {tar, "versions/000003.json"}
+    assert files(url) == before - expected
+
+
+def test_a_missing_manifest_of_a_version_that_stays(url: str) -> None:
+    (Path(url) / "versions" / "000005.json").unlink()
+    with pytest.raises(ManifestError, match="the manifest of version 5 is missing"):
+        ss.versions.gc(url, keep=3, dry_run=False)
+    report = ss.versions.gc(url, keep=1, dry_run=False)
+    assert report.kept == [6]
+    assert len(numbers(url)) == N - 5
+
+
+def test_wrong_options(url: str) -> None:
+    with pytest.raises(OptionError, match="the current version always stays"):
+        ss.versions.gc(url, keep=0)
+
+
+def test_diff_follows_compactions(url: str) -> None:
+    all_numbers = {number: numbers(url, number) for number in range(1, 7)}
+    for first in range(1, 7):
+        for last in range(first, 7):
+            found = ss.versions.diff(url, last, first, keys=True)
+            assert isinstance(found, ss.versions.VersionDiff)
+            assert (found.earlier, found.later, found.added) == (first, last, 0)
+            gone = np.setdiff1d(all_numbers[first], all_numbers[last]).tolist()
+            assert found.deleted_keys == [f"{number:06d}" for number in gone]
+            assert found.deleted == len(gone)
+    assert ss.versions.diff(url, 1, 2).shards_added == []
+    assert ss.versions.diff(url, 2, 3).shards_removed == ["000000.tar", "000003.tar"]
+    ss.replace_fields(url, {"txt": {"000003": "new"}})
+    assert ss.versions.diff(url, 1).fields == ["txt"]
+
+
+def test_commands(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", url, "1", "2", "--keys"]) == 0
+    out = capsys.readouterr().out
+    assert "version 1 to 2: 0 samples added, 2 deleted\ndeleted 000000\ndeleted 000050" in out
+    assert main(["diff", url, "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["deleted"] == 5
+    assert main(["gc", url, "--keep", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "would remove versions: 1, 2, 3, 4; " in out
+    assert "run it with --yes" in out
+    assert len(ss.versions.log(url)) == 6
+    assert main(["gc", url, "--keep", "2", "--yes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] == [5, 6]
+    assert len(ss.versions.log(url)) == 2
