@@ -242,7 +242,14 @@ class BatchDataset(SplitDataset):
             data = data_identity(source) | ({} if self._past is None else {"past": self._past})
             steps = {"stages": self.source_dataset.pipeline.steps} | source.describe(steps=True)
             digest = state_digest(plan_state(order, data, position) | steps)
-            self._data = data | {"digest": digest}
+            config = self.partition_config
+            topology = {
+                "ranks": config.world_size,
+                "batch_size": self.batch_size,
+                "remainder": config.remainder,
+                "drop_last": config.drop_last,
+            }
+            self._data = data | {"digest": digest, "topology": topology}
         return plan_state(order, self._data, position)
 
     def load(self, state: Mapping[str, Any], epoch: int) -> LoaderPosition:

@@ -27,6 +27,7 @@ from shardstream.storage import (
 )
 
 _PART_BYTES = 8 << 20  # per request
+_FEW_BYTES = 256 << 10  # per request, where only the structure of a checkpoint is read
 _THREADS = 8
 _SUFFIXES = (".pt", ".pth")
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -133,7 +134,7 @@ def load_checkpoint(
 
 def read_values(url: str, storage: Storage) -> Any:
     """Return what a checkpoint holds without the values of its tensors, which are not read: those are on the device "meta"."""
-    with storage.open(url) as stream:
+    with storage.open(url, buffer_bytes=_FEW_BYTES) as stream:
         return _load(stream, "meta", url)
 
 

@@ -64,7 +64,10 @@ def replay(
         StateError: If the state does not continue here, or a checkpoint holds none or several of the dataset.
         SampleError: If all samples of the batch were left out, so that none was delivered.
     """
-    batches, position = _begin(loader, state, epoch)
+    saved = None if state is None else _state_of(state, loader._batches)
+    batches, position = _begin(loader, saved, epoch)
+    if saved is not None:
+        _warn_of_difference(saved, batches.state_at(position, None), ("topology", "digest"))
     if rank is not None:
         batches.placement = Placement(rank, batches.placement.world_size)
     partition = batches.partition(position)
@@ -138,7 +141,8 @@ def first_use(
         raise OptionError("first_use takes numbers= or keys=, one of them")
     saved = _saved_states(run, loader._batches)
     last = saved[-1][1]
-    batches, _ = _begin(loader, last, None)
+    batches, position = _begin(loader, last, None)
+    _warn_of_difference(last, batches.state_at(position, None), ("topology",))
     _check_run([state for _, state in saved])
     wanted = numbers
     if keys is not None and batches.indexed_source is not None:
@@ -237,7 +241,7 @@ def _check_run(states: Sequence[State]) -> None:
 
 
 def _begin(
-    loader: ShardLoader, state: SavedState | None, epoch: int | None
+    loader: ShardLoader, state: State | None, epoch: int | None
 ) -> tuple[BatchDataset, LoaderPosition]:
     """Return batches like those of a loader, with the order of a state, and the position from which steps count."""
     loader._follow_dataset()
@@ -245,10 +249,26 @@ def _begin(
     if state is not None and epoch is not None:
         raise OptionError("state= and epoch= both say where steps begin; pass one of them")
     if state is not None:
-        position = batches.load(_state_of(state, batches), position.epoch)
+        position = batches.load(state, position.epoch)
     elif epoch is not None:
         position = LoaderPosition(epoch=check_epoch(epoch))
     return batches, position
+
+
+def _warn_of_difference(state: State, here: State, names: Sequence[str]) -> None:
+    """Warn of fields of a state that do not decide where it continues, but which batches come."""
+    other = {
+        name: (state[name], here.get(name))
+        for name in names
+        if name in state and state[name] != here.get(name)
+    }
+    if other:
+        warnings.warn(
+            f"the state was saved otherwise: {other} (there, here); steps and batches are those of a training that continues it as this loader does. "
+            "A digest is one of data, order and steps: see ss.compare_states",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _state_of(state: SavedState, batches: BatchDataset) -> State:

@@ -67,9 +67,12 @@ def state_digest(state: Mapping[str, Any]) -> str:
     Args:
         state: Its fields, and those that describe the steps.
     """
-    compared = {**state, **_NO_POSITION}
+    left_out = _NOT_COMPARED
     if state["kind"] == "plan" and not state["shuffle"]:
-        compared |= dict.fromkeys(_ORDER)  # without shuffle they do not affect the sequence
+        left_out += _ORDER  # without shuffle they do not affect the sequence
+    compared = dict(state)
+    for name in left_out:
+        compared.pop(name, None)
     digest: str = seal_state(compared)["state_checksum"]
     return digest
 
@@ -89,7 +92,7 @@ def past_of(state: Mapping[str, Any], digest: str) -> str | None:
 def compare_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the differences in data, order and steps of two states: name -> both values; empty if their digests are equal.
 
-    Positions are not compared. Names of nested values are joined by dots: ``mix.weights.web``. ``past`` is the checksum of a state
+    Positions and topologies are not compared. Names of nested values are joined by dots: ``mix.weights.web``. ``past`` is the checksum of a state
     of other data, order or steps that the training has continued; None if there was none. For steps that differ both values are the
     digests, unless states list their steps. Steps and past of a state without a digest, of an earlier version, are not known.
 
@@ -103,7 +106,7 @@ def compare_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
     found = {
         name: pair
         for name, pair in pairs.items()
-        if pair[0] != pair[1] and name.partition(".")[0] not in _NO_POSITION
+        if pair[0] != pair[1] and name.partition(".")[0] not in _NOT_COMPARED
     }
     if not found and "digest" in one and "digest" in other:
         return {"steps": (one["digest"], other["digest"])}
@@ -338,9 +341,9 @@ def _check_position(state: Mapping[str, Any]) -> None:
 # As states have them, and as they are called since.
 _NEW_NAMES = {", partial=False": ", drop_last=True", ", leftover='drop'": ", drop_last=True"}
 _ORDER = ("microbatch", "lanes", "window", "block")
-_NO_POSITION = dict.fromkeys(
-    ("epoch", "consumed", "parts", "next_part", "run", "rank", "worker", "digest", "state_checksum")
-)
+_NOT_COMPARED: tuple[str, ...] = (
+    "epoch", "consumed", "parts", "next_part", "run", "rank", "worker", "topology", "digest", "state_checksum",
+)  # fmt: skip
 _MAX_VALUE = 1 << 62
 _LIMITS = {"epoch": EPOCHS, "lanes": 1 << 24}
 _NUMBERS = {

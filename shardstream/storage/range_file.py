@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardstream.storage.store import Storage
     from shardstream.storage.transfer import Cancellation
 
-_BUFFER_BYTES = 8 << 20  # a reader of lines requests few bytes at a time
+BUFFER_BYTES = 8 << 20  # a reader of lines requests few bytes at a time
 
 
 class RangeStream:
@@ -75,9 +75,11 @@ class RangeStream:
         return True
 
 
-def open_ranges(storage: Storage, url: str, size: int) -> io.BufferedReader:
-    """Open a remote file as a buffered binary file that is read 8 MiB at a time."""
-    return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), _BUFFER_BYTES)
+def open_ranges(
+    storage: Storage, url: str, size: int, buffer_bytes: int = BUFFER_BYTES
+) -> io.BufferedReader:
+    """Open a remote file as a buffered binary file, of which at least so many bytes are read at a time."""
+    return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), buffer_bytes)
 
 
 class _RawRanges(io.RawIOBase):

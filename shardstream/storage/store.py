@@ -27,7 +27,7 @@ from shardstream.storage.local_files import (
     read_range,
     tree_pages,
 )
-from shardstream.storage.range_file import open_ranges
+from shardstream.storage.range_file import BUFFER_BYTES, open_ranges
 from shardstream.storage.response import (
     RangeResponse,
     RequestOptions,
@@ -466,8 +466,12 @@ class Storage:
             raise
 
     @contextmanager
-    def open(self, url: str) -> Iterator[BinaryIO]:
+    def open(self, url: str, *, buffer_bytes: int = BUFFER_BYTES) -> Iterator[BinaryIO]:
         """Open a file for reading; a remote one by range reads like those of `read`, if its length is known.
+
+        Args:
+            url: URL of the file.
+            buffer_bytes: Least size of a range read.
 
         Raises:
             StorageError: If it is missing or cannot be reached; for a remote file also during a read.
@@ -475,7 +479,7 @@ class Storage:
         path = self.local_path(url)
         size = self._call_uncached(url, "info")["size"] if path is None else None
         if size is not None:
-            with open_ranges(self, url, size) as stream:
+            with open_ranges(self, url, size, buffer_bytes) as stream:
                 yield stream
             return
         if path is not None:

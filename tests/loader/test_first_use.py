@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import shardstream as ss
 from shardstream.errors import NotFoundError, OptionError, StateError
 from shardstream.loader import StreamDataset
 from tests.small_datasets import numbered
+from tests.static_server import serve_files
 
-pytestmark = pytest.mark.filterwarnings("ignore:lanes=", "ignore:an epoch of this mix")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:lanes=", "ignore:the state was saved otherwise", "ignore:an epoch of this mix"
+)
 N = 97
 LENGTHS = [1 + (7 * i) % 11 for i in range(N)]
 
@@ -176,6 +180,24 @@ def test_keys_and_a_folder_of_checkpoints(folder: Path, tmp_path: Path) -> None:
     assert found.checkpoint == f"{tmp_path}/step-00000004.pt"
 
 
+def test_of_remote_checkpoints_only_the_states_are_read(folder: Path, tmp_path: Path) -> None:
+    loader, model = (
+        ss.ShardLoader(opened(folder, ss.Placement(0, 1)), 8),
+        torch.nn.Linear(3000, 3000),
+    )
+    batches = [batch["cls"].tolist() for batch in loader]
+    loader.set_epoch(0)
+    for step, _ in enumerate(islice(loader, 3)):
+        ss.save_checkpoint(tmp_path, step=step, model=model, loader=loader)
+    with serve_files(tmp_path) as served:
+        found = ss.first_use(loader, f"{served.url}/", numbers=[batches[2][0]])
+        ranges = [one for *_, one in served.requests if one is not None]
+    assert found.checkpoint == f"{served.url}/step-00000001.pt"
+    bounds = [[*map(int, one.removeprefix("bytes=").split("-"))] for one in ranges]
+    read = sum(end - start for start, end in bounds)
+    assert read < 3 * 1_200_000 < model.weight.nbytes
+
+
 def test_samples_that_never_come_leave_the_last_checkpoint(folder: Path) -> None:
     weights = [0.0 if number == 5 else 1.0 for number in range(N)]
     loader = ss.ShardLoader(opened(folder, ss.Placement(0, 1), weights=weights), 8)
@@ -220,7 +242,7 @@ def test_what_is_not_one_run_is_an_error(folder: Path, tmp_path: Path) -> None:
         ss.first_use(loader, [], numbers=[1])
     with pytest.raises(NotFoundError, match="no checkpoint"):
         ss.first_use(loader, tmp_path, numbers=[1])
-    with pytest.raises(OptionError, match="samples are numbered from 0 to 96"):
+    with pytest.raises(OptionError, match="numbered from 0 to 96"):
         ss.first_use(loader, states, numbers=[97])
     with pytest.raises(OptionError, match="whole numbers in one dimension"):
         ss.first_use(loader, states, numbers=[[1]])  # type: ignore[list-item]

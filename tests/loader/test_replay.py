@@ -21,7 +21,11 @@ from tests.small_datasets import FEW_CORES, numbered
 from tests.static_server import serve_files
 
 pytestmark = pytest.mark.filterwarnings(
-    FEW_CORES, "ignore:lanes=", "ignore:an epoch of this mix", "ignore:microbatch"
+    FEW_CORES,
+    "ignore:lanes=",
+    "ignore:the state was saved otherwise",
+    "ignore:an epoch of this mix",
+    "ignore:microbatch",
 )
 N, BAD = 97, {5, 30, 31, 32, 33, 34, 35, 60}
 LENGTHS = [1 + (7 * i) % 11 for i in range(N)]
@@ -221,6 +225,19 @@ def test_steps_count_from_the_position_of_the_loader(folder: Path) -> None:
     assert same(ss.replay(run, 5, epoch=0), whole[5])
     run.set_epoch(0)
     assert same(next(iter(run)), whole[0])
+
+
+def test_a_loader_that_is_not_as_the_training_was_is_warned_of(folder: Path) -> None:
+    state = loader_of("augmented", folder, 0, 2).state_dict()
+    ss.replay(loader_of("augmented", folder, 1, 2, num_workers=2), 0, state=state)
+    for loader, match in (
+        (loader_of("augmented", folder), r"'ranks': 2, .*'ranks': 1, "),
+        (loader_of("augmented", folder, 0, 2, batch_size=8), r"'batch_size': 4, .*'batch_size': 8"),
+        (loader_of("augmented", folder, 0, 2, drop_last=True), r"False.*'drop_last': True"),
+        (loader_of("plain", folder, 0, 2), r"{'digest': \("),
+    ):
+        with pytest.warns(UserWarning, match=f"the state was saved otherwise: .*{match}"):
+            ss.replay(loader, 0, state=state)
 
 
 def test_only_the_samples_of_the_batch_are_decoded_and_read(folder: Path) -> None:
