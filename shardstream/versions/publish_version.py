@@ -74,7 +74,7 @@ def publish_version(
     """
     url = join_url(folder, MANIFEST_NAME)
     current: list[AnyManifest] = []
-    written: list[bytes] = []
+    read: list[AnyManifest] = []
 
     def change_bytes(old: bytes | None) -> bytes | None:
         if old is None:
@@ -84,7 +84,7 @@ def publish_version(
             )
         before = decode_manifest(old, url=url)
         after = change(before)
-        current[:] = [before if after is None else after]
+        read[:], current[:] = [before], [before if after is None else after]
         if after is None:
             return None
         number = before.dataset_version.number
@@ -94,18 +94,17 @@ def publish_version(
         data = files.pop(MANIFEST_NAME)
         for name, content in files.items():
             publish_bytes(storage, join_url(folder, name), content)
-        written[:] = [data]
         return data
 
     def is_done(found: bytes) -> bool:
-        """Return whether the version that was written last is one of the versions before this manifest."""
-        number = current[0].dataset_version.number
-        if not decode_manifest(found, url=url).dataset_version.has(number):
+        """Return whether the version that was written last is this manifest, or one before it; tags may be added since."""
+        mine, now = current[0].dataset_version, decode_manifest(found, url=url).dataset_version
+        if mine.number == read[0].dataset_version.number:  # a tag, which can be set again
             return False
-        try:
-            return storage.uncached().read(join_url(folder, version_name(number))) == written[0]
-        except NotFoundError:  # this is the version of that number
-            return False
+        if now.number > mine.number:
+            kept = storage.uncached().read(join_url(folder, version_name(mine.number)))
+            now = decode_manifest(kept, url=url).dataset_version
+        return (now.number, now.writer) == (mine.number, mine.writer)
 
     update_file(storage, url, change_bytes, is_done=is_done)
     return current[0]

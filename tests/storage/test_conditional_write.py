@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from shardstream.storage import (
     replace_if,
     update_file,
 )
+from tests.lossy_proxy import lossy_proxy
 from tests.servers import S3Server
 
 Place = tuple[str, dict[str, Any]]
@@ -270,16 +274,25 @@ def test_a_lost_response_before_another_write_is_an_error_unless_the_change_can_
 # --- many writers
 
 
-def write_all(url: str, options: dict[str, Any], writer: int, count: int) -> None:
+def write_all(url: str, options: dict[str, Any], name: str, count: int, log: str | None) -> None:
+    """Append identities; note each in a log before and after it is written."""
     storage = Storage(options)
     for number in range(count):
-        appended(storage, url, f"{writer}-{number}")
+        identity = f"{name}-{number}"
+        note(log, f"begin {identity}")
+        appended(storage, url, identity)
+        note(log, f"end {identity}")
+
+
+def note(log: str | None, line: str) -> None:
+    if log is not None:
+        with Path(log).open("a") as file:
+            file.write(f"{line}\n")
 
 
 def run_writers(method: str, url: str, options: dict[str, Any], writers: int, count: int) -> None:
     """Let processes or threads change a file at the same time; check that every change is there once."""
-    names = [(writer, number) for writer in range(writers) for number in range(count)]
-    jobs = [(url, options, writer, count) for writer in range(writers)]
+    jobs = [(url, options, str(writer), count, None) for writer in range(writers)]
     if method == "threads":
         started: list[Any] = [threading.Thread(target=write_all, args=job) for job in jobs]
     else:
@@ -291,7 +304,7 @@ def run_writers(method: str, url: str, options: dict[str, Any], writers: int, co
         one.join()
         assert getattr(one, "exitcode", 0) == 0
     found = identities(Storage(options), url)
-    assert sorted(found) == sorted(f"{writer}-{number}" for writer, number in names)
+    assert len(found) == writers * count
     for writer in range(writers):  # in the order in which each wrote
         mine = [name for name in found if name.startswith(f"{writer}-")]
         assert mine == [f"{writer}-{number}" for number in range(count)]
@@ -302,3 +315,63 @@ def test_writers_at_the_same_time_lose_no_change(method: str, place: Place) -> N
     if place[0].startswith("memory") and method != "threads":
         pytest.skip("each process has a memory of its own")
     run_writers(method, *place, writers=3, count=4)
+
+
+@pytest.mark.slow
+def test_ten_writers_lose_no_change(place: Place) -> None:
+    method = "threads" if place[0].startswith("memory") else "fork"
+    run_writers(method, *place, writers=10, count=20)
+
+
+@pytest.mark.parametrize("client", ["http", "s3fs"])
+@pytest.mark.parametrize(
+    ("writers", "count"), [(3, 4), pytest.param(10, 20, marks=pytest.mark.slow)]
+)
+def test_a_network_that_breaks_off_loses_and_doubles_no_change(
+    client: str, writers: int, count: int, bucket: str, s3: S3Server
+) -> None:
+    with lossy_proxy(s3, seed=writers) as (proxy, counts):
+        options = proxy.storage_options | {"s3_client": client, "read_timeout_s": 5}
+        run_writers("threads", f"{bucket}/x", options, writers, count)
+    assert counts["lost"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["disk", "s3", "lossy"])
+def test_killed_writers_lose_and_double_no_change(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    draws, context = random.Random(kind), multiprocessing.get_context("fork")
+    with ExitStack() as stack:
+        url, options = str(tmp_path / "data" / "x"), dict[str, Any]()
+        if kind != "disk":
+            s3: S3Server = request.getfixturevalue("s3")
+            url = f"{request.getfixturevalue('bucket')}/x"
+            if kind == "lossy":
+                s3, _ = stack.enter_context(lossy_proxy(s3, seed=0))
+            options = s3.storage_options | {"read_timeout_s": 5}
+        logs = [str(tmp_path / f"{number}.log") for number in range(30)]
+        waiting = [(url, options, str(number), 40, log) for number, log in enumerate(logs)]
+        running: list[Any] = []
+        for job in waiting:
+            running.append(context.Process(target=write_all, args=job))
+            running[-1].start()
+            if len(running) == 5:
+                draws.shuffle(running)
+                time.sleep(draws.uniform(0, 0.5))
+                killed = running.pop()
+                killed.kill()
+                killed.join()
+        for one in running:
+            one.join()
+            assert one.exitcode == 0
+        texts = [Path(log).read_text() for log in logs if os.path.exists(log)]
+        lines = "".join(texts).splitlines()
+        begun, ended = (
+            {line.split()[1] for line in lines if line.startswith(word)}
+            for word in ("begin", "end")
+        )
+        found = identities(Storage(options), url)
+    assert len(found) == len(set(found))
+    assert ended <= set(found) <= begun
+    assert len(begun - ended) <= 30 - 4  # those of killed writers
