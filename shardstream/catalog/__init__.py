@@ -11,6 +11,7 @@ from shardstream.catalog.class_names import (
     read_classes,
     warn_of_difference,
 )
+from shardstream.catalog.columns import iter_keys
 from shardstream.catalog.conditions import (
     Keys,
     Where,
@@ -59,6 +60,7 @@ __all__ = [
     "find_keys",
     "find_where",
     "folder_label",
+    "iter_keys",
     "lacks_index",
     "list_shards",
     "list_splits",

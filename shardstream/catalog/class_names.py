@@ -18,7 +18,7 @@ from shardstream.errors import (
     shown,
 )
 from shardstream.format import CLASSES_NAME, decode_classes
-from shardstream.storage import LocatedShards, Storage, join_url, parent_url
+from shardstream.storage import LocatedShards, Storage, folder_of_manifest, join_url
 
 _log = get_logger(__name__)
 
@@ -158,7 +158,7 @@ class StoredClassNames(ClassNames):
 
     def __init__(self, located: LocatedShards, storage: Storage) -> None:
         self._storage = storage
-        self._manifest_url = located.manifest_url
+        self._manifest_url, self._count = located.manifest_url, located.num_classes
         self.folders = located.folders
         """Folders of the shards."""
 
@@ -169,7 +169,8 @@ class StoredClassNames(ClassNames):
         Raises:
             StorageError: If a folder cannot be read.
         """
-        first = () if self._manifest_url is None else (parent_url(self._manifest_url),)
+        first = () if self._manifest_url is None else (folder_of_manifest(self._manifest_url),)
         found = read_all_classes(first, self._storage)
+        found = {folder: names[: self._count] for folder, names in found.items()}
         rest = [folder for folder in self.folders if folder not in first]
         return found or read_all_classes(rest, self._storage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -100,16 +100,36 @@ def scan_keys(
         plural(sum(shard.nsamples or 0 for shard in shards), "sample"), shards[0].url, "their headers" if map_shard else "the shards, all bytes",
     )  # fmt: skip
     pa, _ = import_parquet()
-    places, chunks = range(len(shards)), list[Any]()
+    found = zip(iter_scanned_keys(shards, storage, map_shard), shards, strict=True)
+    chunks = [key_array(keys, shard.url) for keys, shard in found]
+    return pa.table({KEY_COLUMN: pa.chunked_array(chunks, pa.string())})
 
-    def read(place: int) -> Any:
+
+def iter_keys(
+    shards: Sequence[ShardInfo], storage: Storage, map_shard: Callable[[int], Buffer] | None
+) -> Iterator[Sequence[str]]:
+    """Yield all keys, some shards at a time, from columns if the first shard has some, else as `scan_keys`."""
+    if not storage.exists(shards[0].columns_url):
+        yield from iter_scanned_keys(shards, storage, map_shard)
+        return
+    for first in range(0, len(shards), _THREADS):
+        some = shards[first : first + _THREADS]
+        yield read_all_columns(some, storage, [KEY_COLUMN])[KEY_COLUMN].to_pylist()
+
+
+def iter_scanned_keys(
+    shards: Sequence[ShardInfo], storage: Storage, map_shard: Callable[[int], Buffer] | None
+) -> Iterator[list[str]]:
+    """Yield the keys of each shard, in order, from its headers; for the arguments and errors see `scan_keys`."""
+    places = range(len(shards))
+
+    def read(place: int) -> list[str]:
         tar = None if map_shard is None else map_shard(place)
-        return key_array(_scan_shard_keys(shards[place], storage, tar), shards[place].url)
+        return _scan_shard_keys(shards[place], storage, tar)
 
     with ThreadPoolExecutor(_SCANS, thread_name_prefix="shardstream-keys") as pool:
         for first in places[::_SCANS]:  # not all at once: results would wait in memory
-            chunks += pool.map(read, places[first : first + _SCANS])
-    return pa.table({KEY_COLUMN: pa.chunked_array(chunks, pa.string())})
+            yield from pool.map(read, places[first : first + _SCANS])
 
 
 def _scan_shard_keys(info: ShardInfo, storage: Storage, tar: Buffer | None) -> list[str]:

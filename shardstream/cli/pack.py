@@ -155,6 +155,17 @@ _Processes = Annotated[
         min=1, metavar="N", help="Processes that read and encode; the output does not depend on it."
     ),
 ]
+_Append = Annotated[
+    bool,
+    typer.Option("--append", help="Add the shards to the dataset at DEST, as a new version."),
+]
+_KeyCheck = Annotated[
+    bool,
+    typer.Option(
+        "--key-check/--no-key-check",
+        help="With --append: compare the keys with those of the dataset; the first time this reads all of them.",
+    ),
+]
 _SkipErrors = Annotated[
     bool,
     typer.Option(
@@ -199,6 +210,8 @@ def pack(  # noqa: PLR0913  (the options of a command)
     ray: Ray = False,
     ray_address: RayAddress = None,
     name: Name = "",
+    append: _Append = False,
+    key_check: _KeyCheck = True,
     overwrite: Overwrite = False,
     skip_errors: _SkipErrors = False,
     report: _Report = None,
@@ -218,6 +231,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
       shardstream pack photos/ s3://bucket/photos/ --split train=0.9,val=0.1
       shardstream pack photos/ packed/ --max-side 512 --image-format jpg --processes 8
       shardstream pack captions.csv packed/ --map jpg=path --map txt=caption
+      shardstream pack new_photos/ s3://bucket/photos/train --append
       shardstream pack "old/{000000..000099}.tar" new/ --max-bytes 1GB
     """
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
@@ -225,12 +239,12 @@ def pack(  # noqa: PLR0913  (the options of a command)
     images: dict[str, Any] = {"max_side": max_side, "check": check, "masks": parse_masks(masks)}
     images |= {"quality": quality, "image_format": image_format, "scale_16_bits": scale_16_bits}
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "split": parse_split(split)}
+    order |= {"kind": kind, "name": name, "overwrite": overwrite}
+    order |= {"append": append, "check_keys": key_check}
     with report_interruption(), job_bar("packing") as progress:
         packed = ss.pack(
             source,
             dest,
-            kind=kind,
-            name=name,
             max_samples=max_samples,
             max_bytes=max_bytes,
             columns=columns,
@@ -240,7 +254,6 @@ def pack(  # noqa: PLR0913  (the options of a command)
             classes=classes,
             **images,
             **_executor_options(processes, part, ray=ray, ray_address=ray_address),
-            overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",
             **{"progress": progress, **parse_stores(option, source_option)},
         )

@@ -19,6 +19,7 @@ VERSIONS_FOLDER = "versions"
 """Folder of earlier manifests, in that of ``index.json``."""
 VERSION_KEY = "dataset_version"
 _NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}\.npy")
+_KEYS = re.compile(r"keys-[0-9a-f]{16}\.npy")
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
 
 
@@ -54,6 +55,21 @@ class ReplacedFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyFile:
+    """A file with 64 bits of the key of each of some samples, in their order.
+
+    Args:
+        name: Its name in the folder of the dataset, with a part of its SHA-256.
+        nsamples: How many samples it has.
+        compactions: Those of the version whose samples they are.
+    """
+
+    name: str
+    nsamples: int
+    compactions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetVersion:
     """The version of a dataset.
 
@@ -67,8 +83,9 @@ class DatasetVersion:
         deleted: Name of the file with the numbers of the deleted samples; None if there are none.
         ndeleted: How many they are.
         replaced: Fields that other datasets have; the last one that has a field counts.
-        num_classes: Names of the ``classes.json`` that were there; None for all.
         compactions: How often samples got other numbers.
+        class_counts: Where names were added to ``classes.json``: the version that did so, and how many names were there before.
+        keys: Files of the keys of its samples, from the first on; later samples may have none.
         is_open: Whether a writer will publish further samples.
 
     Raises:
@@ -84,8 +101,9 @@ class DatasetVersion:
     deleted: str | None = None
     ndeleted: int = 0
     replaced: tuple[ReplacedFields, ...] = ()
-    num_classes: int | None = None
     compactions: int = 0
+    class_counts: tuple[tuple[int, int], ...] = ()
+    keys: tuple[KeyFile, ...] = ()
     is_open: bool = False
 
     def __post_init__(self) -> None:
@@ -97,8 +115,12 @@ class DatasetVersion:
         _require(all(_is_count(one) and self.has(one) for one in self.tags.values()), "tags")
         _require(self.deleted is None or _NUMBERS.fullmatch(self.deleted) is not None, "deleted")
         _require(_is_count(self.ndeleted) and (self.ndeleted > 0) == bool(self.deleted), "ndeleted")
-        _require(self.num_classes is None or _is_count(self.num_classes), "num_classes")
         _require(_is_count(self.compactions), "compactions")
+        for one in self.class_counts:
+            _require(len([*one]) == 2 and all(map(_is_count, one)), "class_counts")
+        for file in self.keys:
+            _require(_KEYS.fullmatch(file.name) is not None and file.nsamples > 0, "keys")
+            _require(_is_count(file.nsamples) and _is_count(file.compactions), "keys")
         _require(isinstance(self.is_open, bool), "is_open")
 
     def has(self, number: int) -> bool:
@@ -109,6 +131,10 @@ class DatasetVersion:
     def kept_numbers(self) -> list[int]:
         """Earlier versions that can be read, ascending."""
         return [number for first, last in self.kept for number in range(first, last + 1)]
+
+    def num_classes(self, number: int) -> int | None:
+        """Return how many names of ``classes.json`` an earlier version had, by its number; None for all."""
+        return next((count for since, count in self.class_counts if since > number), None)
 
 
 def ranges_of(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
@@ -142,7 +168,9 @@ def decode_version(document: Mapping[str, Any]) -> DatasetVersion:
     found = dict(document[VERSION_KEY])
     replaced = tuple(map(_decode_replaced, found.pop("replaced", ())))
     kept = tuple(tuple(one) for one in found.pop("kept", ()))
-    return DatasetVersion(**found, kept=kept, replaced=replaced)
+    counts = tuple(tuple(one) for one in found.pop("class_counts", ()))
+    keys = tuple(KeyFile(**one) for one in found.pop("keys", ()))
+    return DatasetVersion(**found, kept=kept, replaced=replaced, class_counts=counts, keys=keys)
 
 
 def _decode_replaced(entry: Mapping[str, Any]) -> ReplacedFields:

@@ -49,6 +49,8 @@ def pack(  # noqa: PLR0913  (public door)
     columns: ColumnSources | None = None,
     processes: int | None = None,
     executor: Executor | None = None,
+    append: bool = False,
+    check_keys: bool = True,
     overwrite: bool = False,
     on_error: Literal["raise", "skip"] = "raise",
     progress: Callable[[Progress], object] | None = None,
@@ -97,6 +99,9 @@ def pack(  # noqa: PLR0913  (public door)
             files that are packed unchanged are read in this process.
         executor: Pack shards as separate tasks, in processes, on a cluster or in `Parts`, which `merge` publishes (docs/jobs.md).
             The shards are those of a pack without an executor. Not for samples from Python.
+        append: Add the shards to the dataset at ``dest``, as a new version; no shard that is there is written again. Fields and columns are those of
+            the dataset, new classes get the next numbers, and keys that are running numbers begin with some digits of their own.
+        check_keys: With ``append``: compare the keys with those of the dataset. The first append reads all of them, later ones 8 bytes a sample.
         overwrite: Replace an existing dataset, or an unfinished one of another job.
         on_error: For a file or row that cannot be packed: "raise", or "skip" it and report it.
         progress: Called about ten times a second.
@@ -113,17 +118,11 @@ def pack(  # noqa: PLR0913  (public door)
     _check_options(processes, executor, on_error)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
     pixels: dict[str, Any] = {"check": check, "scale_16_bits": scale_16_bits}
+    table: dict[str, Any] = {"fields": fields or {}, "root": root, "allow": _names(allow)}
     request = PackRequest(
         source=source,
         dest=dest,
-        source_options=SourceOptions(
-            kind=kind,
-            key=key,
-            fields=fields or {},
-            root=root,
-            allow=_names(allow),
-            header=_names(header),
-        ),
+        source_options=SourceOptions(kind=kind, key=key, header=_names(header), **table),
         limits=replace(limits, columns=checked_columns(columns, takes_functions=False)),
         shuffle=shuffle,
         seed=seed,
@@ -133,6 +132,8 @@ def pack(  # noqa: PLR0913  (public door)
         reading=storage_options if source_options is None else source_options,
         writing=storage_options,
         skips=on_error == "skip",
+        appends=append,
+        checks_keys=check_keys,
     )
     return run_pack(
         request, executor, processes=processes or 1, overwrite=overwrite, progress=progress

@@ -31,10 +31,12 @@ from shardstream.storage.dataset_versions import (
     dataset_of_change,
     encode_numbers,
     find_version,
+    read_deleted,
     read_numbers,
     version_url,
 )
 from shardstream.storage.discover import (
+    AllIndexed,
     LocatedShards,
     SeenManifest,
     absolute_urls,
@@ -126,6 +128,7 @@ __all__ = [
     "SLOWEST_BYTES_PER_S",
     "TAR_SUFFIXES",
     "AdaptiveLimit",
+    "AllIndexed",
     "Cache",
     "CacheSpace",
     "Cancellation",
@@ -215,6 +218,7 @@ __all__ = [
     "protocol_of",
     "publish",
     "publish_bytes",
+    "read_deleted",
     "read_manifest",
     "read_numbers",
     "read_with_version",

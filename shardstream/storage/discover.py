@@ -101,6 +101,7 @@ class LocatedShards:
         fields: Fields of the samples, by the manifests of all shards; None if a shard or its fields are not listed.
         version: The version of the dataset, if one manifest lists all shards.
         deleted: Samples that are left out.
+        num_classes: How many names of ``classes.json`` an earlier version had; None for all.
     """
 
     shards: Sequence[ShardInfo]
@@ -111,6 +112,7 @@ class LocatedShards:
     fields: tuple[str, ...] | None = None
     version: DatasetVersion | None = None
     deleted: Deleted = ()
+    num_classes: int | None = None
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -217,11 +219,13 @@ def _from_version(urls: Sequence[str], storage: Storage, asked: int | str) -> Lo
     folder = folder_of_manifest(url) if url.endswith(".json") else url
     manifest_url = join_url(folder, MANIFEST_NAME)
     found = read_manifest(FileInfo(url=manifest_url, size_or_none=None), storage)
-    number = find_version(found[0].dataset_version, asked, manifest_url)
-    place = version_url(folder, found[0].dataset_version, number)
+    current = found[0].dataset_version
+    number = find_version(current, asked, manifest_url)
+    place = version_url(folder, current, number)
     if place == manifest_url:
         return _from_manifest(storage.info(place), storage, found=found)
-    return _from_manifest(FileInfo(url=place, size_or_none=None), storage)
+    located = _from_manifest(FileInfo(url=place, size_or_none=None), storage)
+    return replace(located, num_classes=current.num_classes(number))
 
 
 def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:

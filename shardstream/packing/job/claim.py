@@ -13,6 +13,7 @@ from typing import Any
 
 from shardstream.errors import NotFoundError, OptionError, StorageError
 from shardstream.format import MANIFEST_NAME
+from shardstream.packing.job.append import find_appended
 from shardstream.packing.job.destination import (
     Claim,
     ShardNames,
@@ -26,6 +27,7 @@ from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     JOURNAL_NAME,
     OutputFolder,
+    Storage,
     is_part_record,
     open_output_folder,
 )
@@ -179,7 +181,13 @@ def restore_journal(folder: OutputFolder, task: Task, run: str, first: Journal) 
 def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
     """Claim a locked folder (see `decide`)."""
     new, extras = job.new_journal(folder), frozenset(job.extras)
-    claim = claim_destination(new, job.names, overwrite=overwrite, extras=extras)
+    claim = claim_destination(
+        new,
+        job.names,
+        overwrite=overwrite,
+        extras=extras,
+        is_appended=lambda: bool(find_appended(folder.url, Storage(job.storage_options))),
+    )
     if job.parts and not claim.journal.parts:  # of a run that did not know it
         claim.journal.parts = job.parts
         claim.journal.write()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -312,7 +312,12 @@ class Claim:
 
 
 def claim_destination(
-    new: Journal, names: ShardNames, *, overwrite: bool, extras: frozenset[str] = frozenset()
+    new: Journal,
+    names: ShardNames,
+    *,
+    overwrite: bool,
+    extras: frozenset[str] = frozenset(),
+    is_appended: Callable[[], bool] = lambda: False,
 ) -> Claim:
     """Decide which files of the folder are kept or replaced (see `decide`); nothing is changed yet.
 
@@ -321,6 +326,7 @@ def claim_destination(
         names: Names of the shards.
         overwrite: Replace another dataset or job.
         extras: Names of small files that the job writes, too.
+        is_appended: Returns whether the dataset that shards are appended to lists those of this folder.
 
     Raises:
         OptionError: If another dataset or job is there and ``overwrite`` is not set.
@@ -335,7 +341,7 @@ def claim_destination(
         found = read_journal(folder, files)
     except OptionError as error:
         unreadable, new.head = error, read_listed(folder, JOURNAL_NAME)
-    seen = _look(folder, names, files, found, task)
+    seen = _look(new, names, files, found, is_appended)
     if unreadable is not None:
         seen = Found(journal="unreadable")
     action = decide(seen, overwrite=overwrite)
@@ -362,13 +368,14 @@ def claim_destination(
 
 
 def _look(
-    folder: OutputFolder,
+    new: Journal,
     names: ShardNames,
     files: Mapping[str, FileInfo],
     journal: Journal | None,
-    task: Task,
+    is_appended: Callable[[], bool],
 ) -> Found:
     whose: Whose = "none"
+    task = new.task
     if journal is not None:
         if task == WRITER_TASK or journal.is_of_writer:
             whose = "writer"
@@ -377,10 +384,12 @@ def _look(
         else:
             whose = "samples" if task.source is None else "same job"
     published = None if journal is None else journal.published
+    is_listed = new.append is not None and is_appended()
+    sha256 = published_sha256(new.folder, files)
     return Found(
         journal=whose,
-        manifest=MANIFEST_NAME in files,
-        is_of_journal=published is not None and published.sha256 == published_sha256(folder, files),
+        manifest=is_listed or MANIFEST_NAME in files,
+        is_of_journal=is_listed or (published is not None and published.sha256 == sha256),
         shards=any(map(names.is_ours, files)),
         tars=any(is_deletable(name) or is_part_record(name) for name in files),
     )
@@ -492,6 +501,11 @@ def _refusal_error(
     journal: Journal | None,
     task: Task,
 ) -> OptionError:
+    if refusal == "published" and MANIFEST_NAME not in files:
+        return OptionError(
+            "this source was appended already, with the same options: the dataset lists its shards, and nothing is to be done",
+            shard=names.folder,
+        )
     if refusal == "published":
         return OptionError(
             "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",

@@ -182,6 +182,11 @@ def place_of(shard: int, count: int) -> Places:
     return np.arange(count, dtype=np.int64) + (shard << _SAMPLE_BITS)
 
 
+def split_place(place: int) -> tuple[int, int]:
+    """Return shard and number of a place (see `place_of`)."""
+    return place >> _SAMPLE_BITS, place & ((1 << _SAMPLE_BITS) - 1)
+
+
 def find_repeated_keys(
     keys: KeyHashes, shards: Sequence[ShardInfo], read_keys: ReadKeys
 ) -> RepeatedKeys | None:

@@ -16,6 +16,7 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
 from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing.encode import encode_field
+from shardstream.packing.job.append import check_append
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import Numbers, Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.kept_values import forget, keep
@@ -49,6 +50,9 @@ def run_pack(
                 "samples from Python are packed in this process: write them to files or a table to pack them in others, or leave executor out"
             )
         request = request.with_absolute_paths()
+    is_new, checks = overwrite or bool(request.limits.name), request.checks_keys
+    check_append(is_append=request.appends, is_new=is_new, checks_keys=checks)
+    request = request.with_base()
     plan, call = request.open(), uuid.uuid4().hex
     with EncoderPool(plan.encoder, processes) as pool:
         cut = _Cut.of(plan, request, pool)
@@ -83,19 +87,23 @@ def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> P
     extras = {
         name: data.decode("utf-8", "surrogateescape") for name, data in plan.source.extras.items()
     }
-    return PartJob(
+    job = PartJob(
         kind="pack",
         title=plan.source.name,
         names=replace(plan.names, folder=folder_of_split(plan.names, split)),
         source=plan.task.source,
         options=options | {"split_name": split, "split_names": [*plan.splits]},
         limits=request.limits,
-        extras=extras,
+        extras={} if request.base else extras,
         storage_options=request.writing,
         split=split,
         skips=request.skips,
-        keeps_keys=plan.source.may_repeat_keys,
+        keeps_keys=request.keeps_keys_of(plan.source),
     )
+    if request.base is None:
+        return job
+    folder = request.base.folder_for(job.run[:16])
+    return replace(job, names=replace(job.names, folder=folder))
 
 
 def _identity(plan: PackPlan) -> str:
@@ -310,7 +318,7 @@ class PackWork:
         """
         # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
         plan = keep(self.call, "source", self._open)
-        keeps_keys = plan.source.may_repeat_keys
+        keeps_keys = self.request.keeps_keys_of(plan.source)
         part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
         records = (record for _, record in plan.iter_from({self.split: self.first}))
         for some in chunked(itertools.islice(records, self.last - self.first)):

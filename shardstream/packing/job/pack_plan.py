@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,13 +16,18 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
+from shardstream.packing.job.append import Base, read_base
 from shardstream.packing.job.cut import Numbers, SplitNumbers, assign_splits
 from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
 from shardstream.packing.job.folder_state import Task
 from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.part_writer import WriterOptions
-from shardstream.packing.sources.class_numbering import AnyClasses, number_classes
+from shardstream.packing.sources.class_numbering import (
+    AnyClasses,
+    continue_class_numbers,
+    number_classes,
+)
 from shardstream.packing.sources.detection import AnySource, open_source
 from shardstream.packing.sources.source import Record, ShuffledSource, Source, SourceOptions
 from shardstream.storage import Storage, absolute_url, join_url
@@ -45,6 +52,9 @@ class PackRequest:
         reading: ``storage_options`` of the source.
         writing: ``storage_options`` of the destination.
         skips: Whether records that cannot be packed are left out.
+        appends: Whether the shards are appended to the dataset at the destination.
+        checks_keys: Whether the keys are compared with those of this dataset.
+        base: This dataset (see `with_base`).
     """
 
     source: AnySource
@@ -59,6 +69,26 @@ class PackRequest:
     reading: Mapping[str, Any] | None
     writing: Mapping[str, Any] | None
     skips: bool
+    appends: bool = False
+    checks_keys: bool = True
+    base: Base | None = None
+
+    def with_base(self) -> PackRequest:
+        """Return the request with the dataset that is appended to, and its columns, as all processes of a job are to see it.
+
+        Raises:
+            OptionError: If there is none, or it has other columns than the user wants.
+            StorageError: If it cannot be read.
+        """
+        if not self.appends:
+            return self
+        base = read_base(ShardNames.parse(self.dest).folder, Storage(self.writing))
+        limits = replace(self.limits, columns=base.columns_for(self.limits.columns))
+        return replace(self, base=base, limits=limits)
+
+    def keeps_keys_of(self, source: Source) -> bool:
+        """Return whether keys are compared with each other or with those of a dataset."""
+        return source.may_repeat_keys or (self.appends and self.checks_keys)
 
     def with_absolute_paths(self) -> PackRequest:
         """Return the request for a process with another current folder."""
@@ -90,15 +120,14 @@ class PackRequest:
         check_is_elsewhere(opened.folders, names.folder, reading)
         if self.reading or self.writing:
             self._check_options(reads_remote=opened.reads_remote)
-        folders = [*map(partial(folder_of_split, names), _split_names(opened, self.split))]
-        opened = number_classes(opened, self.classes, folders, Storage(self.writing))
+        opened, numbers = self._number_classes(opened, names)
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
         asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
         asked |= {"kind": options.kind, "key": options.key, "fields": dict(options.fields) or None}
         root = None if options.root is None else absolute_url(options.root)
         asked |= {"root": root, "seed": self.seed, "shuffle": self.shuffle}
         asked |= {"split": list(self.split.items()), "template": names.template}
-        asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+        asked |= numbers
         if options.allow:
             asked |= {"allow": [*map(absolute_url, options.allow)]}
         if options.header:
@@ -112,6 +141,26 @@ class PackRequest:
             task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
             encoder=RecordEncoder(storage=reading, images=self.images),
         )
+
+    def _number_classes(self, source: Source, names: ShardNames) -> tuple[Source, dict[str, Any]]:
+        """Return the source with class numbers, and what identifies them."""
+        splits, writing = _split_names(source, self.split), Storage(self.writing)
+        if self.base is None:
+            folders = [*map(partial(folder_of_split, names), splits)]
+            source = number_classes(source, self.classes, folders, writing)
+            return source, {"class_numbers": _digest(source.extras.get(CLASSES_NAME))}
+        if splits != ("",):
+            raise OptionError(
+                f"append takes one dataset at a time, not the splits {', '.join(splits)}; append each to its own",
+                shard=names.folder,
+            )
+        source, numbers = continue_class_numbers(
+            source, self.classes, self.base.classes, names.folder, writing
+        )
+        source = copy(source)  # it may be the user's object
+        source.number_prefix = _prefix(source)
+        # Not all names of the dataset, which others may extend meanwhile.
+        return source, {"append": {"classes": numbers, "checks_keys": self.checks_keys}}
 
     def _check_options(self, *, reads_remote: bool) -> None:
         """Refuse options of stores where all files are on this machine.
@@ -229,6 +278,12 @@ def _splits_from(assigned: SplitNumbers, begins: Numbers) -> Iterator[int]:
         block = assigned[start : start + _BLOCK]
         numbers = np.arange(start, start + len(block))
         yield from block[numbers >= begins[block]].tolist()
+
+
+def _prefix(source: Source) -> str:
+    """Return a text for keys that are running numbers, which those of the dataset may be, too: the same for the same source."""
+    identity = source.fingerprint or uuid.uuid4().hex
+    return f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}-"
 
 
 def _digest(data: bytes | None) -> str | None:

@@ -23,10 +23,13 @@ from shardstream.format import (
     CLASSES_NAME,
     MANIFEST_NAME,
     Manifest,
+    ShardInfo,
     decode_classes,
     parse_columns,
 )
+from shardstream.packing.job.append import Addition, find_appended
 from shardstream.packing.job.claim import locked, remove_job_files, restore_journal
+from shardstream.packing.job.dataset_keys import KeyList, NewKeys
 from shardstream.packing.job.destination import (
     ShardNames,
     published_sha256,
@@ -59,6 +62,7 @@ from shardstream.storage import (
     FileInfo,
     OutputFolder,
     Storage,
+    dataset_of_change,
     is_journal,
     is_part_record,
     join_url,
@@ -109,7 +113,10 @@ def publish_locked(
         UnfinishedError: If parts are missing.
     """
     storage = Storage(storage_options)
-    found = list(map(_checked, ready))
+    jobs = list(map(_read_job, ready))
+    if jobs[0][1].append is not None:  # such a job has one folder
+        return [_publish_appended(*jobs[0], ready[0], storage)]
+    found = [_checked(*job, one) for job, one in zip(jobs, ready, strict=True)]
     new = [one for one in found if not one.is_published]
     found[0].journal.others = dict(map(_Publication.announcement, found[1:]))
     for one in new:
@@ -127,11 +134,16 @@ def publish_locked(
     for one in reversed(found):
         one.tidy()
     for one in found:
-        classes = one.journal.task.options["extras"].get(CLASSES_NAME)
-        if classes is not None:
-            names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
-            warn_of_siblings(names, [one.journal.folder.url], storage)
+        _warn_of_classes(one.journal, storage)
     return [*map(_Publication.report, found)]
+
+
+def _warn_of_classes(journal: Journal, storage: Storage) -> None:
+    """Warn if another split numbers its classes differently."""
+    classes = journal.task.options["extras"].get(CLASSES_NAME)
+    if classes is not None:
+        names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
+        warn_of_siblings(names, [journal.folder.url], storage)
 
 
 class _Publication(NamedTuple):
@@ -191,25 +203,66 @@ class _Publication(NamedTuple):
 
     def report(self) -> PackReport:
         """Return the report of the dataset."""
-        manifest, published = self.manifest.manifest, self.journal.published
-        split = SplitReport(
-            name="",
-            url=self.journal.folder.url,
-            samples=manifest.nsamples,
-            shards=len(manifest.shards),
-            total_bytes=manifest.total_bytes,
-        )
-        return PackReport(
-            source="finished parts",
-            splits=(split,),
-            skipped=() if published is None else tuple(starmap(Skip, published.skipped)),
-            fields=dict(manifest.fields),
-            warnings=() if published is None else published.warnings,
-        )
+        return _report(self.journal.folder.url, self.manifest.manifest, self.journal.published)
 
 
-def _checked(ready: Ready) -> _Publication:
-    """Read the records of a job, and check what they say of the dataset (see `publish_locked`)."""
+def _publish_appended(
+    files: Mapping[str, FileInfo], journal: Journal, ready: Ready, storage: Storage
+) -> PackReport:
+    """Check the records of a job whose shards are appended to a dataset, and publish its next version (see `publish_locked`)."""
+    folder, options, append = ready.folder, journal.task.options, journal.append
+    assert append is not None  # noqa: S101  (so says the caller)
+    shards: Sequence[ShardInfo] = ()
+    fields: Mapping[str, int] = {}
+    if journal.published is not None:  # or about to be
+        shards = find_appended(folder.url, storage)
+    if not shards:
+        journal.parts = _num_parts(ready, journal, files)
+        with NewKeys() as keys:
+            result = _read_records(folder, files, journal, keys.hashes, keys.ordered)
+            shards, fields = result.shards, result.fields
+            _check_in_place(folder, files, result)
+            refuse_repeated_keys(keys.hashes, shards, folder)
+            _check_samples(journal, result)
+            journal.published = _published(options, result, sha256="")
+            journal.write()
+            Addition(
+                folder=folder.url,
+                shards=shards,
+                fields=fields,
+                classes=append["classes"],
+                keys=keys if append["checks_keys"] else None,
+            ).publish(storage)
+    remove_job_files(folder, files, ShardNames(folder="", template=str(options["template"])), ())
+    added = Manifest(shards=shards, fields=fields)
+    return _report(str(dataset_of_change(folder.url)), added, journal.published)
+
+
+def _report(url: str, manifest: Manifest, published: Published | None) -> PackReport:
+    """Return the report of the shards that a job has published."""
+    split = SplitReport(
+        name="",
+        url=url,
+        samples=manifest.nsamples,
+        shards=len(manifest.shards),
+        total_bytes=manifest.total_bytes,
+    )
+    return PackReport(
+        source="finished parts",
+        splits=(split,),
+        skipped=() if published is None else tuple(starmap(Skip, published.skipped)),
+        fields=dict(manifest.fields),
+        warnings=() if published is None else published.warnings,
+    )
+
+
+def _read_job(ready: Ready) -> tuple[Mapping[str, FileInfo], Journal]:
+    """Return the files of a folder and the journal of its job.
+
+    Raises:
+        OptionError: If there is no job in parts.
+        StorageError: If another run has taken the folder over.
+    """
     folder, url = ready.folder, ready.folder.url
     files = folder.list_files()
     journal = read_journal(folder, files)
@@ -217,6 +270,12 @@ def _checked(ready: Ready) -> _Publication:
         Journal(folder=folder, task=Task(source=None, options={}), run=ready.run).check_owner()
     if journal is None or journal.is_of_writer:
         raise no_job_error(url, files, journal)
+    return files, journal
+
+
+def _checked(files: Mapping[str, FileInfo], journal: Journal, ready: Ready) -> _Publication:
+    """Read the records of a job, and check what they say of the dataset (see `publish_locked`)."""
+    folder = ready.folder
     published, options = journal.published, journal.task.options
     if published is not None and published.sha256 == published_sha256(folder, files):
         old = ManifestFiles(folder, read_old_manifest(folder), files, journal.check_owner)
@@ -229,7 +288,7 @@ def _checked(ready: Ready) -> _Publication:
     _check_samples(journal, result)
     manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
     new = ManifestFiles(folder, manifest, files, journal.check_owner)
-    journal.published = _published(options, result, new)
+    journal.published = _published(options, result, new.sha256)
     return _Publication(files, journal, new, is_published=False)
 
 
@@ -284,9 +343,13 @@ def _check_samples(journal: Journal, result: PartResult) -> None:
 
 
 def _read_records(
-    folder: OutputFolder, files: Mapping[str, FileInfo], journal: Journal, keys: KeyHashes
+    folder: OutputFolder,
+    files: Mapping[str, FileInfo],
+    journal: Journal,
+    keys: KeyHashes,
+    ordered: KeyList | None = None,
 ) -> PartResult:
-    """Return the results of all parts as one, in their order, without the hashes of their keys, which go to ``keys``."""
+    """Return the results of all parts as one, in their order, without the hashes of their keys, which go to ``keys`` and ``ordered``."""
     parts = journal.parts
 
     def read(number: int) -> tuple[int, PartResult] | None:
@@ -307,6 +370,8 @@ def _read_records(
                 count, result = record
                 of.add(count)
                 _add_keys(keys, result, num_shards)
+                if ordered is not None:
+                    ordered.add(decode_hashes(result.key_hashes))
                 num_shards += len(result.shards)
                 results.append(replace(result, key_hashes=""))
     if missing:
@@ -347,14 +412,14 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _published(options: Mapping[str, Any], result: PartResult, new: ManifestFiles) -> Published:
+def _published(options: Mapping[str, Any], result: PartResult, sha256: str) -> Published:
     """Return what a journal says of a dataset; columns that some samples lack are warnings or errors (see `check_summaries`)."""
     warnings = [*result.warnings]
     if options.get("columns") is not None:
         wanted = parse_columns(options["columns"]) if options["columns"] else ()
         warnings += check_summaries(wanted, result.columns, result.nsamples)
     return Published(
-        sha256=new.sha256,
+        sha256=sha256,
         skipped=tuple([(one.where, one.reason) for one in result.skipped]),
         warnings=tuple(warnings),
     )

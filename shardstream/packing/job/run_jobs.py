@@ -166,7 +166,6 @@ def run_jobs(
         replace(
             one.splits[0],
             name=counted.name,
-            url=counted.url,
             kept=counted.kept if run.parts else one.shards,
         )
         for one, counted, run in zip(reports, counts.splits, runs, strict=True)

@@ -16,6 +16,7 @@ from shardstream.format import (
     ShardInfo,
     encode_index,
 )
+from shardstream.packing.job.dataset_keys import NewKeys
 from shardstream.packing.job.key_hashes import KeyHashes, hash_keys, place_of
 from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
@@ -84,6 +85,8 @@ class PartWriter:
         """Keys of the shards, if they are kept and there are several shards; within one, keys differ."""
         self._check_owner, self._replaces = check_owner, replaces
         self._keeps_keys = keeps_keys
+        self.new_keys: NewKeys | None = None
+        """Gets the keys of all shards, where they are compared with those of a dataset."""
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._begun = 0
@@ -133,7 +136,7 @@ class PartWriter:
         """
         self._check_usable()
         try:
-            if self._shard is not None and self._begun > 1:
+            if self._shard is not None and (self._begun > 1 or self.new_keys is not None):
                 self._add_keys(self._shard)
             self._end_shard()
         except BaseException as error:
@@ -188,6 +191,8 @@ class PartWriter:
             self._pending = self._shard = None
         if self.keys is not None:
             self.keys.close()
+        if self.new_keys is not None:
+            self.new_keys.close()
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._publishing.shutdown(wait=True)
 
@@ -207,9 +212,15 @@ class PartWriter:
         return self._shard
 
     def _add_keys(self, shard: TarShard) -> None:
-        if self._keeps_keys:
+        if not (self._keeps_keys or self.new_keys is not None):
+            return
+        hashes, places = hash_keys(shard.keys), place_of(self._begun - 1, shard.nsamples)
+        if self.new_keys is not None:
+            self.new_keys.hashes.add(hashes, places)
+            self.new_keys.ordered.add(hashes)
+        else:
             self.keys = self.keys or KeyHashes()
-            self.keys.add(hash_keys(shard.keys), place_of(self._begun - 1, shard.nsamples))
+            self.keys.add(hashes, places)
 
     def _end_shard(self) -> None:
         """Finish the current shard, if there is one, and hand it over to be published; wait while two others are in flight."""

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger
 from shardstream.format import ColumnSources, Manifest
 from shardstream.packing.encode import encode_sample
+from shardstream.packing.job.append import Addition, check_append, read_base
+from shardstream.packing.job.dataset_keys import NewKeys
 from shardstream.packing.job.destination import ShardNames, claim_destination, remove_replaced
 from shardstream.packing.job.folder_state import WRITER_TASK, Journal, ManifestFiles
 from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
-from shardstream.storage import open_output_folder, parent_url, parse_bytes
+from shardstream.storage import Storage, open_output_folder, parent_url, parse_bytes
 
 _log = get_logger(__name__)
 
@@ -44,13 +48,16 @@ class ShardWriter:
         max_samples: Maximum samples of a shard.
         name: Name of the dataset, kept in the manifest.
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
+        append: Add the shards to the dataset that is there, as a new version, with its columns. They are in a folder of their own; if the writer
+            is killed, the dataset stays as it was. Any number of writers may append at the same time.
+        check_keys: With ``append``: compare the keys with those of the dataset (see `pack`).
         overwrite: Replace an existing dataset, or shards of these names that a killed writer left. Its ``index.json`` is
             removed before the first new shard appears, shards that were not written again at the end.
         storage_options: ``storage_options`` of fsspec, e.g. ``{"endpoint_url": …}``.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Raises:
-        OptionError: If an argument is wrong, or a dataset is there and ``overwrite`` is not set.
+        OptionError: If an argument is wrong, or a dataset is there and neither ``overwrite`` nor ``append`` is set, or none with ``append``.
         StorageError: If the folder cannot be reached, or another pack or `ShardWriter` writes there.
     """
 
@@ -62,6 +69,8 @@ class ShardWriter:
         max_samples: int = DEFAULT_MAX_SAMPLES,
         name: str = "",
         columns: ColumnSources | None = None,
+        append: bool = False,
+        check_keys: bool = True,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
@@ -72,7 +81,16 @@ class ShardWriter:
             name=name,
             columns=checked_columns(columns, takes_functions=True),
         )
+        check_append(is_append=append, is_new=overwrite or bool(name), checks_keys=check_keys)
         names = ShardNames.parse(url)
+        self._append_to: Storage | None = None
+        self._key_prefix = ""
+        if append:
+            self._append_to, token = Storage(storage_options, filesystem), uuid.uuid4().hex[:16]
+            base = read_base(names.folder, self._append_to)
+            names = replace(names, folder=base.folder_for(token))
+            self._limits = replace(self._limits, columns=base.columns_for(self._limits.columns))
+            self._key_prefix = f"{token[:8]}-"
         self._folder = open_output_folder(names.folder, storage_options, filesystem)
         self._is_open = True
         self._manifest: Manifest | None = None
@@ -91,6 +109,7 @@ class ShardWriter:
             replaces=self._claim.replaces,
             keeps_keys=True,
         )
+        self._part.new_keys = NewKeys() if append and check_keys else None
 
     @property
     def folder(self) -> str:
@@ -109,7 +128,7 @@ class ShardWriter:
 
     @property
     def manifest(self) -> Manifest:
-        """The dataset, once it is published.
+        """The dataset, once it is published; with ``append`` the new shards, by their names in its folder.
 
         Raises:
             OptionError: Before that.
@@ -123,14 +142,14 @@ class ShardWriter:
     def write(self, sample: Mapping[str, object]) -> None:
         """Encode a sample (see `encode_field`) and append it.
 
-        ``__key__`` is its key, by default its running number ("00000000"); other names like ``__this__`` are left out. Keys
+        ``__key__`` is its key, by default its running number ("00000000", with ``append`` after digits of the writer); other names like ``__this__`` are left out. Keys
         must differ: those of one shard are compared at once, those of the dataset by `close`.
 
         Raises:
             SampleError: If it cannot be encoded, or would not read back equal; then nothing of it is written.
             StorageError: If this or an earlier shard cannot be written.
         """
-        key = sample.get("__key__", f"{self._part.nsamples:08d}")
+        key = sample.get("__key__", f"{self._key_prefix}{self._part.nsamples:08d}")
         if not isinstance(key, str):
             raise SampleError(f"__key__ is text, not {type(key).__name__} ({key!r}); use str(key)")
         try:
@@ -153,6 +172,7 @@ class ShardWriter:
         Raises:
             SampleError: If no sample was written.
             SourceError: If two samples have one key; then the dataset is not published.
+        OptionError: If fields or columns of appended samples differ from those of the dataset.
             StorageError: If a shard or the manifest cannot be written, or the temporary folder of the keys (16 bytes each, from 500,000 on) is
                 full; then the dataset is not published.
         """
@@ -172,9 +192,15 @@ class ShardWriter:
                     _log.warning("%s: %s", self.folder, warning)
             self._claim.check_owner()
             self._part.check_in_place()
-            if self._part.keys is not None:
-                refuse_repeated_keys(self._part.keys, self._part.shards, self._folder)
-            self._publish()
+            keys = self._part.keys
+            if self._part.new_keys is not None:
+                keys = self._part.new_keys.hashes
+            if keys is not None:
+                refuse_repeated_keys(keys, self._part.shards, self._folder)
+            if self._append_to is None:
+                self._publish()
+            else:
+                self._publish_appended(self._append_to)
             self._remove_journal()
         finally:
             self.abort()
@@ -226,6 +252,18 @@ class ShardWriter:
                 files.remove()
             raise
         self._manifest = manifest
+
+    def _publish_appended(self, storage: Storage) -> None:
+        """Publish the next version of the dataset, with the new shards."""
+        added = Addition(
+            folder=self._folder.url,
+            shards=self._part.shards,
+            fields=self._part.fields,
+            classes={},
+            keys=self._part.new_keys,
+        )
+        added.publish(storage)
+        self._manifest = Manifest(shards=added.relative, fields=dict(self._part.fields))
 
     def _remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""

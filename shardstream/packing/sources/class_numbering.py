@@ -102,6 +102,56 @@ def number_classes(
     return renumbered
 
 
+def continue_class_numbers(
+    source: Source, classes: AnyClasses | None, known: Classes | None, url: str, storage: Storage
+) -> tuple[Source, dict[str, int]]:
+    """Return a source whose classes have the numbers of a dataset, new ones the next; and the numbers of its own classes, ascending.
+
+    Args:
+        source: The source.
+        classes: The user's choice, which begins with the names of the dataset, or is a beginning of them.
+        known: Names of the classes of the dataset, if it has some.
+        url: Its folder.
+        storage: Storage of ``classes``.
+
+    Raises:
+        OptionError: If the numbers contradict those of the dataset, or these are unknown.
+        SourceError: If the source has a class that is not among the user's names.
+        StorageError: If ``classes`` cannot be read.
+    """
+    own, place, is_free = None, source.name, False
+    if classes is not None:
+        own, place = read_given_classes(classes, storage)
+        known = known or ()
+    else:
+        source = source.with_own_class_numbers()
+        own, is_free = source.classes, source.classes is not None
+        if own is None and CLASSES_NAME in source.extras:  # tars keep their numbers
+            own = decode_classes(source.extras[CLASSES_NAME], url=source.name)
+    if own is None:
+        return source, {}
+    if known is None:
+        raise OptionError(
+            f"the dataset has no {CLASSES_NAME}, so the numbers of its classes are unknown; write the names there first, in the order of "
+            "their numbers, or pass them as classes= (--classes)",
+            shard=url,
+        )
+    mine = set(own)
+    if is_free:
+        own = (*known, *sorted(mine.difference(known)))
+    difference = find_difference({url: known, place: own})
+    if difference is not None:
+        raise OptionError(
+            f"class numbers differ from those of the dataset: {difference}; leave classes= (--classes) out, or number the classes of the "
+            f"source as {join_url(url, CLASSES_NAME)} does",
+            shard=url,
+        )
+    names = max(known, own, key=len)
+    if is_free or classes is not None:
+        source = source.with_class_numbers(names, place)
+    return source, {name: number for number, name in enumerate(names) if name in mine}
+
+
 def _apply_numbers(
     source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
 ) -> Source:

@@ -66,7 +66,7 @@ class SamplesSource(Source):
 
     def _record(self, index: int, sample: Mapping[str, Any]) -> Record:
         where = f"{self.name}, sample {index}"
-        key = sample.get("__key__", f"{index:08d}")
+        key = sample.get("__key__", f"{self.number_prefix}{index:08d}")
         if not isinstance(key, str):
             raise SampleError(f"__key__ of {where} is {key!r}, not text; use str(key)")
         try:

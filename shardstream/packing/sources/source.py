@@ -103,6 +103,8 @@ class Source(ABC):
     """Names of its classes in the order of their numbers; None while it numbers none (see `set_classes`)."""
     labels: Mapping[str, int] = {}
     """Name of each class -> its number."""
+    number_prefix: str = ""
+    """Text before keys that are running numbers because nothing else was chosen."""
     empty_folders: Sequence[str] = ()
     """Names of folders that could be of classes, but hold no image."""
 

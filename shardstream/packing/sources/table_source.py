@@ -226,7 +226,8 @@ class TableSource(SequentialSource):
                 self._check_places(row, fields, root)
         except SourceError as error:
             return Record("", {}, row.where, error)
-        return Record(self._make_key(**names), fields, row.where)
+        prefix = self.number_prefix if self._options.key is None else ""
+        return Record(prefix + self._make_key(**names), fields, row.where)
 
     def _converted(self, row: Row, root: str) -> dict[str, Any]:
         if self._fields:

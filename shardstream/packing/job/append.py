@@ -1,0 +1,329 @@
+"""Append shards to a dataset: they are written to a folder of their own in that of the dataset, and listed by its next version."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+from shardstream.catalog import Classes, ShardCatalog, read_classes
+from shardstream.errors import NotFoundError, OptionError
+from shardstream.format import (
+    CLASSES_NAME,
+    MANIFEST_NAME,
+    Column,
+    DatasetVersion,
+    Manifest,
+    ShardInfo,
+    columns_in_file,
+    decode_classes,
+    decode_manifest,
+    encode_classes,
+)
+from shardstream.packing.job.dataset_keys import KnownSamples, NewKeys
+from shardstream.storage import (
+    AllIndexed,
+    LazyShards,
+    LocatedShards,
+    Storage,
+    change_folder,
+    dataset_of_change,
+    folder_of_manifest,
+    join_url,
+    locate_shards,
+    read_deleted,
+    update_file,
+)
+from shardstream.versions import AnyManifest, next_version, publish_version
+
+OPERATION = "append"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A dataset that shards are appended to; picklable.
+
+    Args:
+        url: URL of its folder.
+        classes: Names of its classes, if it has some.
+        columns: Columns of its shards, if they have some.
+    """
+
+    url: str
+    classes: Classes | None
+    columns: tuple[Column, ...] | None
+
+    def columns_for(self, asked: tuple[Column, ...] | None) -> tuple[Column, ...] | None:
+        """Return the columns of the new shards: those of the dataset.
+
+        Args:
+            asked: The user's choice; None for those of the dataset.
+
+        Raises:
+            OptionError: If the user wants others, or must give the function of one.
+        """
+        if asked is None:
+            computed = [one.name for one in self.columns or () if one.is_computed]
+            if computed:
+                raise OptionError(
+                    f"the column {computed[0]!r} of the dataset is made by a function: give all columns to ShardWriter(columns={{...}}), or "
+                    "reshard the dataset without it",
+                    shard=self.url,
+                )
+            return self.columns
+        mine, theirs = (
+            {one.name: one.source for one in some or ()} for some in (asked, self.columns)
+        )
+        if mine.keys() != theirs.keys() or any(
+            mine[name] != theirs[name] and not theirs[name].endswith("()") for name in mine
+        ):
+            raise OptionError(
+                f"the dataset has {_listed(self.columns)}, not {_listed(asked)}; leave columns= (--columns) out to write the same, or write "
+                "those of the dataset again first, by 'shardstream reshard'",
+                shard=self.url,
+            )
+        return asked
+
+    def folder_for(self, token: str) -> str:
+        """Return the URL of the folder of the new shards."""
+        return join_url(self.url, change_folder(OPERATION, token))
+
+
+def read_base(url: str, storage: Storage) -> Base:
+    """Look at the dataset that shards are appended to.
+
+    Raises:
+        OptionError: If there is none, or a shard has no index or an unknown number of samples.
+        ManifestError: If a file of it is damaged.
+        StorageError: If it cannot be read.
+    """
+    try:
+        located = locate_shards(url, storage)
+    except NotFoundError as error:
+        raise OptionError(
+            "there is no dataset to append to; pack without append=True (--append) first", shard=url
+        ) from error
+    if located.manifest_url != join_url(url, MANIFEST_NAME):
+        raise OptionError(
+            "append needs the folder of a dataset with an index.json; write one by 'shardstream index'",
+            shard=url,
+        )
+    some = () if isinstance(located.shards, LazyShards) else located.shards
+    unknown = [one.url for one in some if one.nsamples is None or one.url not in located.indexed]
+    if unknown:
+        raise OptionError(
+            "a shard has no index, or no known number of samples; run 'shardstream index' on the dataset first",
+            shard=unknown[0],
+        )
+    first = located.shards[0].columns_url
+    columns = columns_in_file(storage.read(first), url=first) if storage.exists(first) else None
+    return Base(url=url, classes=read_classes(url, storage), columns=columns)
+
+
+def check_append(*, is_append: bool, is_new: bool, checks_keys: bool) -> None:
+    """Refuse options that do not go together.
+
+    Args:
+        is_append: Whether shards are to be appended.
+        is_new: Whether there are options of a new dataset.
+        checks_keys: Whether keys are to be compared with those of the dataset.
+    """
+    if is_append and is_new:
+        raise OptionError(
+            "append=True (--append) keeps the dataset and its name; leave overwrite and name out"
+        )
+    if not (is_append or checks_keys):
+        raise OptionError(
+            "check_keys=False (--no-key-check) has an effect with append=True (--append) only"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """Finished shards that are to be appended.
+
+    Args:
+        folder: URL of their folder, in that of the dataset.
+        shards: The shards, with names in this folder.
+        fields: Field -> number of samples that have it.
+        classes: Name -> number of the classes that their samples have.
+        keys: Keys of their samples; None if they are not compared.
+    """
+
+    folder: str
+    shards: Sequence[ShardInfo]
+    fields: Mapping[str, int]
+    classes: Mapping[str, int]
+    keys: NewKeys | None
+
+    @property
+    def dataset(self) -> str:
+        """URL of the folder of the dataset."""
+        found = dataset_of_change(self.folder)
+        assert found is not None  # noqa: S101  (`Base.folder_for` has made it)
+        return found
+
+    @property
+    def relative(self) -> tuple[ShardInfo, ...]:
+        """The shards, with names in the folder of the dataset."""
+        name = self.folder.rpartition("/")[2]
+        return tuple([replace(one, url=f"{name}/{one.url}") for one in self.shards])
+
+    def publish(self, storage: Storage) -> AnyManifest:
+        """Publish the next version of the dataset; return its manifest.
+
+        Raises:
+            OptionError: If fields, columns or class numbers differ from those of the dataset.
+            SourceError: If a key is in the dataset already.
+            ChangedError: If other writers published too often meanwhile.
+            StorageError: If it cannot be read or written.
+        """
+        url = join_url(self.dataset, MANIFEST_NAME)
+        found = decode_manifest(storage.uncached().read(url), url=url)
+        # Before it is known that the version is the current one: to read all keys may take long.
+        first = self._next(storage, found)
+
+        def change(manifest: AnyManifest) -> AnyManifest | None:
+            is_same = manifest.dataset_version == found.dataset_version
+            return first if is_same else self._next(storage, manifest)
+
+        return publish_version(self.dataset, storage, change)
+
+    def _next(self, storage: Storage, manifest: AnyManifest) -> AnyManifest | None:
+        """Return the manifest with the new shards; None if it has them."""
+        url = join_url(self.dataset, MANIFEST_NAME)
+        absolute = [replace(one, url=join_url(self.dataset, one.url)) for one in self.relative]
+        before = _with_absolute_urls(manifest, url, storage)
+        if _shards_in(self.folder, before.shards):
+            return None
+        self._check_fields(manifest)
+        _check_columns(before.shards[0], absolute[0], storage)
+        version = manifest.dataset_version
+        changes: dict[str, Any] = {}
+        if self.keys is not None:
+            known = KnownSamples(
+                folder=self.dataset,
+                storage=storage,
+                version=version,
+                shards=before.shards,
+                deleted=read_deleted(before, url, storage),
+            )
+            changes["keys"] = known.add(self.keys, absolute)
+        if self.classes:
+            changes["class_counts"] = self._extend_classes(version, storage)
+        return _extended(next_version(manifest, OPERATION, **changes), self.relative, self.fields)
+
+    def _check_fields(self, manifest: AnyManifest) -> None:
+        """Refuse fields that the dataset does not have, and a lack of those that all its samples have."""
+        total = sum(one.nsamples or 0 for one in self.shards)
+        other = sorted(self.fields.keys() - manifest.fields.keys()) if manifest.fields else []
+        missing = sorted(
+            name
+            for name, count in manifest.fields.items()
+            if count == manifest.nsamples and self.fields.get(name) != total
+        )
+        if other or missing:
+            lack = (
+                f"lack {', '.join(missing)}, which all samples of the dataset have"
+                if missing
+                else ""
+            )
+            have = f"have {', '.join(other)}, which the dataset does not have" if other else ""
+            raise OptionError(
+                f"new samples {lack}{' and ' * bool(lack and have)}{have}; nothing is published, write the fields of the dataset",
+                shard=self.dataset,
+            )
+
+    def _extend_classes(
+        self, version: DatasetVersion, storage: Storage
+    ) -> tuple[tuple[int, int], ...]:
+        """Add names to ``classes.json``; return how many earlier versions had.
+
+        Raises:
+            OptionError: If another writer has given one of the numbers to another class.
+        """
+        url, counts = join_url(self.dataset, CLASSES_NAME), [0, 0]
+
+        def change(old: bytes | None) -> bytes | None:
+            names = [] if old is None else [*decode_classes(old, url=url)]
+            counts[0] = len(names)
+            for name, number in sorted(self.classes.items(), key=itemgetter(1)):
+                if number == len(names) and name not in names:
+                    names.append(name)
+                elif names[number : number + 1] != [name]:
+                    raise OptionError(
+                        f"class {number} is {name!r} in the new samples, but another writer has added classes meanwhile; run the same "
+                        "command again, which numbers them anew",
+                        shard=url,
+                    )
+            counts[1] = len(names)
+            return encode_classes(names) if counts[1] > counts[0] else None
+
+        update_file(storage, url, change, is_done=lambda found: change(found) is None)
+        if counts[0] == counts[1]:
+            return version.class_counts
+        return (*version.class_counts, (version.number + 1, counts[0]))
+
+
+def find_appended(folder: str, storage: Storage) -> list[ShardInfo]:
+    """Return the shards of a folder that its dataset lists.
+
+    Raises:
+        StorageError: If the dataset cannot be read.
+    """
+    dataset = dataset_of_change(folder)
+    return [] if dataset is None else _shards_in(folder, locate_shards(dataset, storage).shards)
+
+
+def _shards_in(folder: str, shards: Iterable[ShardInfo]) -> list[ShardInfo]:
+    """Return the shards of a folder among those of its dataset, which have absolute URLs."""
+    return [one for one in shards if one.url.startswith(f"{folder}/")]
+
+
+def _with_absolute_urls(manifest: AnyManifest, url: str, storage: Storage) -> Manifest:
+    """Return the manifest at a URL as one that lists its shards with absolute URLs."""
+    shards: Sequence[ShardInfo]
+    if isinstance(manifest, Manifest):
+        folder = folder_of_manifest(url)
+        shards = [replace(one, url=join_url(folder, one.url)) for one in manifest.shards]
+    else:
+        shards = LazyShards(manifest, url, storage)
+    return Manifest(shards=shards, dataset_version=manifest.dataset_version)
+
+
+def _check_columns(first: ShardInfo, new: ShardInfo, storage: Storage) -> None:
+    """Compare the columns of two shards.
+
+    Raises:
+        OptionError: If their names or types differ.
+    """
+    both = [
+        ShardCatalog(LocatedShards(shards=shards, indexed=AllIndexed()), storage)
+        for shards in ([first], [new], [first, new])
+    ]
+    theirs, mine = (set(one.column_names()) for one in both[:2])
+    if theirs != mine:
+        raise OptionError(
+            f"the columns of new samples are {', '.join(sorted(mine)) or 'none'}, those of the dataset {', '.join(sorted(theirs)) or 'none'}",
+            shard=new.url,
+        )
+    if mine:
+        both[2].read_columns(None)  # an error names the types that differ
+
+
+def _extended(
+    manifest: AnyManifest, shards: Sequence[ShardInfo], fields: Mapping[str, int]
+) -> AnyManifest:
+    """Return a manifest with further shards, which have some fields."""
+    if not isinstance(manifest, Manifest):
+        raise OptionError("append to over 4,096 shards is not possible yet")
+    total = dict(Counter(manifest.fields) + Counter(fields)) if manifest.fields else {}
+    return replace(manifest, shards=(*manifest.shards, *shards), fields=total)
+
+
+def _listed(columns: Iterable[Column] | None) -> str:
+    """Describe columns."""
+    names = ",".join(one.spec for one in columns or ())
+    return f"the columns {names}" if names else "no columns"

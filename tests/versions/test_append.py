@@ -1,0 +1,371 @@
+"""Shards are appended to a dataset as a new version: each sample once, also after kills and with several writers at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.cli import main
+from shardstream.errors import OptionError, SourceError, UnfinishedError
+from shardstream.tasks import LocalExecutor, Parts
+from shardstream.testing import make_shards
+from tests.packing.test_resume import KILLED_AT_A_CALL
+
+N = 40
+
+
+def samples(first: int, last: int) -> list[dict[str, Any]]:
+    return [{"__key__": f"{i:06d}", "cls": i, "txt": f"text {i}"} for i in range(first, last)]
+
+
+def write_table(path: Path, first: int, last: int) -> str:
+    """Write a table of samples, which is packed in parts of its own."""
+    lines = [
+        json.dumps({"key": f"{i:06d}", "cls": i, "txt": f"text {i}"}) for i in range(first, last)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+TABLE: dict[str, Any] = {"key": "key", "fields": {"cls": "cls", "txt": "txt"}, "max_samples": 7}
+
+
+def numbers(url: str, **options: Any) -> list[int]:
+    return [int(sample["cls"]) for sample in ss.ShardDataset(url, **options)]
+
+
+def version(url: str) -> dict[str, Any]:
+    text = (Path(url) / "index.json").read_text()
+    return dict(json.loads(text).get("dataset_version", {"number": 1}))
+
+
+def left_in(url: str) -> list[str]:
+    """Return the journals and records of parts that are left."""
+    return [str(path) for path in Path(url).rglob(".shardstream*")]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return make_shards(tmp_path / "data", samples=samples(0, N), per_shard=7)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 25), min_size=1, max_size=5),
+    ways=st.lists(st.sampled_from(["pack", "writer", "delete"]), min_size=5, max_size=5),
+)
+@settings(max_examples=15, deadline=None)
+def test_each_version_has_its_samples(
+    sizes: list[int], ways: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    url = make_shards(tmp_path_factory.mktemp("data") / "one", samples=samples(0, N), per_shard=7)
+    expected, end = [list(range(N))], N
+    for size, way in zip(sizes, ways, strict=False):
+        new = samples(end, end + size)
+        if way == "delete":
+            ss.delete(url, numbers=[0])
+            expected.append(expected[-1][1:])
+            continue
+        if way == "pack":
+            assert ss.pack(new, url, append=True, max_samples=10).samples == size
+        else:
+            with ss.ShardWriter(url, append=True, max_samples=10) as writer:
+                for sample in new:
+                    writer.write(sample)
+        expected.append([*expected[-1], *range(end, end + size)])
+        end += size
+    for number, some in enumerate(expected, start=1):
+        assert numbers(url, version=number) == some
+    assert numbers(url) == expected[-1]
+    dataset = ss.ShardDataset(url, shuffle=True).decode()
+    batches = [int(n) for batch in ss.ShardLoader(dataset, 7, num_workers=0) for n in batch["cls"]]
+    assert sorted(batches) == expected[-1]
+    assert left_in(url) == []
+
+
+def test_shards_that_are_there_stay_as_they_are(url: str) -> None:
+    before = {path.name: path.read_bytes() for path in Path(url).iterdir()}
+    ss.pack(samples(N, 60), url, append=True)
+    assert (Path(url) / "versions/000001.json").read_bytes() == before.pop("index.json")
+    assert before == {name: (Path(url) / name).read_bytes() for name in before}
+
+
+def test_keys_that_are_there_are_refused(url: str) -> None:
+    before = (Path(url) / "index.json").read_bytes()
+    with pytest.raises(SourceError, match=r"'000039' .*append-.* is in .*000005\.tar already"):
+        ss.pack(samples(N - 1, 60), url, append=True)
+    writer = ss.ShardWriter(url, append=True)
+    writer.write(samples(3, 4)[0])
+    with pytest.raises(SourceError, match="'000003'"):
+        writer.close()
+    assert (Path(url) / "index.json").read_bytes() == before
+    ss.pack(samples(N - 1, 60), url, append=True, check_keys=False)
+    assert numbers(url) == [*range(N), *range(N - 1, 60)]
+    with pytest.raises(SourceError, match="'000045'"):  # of samples that were not compared, too
+        ss.pack(samples(45, 46), url, append=True)
+
+
+def test_keys_of_deleted_samples_may_come_again(url: str) -> None:
+    ss.delete(url, numbers=[5, 6])
+    ss.pack(samples(5, 6), url, append=True)
+    with pytest.raises(SourceError, match="'000005'"):
+        ss.pack(samples(5, 7), url, append=True)
+    ss.pack(samples(6, 7), url, append=True)
+    assert numbers(url) == [*(n for n in range(N) if n not in (5, 6)), 5, 6]
+
+
+def test_few_files_of_keys_are_named(url: str) -> None:
+    for number in range(N, N + 40):
+        ss.pack(samples(number, number + 1), url, append=True)
+    files = version(url)["keys"]
+    assert sum(one["nsamples"] for one in files) == N + 40
+    assert len(files) <= 4
+    with pytest.raises(SourceError, match=f"'{N:06d}'"):
+        ss.pack(samples(N, N + 1), url, append=True)
+
+
+def test_a_file_of_keys_that_is_damaged_is_an_error(url: str) -> None:
+    ss.pack(samples(N, 50), url, append=True)
+    path = Path(url) / version(url)["keys"][0]["name"]
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(ss.ShardStreamError, match="keys do not match the name"):
+        ss.pack(samples(50, 60), url, append=True)
+
+
+def test_running_numbers_differ_from_those_that_are_there(tmp_path: Path) -> None:
+    url = str(tmp_path / "data")
+    ss.pack([{"txt": "a"}, {"txt": "b"}], url)
+    ss.pack([{"txt": "c"}, {"txt": "d"}], url, append=True)
+    with ss.ShardWriter(url, append=True) as writer:
+        writer.write({"txt": "e"})
+    (tmp_path / "rows.csv").write_text("txt\nf\ng\n")
+    ss.pack(str(tmp_path / "rows.csv"), url, append=True, fields={"txt": "txt"})
+    found = [(sample["__key__"], sample["txt"]) for sample in ss.ShardDataset(url)]
+    assert b"".join(text for _, text in found) == b"abcdefg"
+    assert len({key for key, _ in found}) == 7
+
+
+def test_an_append_that_is_done_is_not_repeated(url: str, tmp_path: Path) -> None:
+    table = write_table(tmp_path / "new.jsonl", N, 60)
+    ss.pack(table, url, append=True, check_keys=False, **TABLE)
+    with pytest.raises(OptionError, match="appended already"):
+        ss.pack(table, url, append=True, check_keys=False, **TABLE)
+    assert numbers(url) == [*range(60)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_parts_are_appended_together(url: str, tmp_path: Path, processes: int) -> None:
+    table = write_table(tmp_path / "new.jsonl", N, 75)
+    if processes == 2:
+        ss.pack(table, url, append=True, executor=LocalExecutor(processes=2), **TABLE)
+    else:
+        report = ss.pack(table, url, append=True, executor=Parts(1, 2), **TABLE)
+        folder = report.splits[0].url
+        with pytest.raises(UnfinishedError):
+            ss.packing.merge(folder)
+        ss.pack(samples(75, 80), url, append=True)  # another writer meanwhile
+        ss.pack(table, url, append=True, executor=Parts(2, 2), **TABLE)
+        assert ss.packing.merge(folder).splits[0].url == url
+    assert sorted(numbers(url)) == [*range(75 if processes == 2 else 80)]
+    assert left_in(url) == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_append_goes_on(
+    url: str, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_table(tmp_path / "new.jsonl", N, 75)
+    command = ["pack", table, url, "--append", "--key", "key", "--max-samples", "7"]
+    command += ["--map", "cls=cls", "--map", "txt=txt"]
+    calls = tmp_path / "calls"
+    made = make_shards(tmp_path / "other", samples=samples(0, N), per_shard=7)
+    run_killed(10**9, calls, [*command[:2], made, *command[3:]])
+    total = int(calls.read_text())
+    numbers_ = random.Random(seed)
+    for _ in range(3):
+        run_killed(numbers_.randrange(total * 4 // 10, total), calls, command)
+        assert numbers(url) in ([*range(N)], [*range(75)])
+    try:
+        code = main(command)
+    except SystemExit as stop:
+        code = stop.code
+    assert numbers(url) == [*range(75)]
+    assert code == 0 or "appended already" in capsys.readouterr().err
+    assert left_in(url) == []
+
+
+def run_killed(after_calls: int, calls: Path, command: list[str]) -> None:
+    arguments = [sys.executable, "-c", KILLED_AT_A_CALL, str(after_calls), str(calls), *command]
+    subprocess.run(arguments, capture_output=True, timeout=300, check=False)
+
+
+def append_some(url: str, me: int, count: int, barrier: Any, way: str) -> None:
+    barrier.wait(300)
+    for number in range(count):
+        first = 1000 * (me + 1) + 10 * number
+        if way == "writer":
+            with ss.ShardWriter(url, append=True) as writer:
+                for sample in samples(first, first + 10):
+                    writer.write(sample)
+        else:
+            ss.pack(samples(first, first + 10), url, append=True, max_samples=5)
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_two_processes_append_at_once(url: str, how: str) -> None:
+    context = multiprocessing.get_context(how)
+    barrier = context.Barrier(2)
+    processes = [
+        context.Process(target=append_some, args=(url, me, 5, barrier, way))
+        for me, way in enumerate(("writer", "pack"))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0]
+    found = numbers(url)
+    assert found[:N] == [*range(N)]
+    assert sorted(found[N:]) == [*range(1000, 1050), *range(2000, 2050)]
+    assert version(url)["number"] == 11
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    yield "memory://appended/data"
+    MemoryFileSystem.store.clear()
+
+
+def test_a_remote_dataset(memory: str) -> None:
+    make_shards(memory, samples=samples(0, N), per_shard=7)
+    ss.pack(samples(N, 60), memory, append=True, max_samples=7)
+    with pytest.raises(SourceError, match="'000050'"):
+        ss.pack(samples(50, 61), memory, append=True)
+    assert numbers(memory) == [*range(60)]
+    assert numbers(memory, version=1) == [*range(N)]
+
+
+# --- class numbers
+
+
+def write_classes(folder: Path, classes: list[str], start: str = "a") -> str:
+    """Write an image of each class."""
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        PIL.Image.new("RGB", (4, 4)).save(folder / name / f"{start}-{name}-0.jpg")
+    return str(folder)
+
+
+def names(url: str, **options: Any) -> tuple[str, ...] | None:
+    return ss.ShardDataset(url, **options).classes
+
+
+def test_new_classes_get_the_next_numbers(tmp_path: Path) -> None:
+    url = str(tmp_path / "data")
+    ss.pack(write_classes(tmp_path / "first", ["bee", "cat"]), url)
+    ss.pack(write_classes(tmp_path / "second", ["ant", "cat"], "b"), url, append=True)
+    ss.pack(write_classes(tmp_path / "third", ["ant", "dog"], "c"), url, append=True)
+    assert names(url) == ("bee", "cat", "ant", "dog")
+    assert [names(url, version=one) for one in (1, 2, 3)] == [
+        ("bee", "cat"), ("bee", "cat", "ant"), ("bee", "cat", "ant", "dog"),
+    ]  # fmt: skip
+    found = sorted((s["__key__"], int(s["cls"])) for s in ss.ShardDataset(url))
+    assert found == [
+        ("a-bee-0", 0), ("a-cat-0", 1), ("b-ant-0", 2), ("b-cat-0", 1), ("c-ant-0", 2), ("c-dog-0", 3),
+    ]  # fmt: skip
+
+
+def test_class_numbers_that_contradict_are_refused(tmp_path: Path) -> None:
+    url, new = str(tmp_path / "data"), write_classes(tmp_path / "new", ["ant"], "b")
+    ss.pack(write_classes(tmp_path / "first", ["bee", "cat"]), url)
+    with pytest.raises(OptionError, match="'ant' is class 0 in classes, where .* has 'bee'"):
+        ss.pack(new, url, append=True, classes=["ant", "bee", "cat"])
+    ss.pack(new, url, append=True, classes=["bee", "cat", "dog", "ant"])
+    assert names(url) == ("bee", "cat", "dog", "ant")
+    unnamed = make_shards(tmp_path / "numbers", samples=[{"__key__": "a", "jpg": b"", "cls": 3}])
+    with pytest.raises(OptionError, match=r"no classes\.json"):
+        ss.pack(new, unnamed, append=True)
+
+
+def test_a_writer_that_is_too_late_numbers_its_classes_anew(tmp_path: Path) -> None:
+    url, late = str(tmp_path / "data"), write_classes(tmp_path / "late", ["ant"], "b")
+    ss.pack(write_classes(tmp_path / "first", ["bee"]), url)
+    folder = ss.pack(late, url, append=True, executor=Parts(1, 1)).splits[0].url
+    ss.pack(write_classes(tmp_path / "other", ["cat"], "c"), url, append=True)
+    with pytest.raises(OptionError, match="class 1 is 'ant' in the new samples.*another writer"):
+        ss.packing.merge(folder)
+    assert names(url) == ("bee", "cat")
+    ss.pack(late, url, append=True)
+    assert names(url) == ("bee", "cat", "ant")
+    assert [int(sample["cls"]) for sample in ss.ShardDataset(url)] == [0, 1, 2]
+
+
+# --- fields and columns
+
+
+def test_other_fields_are_refused(url: str) -> None:
+    with pytest.raises(OptionError, match="new samples lack txt, .* and have json"):
+        ss.pack([{"__key__": "x", "cls": 1, "json": {}}], url, append=True)
+    ss.pack([{"__key__": "x", "cls": 90, "txt": "x"}], url, append=True)
+    assert numbers(url)[-1] == 90
+
+
+def test_columns_are_those_of_the_dataset(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    url = make_shards(tmp_path / "d", samples=samples(0, N), per_shard=9, columns=["n=cls"])
+    ss.pack(samples(N, 60), url, append=True)
+    with ss.ShardWriter(url, append=True) as writer:
+        writer.write(samples(60, 61)[0])
+    assert ss.catalog.read_columns(url)["n"].to_pylist() == [*range(61)]
+    assert numbers(url, where="n >= 39") == [*range(39, 61)]
+    with pytest.raises(
+        OptionError, match="the dataset has the columns n=cls, not the columns m=cls"
+    ):
+        ss.pack(samples(70, 80), url, append=True, columns=["m=cls"])
+    plain = make_shards(tmp_path / "plain", samples=samples(0, N))
+    with pytest.raises(OptionError, match="has no columns"):
+        ss.pack(samples(70, 80), plain, append=True, columns=["m=cls"])
+    typed = make_shards(
+        tmp_path / "typed", samples=[{"__key__": "a", "json": {"n": 1}}], columns=["json.n"]
+    )
+    with pytest.raises(OptionError, match="do not fit together"):
+        ss.pack([{"__key__": "b", "json": {"n": "one"}}], typed, append=True)
+
+
+# --- what cannot be appended to
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda _: None, {}, "no dataset to append to"),
+        (lambda url: make_shards(url, samples=samples(0, 3)), {"overwrite": True}, "leave overwrite"),
+        (lambda url: make_shards(url, samples=samples(0, 3)), {"name": "x"}, "leave overwrite and name"),
+        (lambda url: make_shards(url, samples=samples(0, 3)), {"split": {"a": 0.5, "b": 0.5}}, "not the splits a, b"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    make: Callable[[str], object], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "data")
+    make(url)
+    with pytest.raises(OptionError, match=message):
+        ss.pack(samples(3, 9), url, append=True, **options)
+
+
+def test_a_dataset_without_indexes_is_refused(url: str) -> None:
+    (Path(url) / "000002.tar.idx").unlink()
+    with pytest.raises(OptionError, match=r"shardstream index.*000002\.tar"):
+        ss.pack(samples(N, 60), url, append=True)
