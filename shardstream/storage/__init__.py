@@ -36,7 +36,6 @@ from shardstream.storage.dataset_versions import (
     version_url,
 )
 from shardstream.storage.discover import (
-    AllIndexed,
     LocatedShards,
     SeenManifest,
     absolute_urls,
@@ -49,6 +48,7 @@ from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.find_tars import cached_look_up, find_tars
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.lazy_shards import (
+    AllIndexed,
     LazyShards,
     checksum_of_shards,
     fingerprint_of_shards,

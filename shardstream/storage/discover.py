@@ -45,7 +45,7 @@ from shardstream.storage.find_tars import (
     tars_of_folder,
     warn_of_links,
 )
-from shardstream.storage.lazy_shards import LazyShards
+from shardstream.storage.lazy_shards import AllIndexed, LazyShards
 from shardstream.storage.publish import JOURNAL_NAME, check_finished
 from shardstream.storage.store import FileInfo, Storage
 from shardstream.storage.url_globs import explain_web_folder, is_glob
@@ -122,13 +122,6 @@ class LocatedShards:
         if isinstance(self.shards, LazyShards):
             return (self.shards.folder,)
         return tuple(dict.fromkeys(map(parent_url, map(attrgetter("url"), self.shards))))
-
-
-class AllIndexed(Container[str]):
-    """Contains all shards: a binary manifest lists shards with indexes only."""
-
-    def __contains__(self, url: object) -> bool:
-        return True
 
 
 def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None) -> LocatedShards:

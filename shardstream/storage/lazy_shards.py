@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
@@ -36,6 +36,13 @@ _THREADS = 16
 _lock = new_lock()  # guards the kept chunks of all datasets; not held while one is read
 
 Numbers = npt.NDArray[np.int64]
+
+
+class AllIndexed(Container[str]):
+    """Contains all shards: a binary manifest lists shards with indexes only."""
+
+    def __contains__(self, url: object) -> bool:
+        return True
 
 
 class LazyShards(Sequence[ShardInfo]):

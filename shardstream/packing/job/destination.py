@@ -384,7 +384,7 @@ def _look(
         else:
             whose = "samples" if task.source is None else "same job"
     published = None if journal is None else journal.published
-    is_listed = new.append is not None and is_appended()
+    is_listed = "append" in task.options and is_appended()
     sha256 = published_sha256(new.folder, files)
     return Found(
         journal=whose,

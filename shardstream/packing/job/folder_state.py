@@ -111,12 +111,6 @@ class Journal:
         """Whether a `ShardWriter` wrote it, which cannot be resumed."""
         return self.task == WRITER_TASK
 
-    @property
-    def append(self) -> Mapping[str, Any] | None:
-        """Of shards that are appended to a dataset: their classes, and whether keys are compared."""
-        found: Mapping[str, Any] | None = self.task.options.get("append")
-        return found
-
     def write(self) -> None:
         """Write the file over ``head``, which may be that of another run: this one owns the folder then.
 

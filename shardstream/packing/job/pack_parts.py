@@ -16,7 +16,6 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
 from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing.encode import encode_field
-from shardstream.packing.job.append import check_append
 from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import Numbers, Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.kept_values import forget, keep
@@ -50,9 +49,8 @@ def run_pack(
                 "samples from Python are packed in this process: write them to files or a table to pack them in others, or leave executor out"
             )
         request = request.with_absolute_paths()
-    is_new, checks = overwrite or bool(request.limits.name), request.checks_keys
-    check_append(is_append=request.appends, is_new=is_new, checks_keys=checks)
-    request = request.with_base()
+    if request.appends or not request.checks_keys:
+        request = request.with_base(is_new=overwrite or bool(request.limits.name))
     plan, call = request.open(), uuid.uuid4().hex
     with EncoderPool(plan.encoder, processes) as pool:
         cut = _Cut.of(plan, request, pool)
@@ -98,7 +96,7 @@ def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> P
         storage_options=request.writing,
         split=split,
         skips=request.skips,
-        keeps_keys=request.keeps_keys_of(plan.source),
+        keeps_keys=plan.source.may_repeat_keys,
     )
     if request.base is None:
         return job
@@ -318,7 +316,7 @@ class PackWork:
         """
         # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
         plan = keep(self.call, "source", self._open)
-        keeps_keys = self.request.keeps_keys_of(plan.source)
+        keeps_keys = plan.source.may_repeat_keys
         part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
         records = (record for _, record in plan.iter_from({self.split: self.first}))
         for some in chunked(itertools.islice(records, self.last - self.first)):

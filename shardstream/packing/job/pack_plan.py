@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
-from shardstream.packing.job.append import Base, read_base
+from shardstream.packing.job.append import Base, check_append, read_base
 from shardstream.packing.job.cut import Numbers, SplitNumbers, assign_splits
 from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
 from shardstream.packing.job.folder_state import Task
@@ -73,22 +73,20 @@ class PackRequest:
     checks_keys: bool = True
     base: Base | None = None
 
-    def with_base(self) -> PackRequest:
+    def with_base(self, *, is_new: bool) -> PackRequest:
         """Return the request with the dataset that is appended to, and its columns, as all processes of a job are to see it.
 
+        Args:
+            is_new: Whether there are options of a new dataset.
+
         Raises:
-            OptionError: If there is none, or it has other columns than the user wants.
+            OptionError: If options do not go together, there is no dataset, or it has other columns than the user wants.
             StorageError: If it cannot be read.
         """
-        if not self.appends:
-            return self
+        check_append(is_append=self.appends, is_new=is_new, checks_keys=self.checks_keys)
         base = read_base(ShardNames.parse(self.dest).folder, Storage(self.writing))
         limits = replace(self.limits, columns=base.columns_for(self.limits.columns))
         return replace(self, base=base, limits=limits)
-
-    def keeps_keys_of(self, source: Source) -> bool:
-        """Return whether keys are compared with each other or with those of a dataset."""
-        return source.may_repeat_keys or (self.appends and self.checks_keys)
 
     def with_absolute_paths(self) -> PackRequest:
         """Return the request for a process with another current folder."""
@@ -120,7 +118,13 @@ class PackRequest:
         check_is_elsewhere(opened.folders, names.folder, reading)
         if self.reading or self.writing:
             self._check_options(reads_remote=opened.reads_remote)
-        opened, numbers = self._number_classes(opened, names)
+        splits = _split_names(opened, self.split)
+        if self.base is None:
+            folders = [*map(partial(folder_of_split, names), splits)]
+            opened = number_classes(opened, self.classes, folders, Storage(self.writing))
+            numbers: dict[str, Any] = {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+        else:
+            opened, numbers = self._continue(opened, splits, self.base)
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
         asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
         asked |= {"kind": options.kind, "key": options.key, "fields": dict(options.fields) or None}
@@ -142,23 +146,21 @@ class PackRequest:
             encoder=RecordEncoder(storage=reading, images=self.images),
         )
 
-    def _number_classes(self, source: Source, names: ShardNames) -> tuple[Source, dict[str, Any]]:
-        """Return the source with class numbers, and what identifies them."""
-        splits, writing = _split_names(source, self.split), Storage(self.writing)
-        if self.base is None:
-            folders = [*map(partial(folder_of_split, names), splits)]
-            source = number_classes(source, self.classes, folders, writing)
-            return source, {"class_numbers": _digest(source.extras.get(CLASSES_NAME))}
+    def _continue(
+        self, source: Source, splits: Sequence[str], base: Base
+    ) -> tuple[Source, dict[str, Any]]:
+        """Return the source as its samples are to be appended to a dataset, and what identifies that."""
         if splits != ("",):
             raise OptionError(
                 f"append takes one dataset at a time, not the splits {', '.join(splits)}; append each to its own",
-                shard=names.folder,
+                shard=base.url,
             )
         source, numbers = continue_class_numbers(
-            source, self.classes, self.base.classes, names.folder, writing
+            source, self.classes, base.classes, base.url, Storage(self.writing)
         )
         source = copy(source)  # it may be the user's object
         source.number_prefix = _prefix(source)
+        source.may_repeat_keys |= self.checks_keys  # keys may also be those of the dataset
         # Not all names of the dataset, which others may extend meanwhile.
         return source, {"append": {"classes": numbers, "checks_keys": self.checks_keys}}
 

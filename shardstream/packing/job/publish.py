@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import starmap
+from operator import methodcaller
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import (
@@ -83,6 +84,8 @@ class Ready(NamedTuple):
     """Identity of its job; None: any."""
     parts: int = 0
     """Number of its parts; 0: that in the journal."""
+    appends: bool = False
+    """Whether its shards are appended to the dataset in the folder above."""
 
 
 def publish(ready: Sequence[Ready], storage_options: Mapping[str, Any] | None) -> list[PackReport]:
@@ -113,10 +116,9 @@ def publish_locked(
         UnfinishedError: If parts are missing.
     """
     storage = Storage(storage_options)
-    jobs = list(map(_read_job, ready))
-    if jobs[0][1].append is not None:  # such a job has one folder
-        return [_publish_appended(*jobs[0], ready[0], storage)]
-    found = [_checked(*job, one) for job, one in zip(jobs, ready, strict=True)]
+    if ready[0].appends:  # such a job has one folder
+        return [_publish_appended(ready[0], storage)]
+    found = list(map(_checked, ready))
     new = [one for one in found if not one.is_published]
     found[0].journal.others = dict(map(_Publication.announcement, found[1:]))
     for one in new:
@@ -133,17 +135,7 @@ def publish_locked(
         raise
     for one in reversed(found):
         one.tidy()
-    for one in found:
-        _warn_of_classes(one.journal, storage)
-    return [*map(_Publication.report, found)]
-
-
-def _warn_of_classes(journal: Journal, storage: Storage) -> None:
-    """Warn if another split numbers its classes differently."""
-    classes = journal.task.options["extras"].get(CLASSES_NAME)
-    if classes is not None:
-        names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
-        warn_of_siblings(names, [journal.folder.url], storage)
+    return [*map(methodcaller("report", storage), found)]
 
 
 class _Publication(NamedTuple):
@@ -201,17 +193,36 @@ class _Publication(NamedTuple):
         names = ShardNames(folder="", template=str(options["template"]))
         remove_job_files(folder, self.files, names, options["extras"])
 
-    def report(self) -> PackReport:
-        """Return the report of the dataset."""
-        return _report(self.journal.folder.url, self.manifest.manifest, self.journal.published)
+    def report(self, storage: Storage) -> PackReport:
+        """Return the report of the dataset; warn if another split numbers its classes differently."""
+        manifest, published = self.manifest.manifest, self.journal.published
+        url, classes = self.journal.folder.url, self.journal.task.options["extras"]
+        if CLASSES_NAME in classes:
+            names = decode_classes(str(classes[CLASSES_NAME]).encode(), url=CLASSES_NAME)
+            warn_of_siblings(names, [url], storage)
+        split = SplitReport(
+            name="",
+            url=url,
+            samples=manifest.nsamples,
+            shards=len(manifest.shards),
+            total_bytes=manifest.total_bytes,
+        )
+        return PackReport(
+            source="finished parts",
+            splits=(split,),
+            skipped=() if published is None else tuple(starmap(Skip, published.skipped)),
+            fields=dict(manifest.fields),
+            warnings=() if published is None else published.warnings,
+        )
 
 
-def _publish_appended(
-    files: Mapping[str, FileInfo], journal: Journal, ready: Ready, storage: Storage
-) -> PackReport:
+def _publish_appended(ready: Ready, storage: Storage) -> PackReport:
     """Check the records of a job whose shards are appended to a dataset, and publish its next version (see `publish_locked`)."""
-    folder, options, append = ready.folder, journal.task.options, journal.append
-    assert append is not None  # noqa: S101  (so says the caller)
+    folder, files = ready.folder, ready.folder.list_files()
+    journal = read_journal(folder, files)
+    if journal is None or "append" not in journal.task.options:
+        raise no_job_error(folder.url, files, journal)
+    options, append = journal.task.options, journal.task.options["append"]
     shards: Sequence[ShardInfo] = ()
     fields: Mapping[str, int] = {}
     if journal.published is not None:  # or about to be
@@ -233,36 +244,16 @@ def _publish_appended(
                 classes=append["classes"],
                 keys=keys if append["checks_keys"] else None,
             ).publish(storage)
-    remove_job_files(folder, files, ShardNames(folder="", template=str(options["template"])), ())
-    added = Manifest(shards=shards, fields=fields)
-    return _report(str(dataset_of_change(folder.url)), added, journal.published)
+    names = ShardNames(folder="", template=str(options["template"]))
+    remove_job_files(folder, files, names, ())
+    added = ManifestFiles(folder, Manifest(shards=shards, fields=fields), (), journal.check_owner)
+    report = _Publication(files, journal, added, is_published=True).report(storage)
+    url = str(dataset_of_change(folder.url))
+    return replace(report, splits=(replace(report.splits[0], url=url),))
 
 
-def _report(url: str, manifest: Manifest, published: Published | None) -> PackReport:
-    """Return the report of the shards that a job has published."""
-    split = SplitReport(
-        name="",
-        url=url,
-        samples=manifest.nsamples,
-        shards=len(manifest.shards),
-        total_bytes=manifest.total_bytes,
-    )
-    return PackReport(
-        source="finished parts",
-        splits=(split,),
-        skipped=() if published is None else tuple(starmap(Skip, published.skipped)),
-        fields=dict(manifest.fields),
-        warnings=() if published is None else published.warnings,
-    )
-
-
-def _read_job(ready: Ready) -> tuple[Mapping[str, FileInfo], Journal]:
-    """Return the files of a folder and the journal of its job.
-
-    Raises:
-        OptionError: If there is no job in parts.
-        StorageError: If another run has taken the folder over.
-    """
+def _checked(ready: Ready) -> _Publication:
+    """Read the records of a job, and check what they say of the dataset (see `publish_locked`)."""
     folder, url = ready.folder, ready.folder.url
     files = folder.list_files()
     journal = read_journal(folder, files)
@@ -270,12 +261,6 @@ def _read_job(ready: Ready) -> tuple[Mapping[str, FileInfo], Journal]:
         Journal(folder=folder, task=Task(source=None, options={}), run=ready.run).check_owner()
     if journal is None or journal.is_of_writer:
         raise no_job_error(url, files, journal)
-    return files, journal
-
-
-def _checked(files: Mapping[str, FileInfo], journal: Journal, ready: Ready) -> _Publication:
-    """Read the records of a job, and check what they say of the dataset (see `publish_locked`)."""
-    folder = ready.folder
     published, options = journal.published, journal.task.options
     if published is not None and published.sha256 == published_sha256(folder, files):
         old = ManifestFiles(folder, read_old_manifest(folder), files, journal.check_owner)
@@ -473,6 +458,8 @@ def merge(
     if not splits:
         _refuse_published_splits(url, storage_options)
     ready = [Ready(open_output_folder(one, storage_options, None)) for one in splits or [url]]
+    if dataset_of_change(url) is not None:
+        ready = [ready[0]._replace(appends=True)]
     merged = publish(ready, storage_options)
     report = combine_reports("finished parts", merged, seconds=time.monotonic() - begin_s)
     if not splits:

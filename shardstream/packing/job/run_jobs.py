@@ -100,7 +100,8 @@ class _JobRun:
 
     def ready(self) -> Ready:
         """Return what is to be published."""
-        return Ready(self.claim.journal.folder, self.claim.journal.run, self.parts)
+        journal, appends = self.claim.journal, "append" in self.job.options
+        return Ready(journal.folder, journal.run, self.parts, appends)
 
 
 def run_jobs(

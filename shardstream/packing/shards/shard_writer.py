@@ -81,11 +81,11 @@ class ShardWriter:
             name=name,
             columns=checked_columns(columns, takes_functions=True),
         )
-        check_append(is_append=append, is_new=overwrite or bool(name), checks_keys=check_keys)
         names = ShardNames.parse(url)
         self._append_to: Storage | None = None
         self._key_prefix = ""
-        if append:
+        if append or not check_keys:
+            check_append(is_append=append, is_new=overwrite or bool(name), checks_keys=check_keys)
             self._append_to, token = Storage(storage_options, filesystem), uuid.uuid4().hex[:16]
             base = read_base(names.folder, self._append_to)
             names = replace(names, folder=base.folder_for(token))
