@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -366,3 +367,14 @@ def test_a_dataset_without_indexes_is_refused(url: str) -> None:
     (Path(url) / "000002.tar.idx").unlink()
     with pytest.raises(OptionError, match=r"shardstream index.*000002\.tar"):
         ss.pack(samples(N, 60), url, append=True)
+
+
+def test_gc_keeps_the_keys(url: str) -> None:
+    ss.pack(samples(N, 60), url, append=True)
+    files = {one["name"] for one in version(url)["keys"]}
+    for path in Path(url).glob("keys-*.npy"):
+        os.utime(path, (0, 0))
+    ss.versions.gc(url, keep=1, dry_run=False)
+    assert files == {path.name for path in Path(url).glob("keys-*.npy")}
+    with pytest.raises(SourceError, match="'000050'"):
+        ss.pack(samples(50, 61), url, append=True)
