@@ -87,6 +87,7 @@ class DatasetVersion:
         class_counts: Where names were added to ``classes.json``: the version that did so, and how many names were there before.
         keys: Files of the keys of its samples, from the first on; later samples may have none.
         is_open: Whether a writer will publish further samples.
+        renumbered: Versions that a compaction made, ascending: it removed all samples that were deleted in the version before.
 
     Raises:
         ValueError: If they are not consistent.
@@ -105,6 +106,7 @@ class DatasetVersion:
     class_counts: tuple[tuple[int, int], ...] = ()
     keys: tuple[KeyFile, ...] = ()
     is_open: bool = False
+    renumbered: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(_is_count(self.number) and self.number > 0, "number")
@@ -122,6 +124,7 @@ class DatasetVersion:
             _require(_KEYS.fullmatch(file.name) is not None and file.nsamples > 0, "keys")
             _require(_is_count(file.nsamples) and _is_count(file.compactions), "keys")
         _require(isinstance(self.is_open, bool), "is_open")
+        _require(_are_ascending(self.renumbered, self.number), "renumbered")
 
     def has(self, number: int) -> bool:
         """Return whether a version is this one or can be read."""
@@ -170,7 +173,8 @@ def decode_version(document: Mapping[str, Any]) -> DatasetVersion:
     kept = tuple(tuple(one) for one in found.pop("kept", ()))
     counts = tuple(tuple(one) for one in found.pop("class_counts", ()))
     keys = tuple(KeyFile(**one) for one in found.pop("keys", ()))
-    return DatasetVersion(**found, kept=kept, replaced=replaced, class_counts=counts, keys=keys)
+    found |= {"kept": kept, "replaced": replaced, "class_counts": counts, "keys": keys}
+    return DatasetVersion(**found | {"renumbered": tuple(found.get("renumbered", ()))})
 
 
 def _decode_replaced(entry: Mapping[str, Any]) -> ReplacedFields:
@@ -192,6 +196,11 @@ def _are_ranges(ranges: Iterable[tuple[int, ...]], before: int) -> bool:
             return False
         end = one[1]
     return True
+
+
+def _are_ascending(numbers: tuple[int, ...], until: int) -> bool:
+    is_ascending = list(numbers) == sorted(set(numbers))
+    return all(map(_is_count, numbers)) and is_ascending and max(numbers, default=0) <= until
 
 
 def _is_count(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shardstream.loader.catalog_dataset import CatalogDataset
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import (
     collate,
@@ -12,7 +13,6 @@ from shardstream.loader.collation import (
 )
 from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import (
-    CatalogDataset,
     ShardDataset,
     StreamDataset,
     begin_epoch,

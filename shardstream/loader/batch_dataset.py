@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, StateError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
+from shardstream.loader.earlier_versions import dataset_of_state
 from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_stream
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
@@ -33,6 +35,7 @@ from shardstream.pipeline import (
     resumed_source,
     state_digest,
 )
+from shardstream.samples import has_deleted_since
 
 _NOT_FOR_OTHERS = (
     "only its ShardLoader can read this dataset, but another loader was built around it (accelerate's skip_first_batches does so); "
@@ -44,6 +47,21 @@ _NOT_FOR_OTHERS = (
 def as_is(worker_batch: Any) -> Any:
     """Return a worker batch unchanged: the collate function that torch gets, because workers make whole batches."""
     return worker_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Following:
+    """The present versions of a dataset, which are read after the rest of an epoch in earlier ones.
+
+    Args:
+        dataset: Of the present versions.
+        begin: Position where the rest begins.
+        past: As in `past_of`.
+    """
+
+    dataset: StreamDataset
+    begin: LoaderPosition
+    past: str
 
 
 class BatchDataset(SplitDataset):
@@ -76,6 +94,7 @@ class BatchDataset(SplitDataset):
             if batch_size is None:
                 batch_size, collate_fn = 1, itemgetter(0)  # a step has one item, which is a batch
         self.source_dataset = dataset
+        self.following: _Following | None = None
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.placement = dataset.placement
@@ -100,6 +119,31 @@ class BatchDataset(SplitDataset):
     def __len__(self) -> int:
         """Return the samples of this rank in an epoch, for readers of ``loader.dataset``."""
         return len(self.source_dataset)
+
+    def at(self, position: LoaderPosition) -> BatchDataset:
+        """Return the batches of the versions that are read at a position: the present ones outside of the rest of an epoch in earlier ones.
+
+        An epoch that is begun again is read in the present ones.
+        """
+        following = self.following
+        if following is None:
+            return self
+        begin = following.begin
+        if position.epoch == begin.epoch and position.consumed >= begin.consumed:
+            return self
+        present = copy.copy(self)
+        present.following, present._past = None, following.past
+        present._read(following.dataset)
+        return present
+
+    def move_to(self, position: LoaderPosition) -> None:
+        """Read the versions of a position from here on."""
+        vars(self).update(vars(self.at(position)))
+
+    @property
+    def present_dataset(self) -> StreamDataset:
+        """The dataset of the present versions."""
+        return self.source_dataset if self.following is None else self.following.dataset
 
     @property
     def is_remote(self) -> bool:
@@ -149,6 +193,8 @@ class BatchDataset(SplitDataset):
             opened: The partition of the current iteration, whose plan is used if it is of the same epoch: that of a weighted mix of
                 40,000 samples takes 25 ms.
         """
+        if self.following is not None and (present := self.at(position)) is not self:
+            return present.partition(position)
         if self.indexed_source is None:
             return None
         if opened is not None and opened.plan.epoch == position.epoch:
@@ -165,6 +211,8 @@ class BatchDataset(SplitDataset):
         Raises:
             OptionError: If that is not known before they are read.
         """
+        if self.following is not None and (present := self.at(position)) is not self:
+            return present.epoch_samples(position)
         source, epoch = self.indexed_source, position.epoch
         if source is None:
             planned_source(self.source_dataset.pipeline)
@@ -177,8 +225,14 @@ class BatchDataset(SplitDataset):
             self.partition_config,
             workers=self.num_readers,
             consumed=position.consumed,
-            may_leave_out=self.source_dataset.pipeline.may_leave_out,
+            may_leave_out=self.source_dataset.pipeline.may_leave_out
+            or has_deleted_since(source.samples),
         )
+
+    def whole_epoch(self, position: LoaderPosition) -> RankPartition | None:
+        """Return the steps of this rank in the epoch of a position, from its start on; None if they are not known in advance."""
+        rest = self.partition(position)
+        return rest and RankPartition(rest.plan, self.partition_config, rank=self.placement.rank)
 
     def __iter__(self) -> Iterator[Any]:
         raise OptionError(_NOT_FOR_OTHERS)
@@ -224,7 +278,8 @@ class BatchDataset(SplitDataset):
         """Return the fields that a state with a position for each worker must match."""
         worker_info = WorkerInfo(self.placement, 0, self.num_readers)
         identity = self.source_dataset.pipeline.identity(worker_info, epoch)
-        return {"kind": "parts", **identity, "batch_size": self.batch_size}
+        identity |= {"batch_size": self.batch_size, "versions": [*self.source_dataset.versions]}
+        return {"kind": "parts", **identity}
 
     def state_at(self, position: LoaderPosition, opened: RankPartition | None) -> State:
         """Return the state of a position, in JSON values.
@@ -233,13 +288,18 @@ class BatchDataset(SplitDataset):
             position: The position.
             opened: As in `partition`.
         """
+        if self.following is not None and (present := self.at(position)) is not self:
+            return present.state_at(position, None)
         if self.indexed_source is None:
             return part_state(self.topology(position.epoch), position)
         is_opened = opened is not None and opened.plan.epoch == position.epoch
         order = opened.plan.order if opened and is_opened else self.order(position.epoch)
         if self._data is None:
             source = self.indexed_source
-            data = data_identity(source) | ({} if self._past is None else {"past": self._past})
+            data = data_identity(source) | {"versions": [*self.source_dataset._versions]}
+            data |= {} if self._past is None else {"past": self._past}
+            if self.following is not None and has_deleted_since(source.samples):
+                data["deletions"] = [*self.following.dataset.versions]
             steps = {"stages": self.source_dataset.pipeline.steps} | source.describe(steps=True)
             digest = state_digest(plan_state(order, data, position) | steps)
             config = self.partition_config
@@ -262,13 +322,11 @@ class BatchDataset(SplitDataset):
         Raises:
             StateError: If an exact resume is impossible.
         """
-        source = self.indexed_source
-        if source is None:
+        if self.indexed_source is None:
             check_state(state, expected=self.topology(epoch))
             return position_in(state)
         batch_size = self.batch_size or 1
-        source = resumed_source(source, self._given, state, batch_size)
-        self.set_source(source)
+        source = self._resume(state, batch_size)
         microbatches = batch_size // (source.options.microbatch or batch_size)
         self.partition_config = replace(self.partition_config, microbatches=microbatches)
         position, nsamples = position_in(state), self.order(state["epoch"]).nsamples
@@ -300,7 +358,54 @@ class BatchDataset(SplitDataset):
         return changed
 
     def set_source(self, source: IndexedSource) -> None:
-        """Read another source, with the order of its options."""
-        self.indexed_source, self._data = source, None
-        pipeline = replace(self.source_dataset.pipeline, source=source)
-        self.source_dataset = self.source_dataset._with_pipeline(pipeline)
+        """Read another source, with the order of its options and its weights, also after the rest of an epoch in earlier versions."""
+        self._read(_with_source(self.source_dataset, source))
+        following = self.following
+        if following is not None:
+            present = _adopt(following.dataset.pipeline.indexed_source, source)
+            dataset = _with_source(following.dataset, present)
+            self.following = replace(following, dataset=dataset)
+
+    def _read(self, dataset: StreamDataset) -> None:
+        self.source_dataset, self._data = dataset, None
+        self.indexed_source = dataset.pipeline.indexed_source
+
+    def _resume(self, state: Mapping[str, Any], batch_size: int) -> IndexedSource:
+        """Return the source of a state, with its order; read it, and the present one from the next epoch on.
+
+        Raises:
+            StateError: If an exact resume is impossible.
+        """
+        present = self.present_dataset
+        dataset = dataset_of_state(present, state)
+        assert dataset.pipeline.indexed_source is not None  # noqa: S101  (as in all versions)
+        source = resumed_source(dataset.pipeline.indexed_source, self._given, state, batch_size)
+        position, self.following = position_in(state), None
+        if dataset is present:
+            self._read(_with_source(present, source))
+        elif not position.consumed:  # nothing of the epoch was read
+            self._read(_with_source(present, _adopt(present.pipeline.indexed_source, source)))
+        else:
+            rest = present._with_pipeline(dataset.pipeline)
+            rest._versions = dataset._versions
+            self._read(rest)
+            past = state["state_checksum"]
+            self.following = _Following(dataset=present, begin=position, past=past)
+            self.set_source(source)
+        return source
+
+
+def _adopt(present: IndexedSource | None, source: IndexedSource) -> IndexedSource:
+    """Return a source with the order and the weights of that of an earlier version."""
+    assert present is not None  # noqa: S101  (as in all versions)
+    names = ("microbatch", "lanes", "window", "block")
+    adopted = present.with_options(**{name: getattr(source.options, name) for name in names})
+    if isinstance(adopted, MixIndexedSource) and isinstance(source, MixIndexedSource):
+        return replace(adopted, changes=source.changes)
+    return adopted
+
+
+def _with_source(dataset: StreamDataset, source: IndexedSource) -> StreamDataset:
+    changed = dataset._with_pipeline(replace(dataset.pipeline, source=source))
+    changed._remake = dataset._remake  # order and weights are taken from the state
+    return changed

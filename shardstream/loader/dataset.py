@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -27,6 +29,7 @@ from shardstream.distributed import (
     is_one_of_several,
 )
 from shardstream.errors import NoIndexWarning, OptionError, redact, shown
+from shardstream.loader.earlier_versions import OnNewVersion, Versions, reopen
 from shardstream.loader.epochs import Epochs
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
@@ -56,7 +59,6 @@ from shardstream.pipeline import (
     draw_samples,
     field_names,
     first_stages,
-    keep_fields,
     numbered_source,
     open_sequential_source,
     options_or_default,
@@ -107,6 +109,9 @@ class StreamDataset(StreamSteps, SplitDataset):
         self._class_names = class_names
         self._is_placement_of_parent = False
         self._length: int | None = None
+        self._versions: tuple[int | None, ...] = ()
+        self._remake: Callable[[StreamDataset, Versions], StreamDataset] | None = None
+        """Makes this dataset of other versions; not sent to other processes."""
         self._epochs = Epochs()
         # Whether the process that spawned this worker knew it.
         self._is_of_several_ranks = self._is_overfit = False
@@ -150,6 +155,19 @@ class StreamDataset(StreamSteps, SplitDataset):
             StorageError: If the folder cannot be read.
         """
         return self._class_names.names
+
+    @property
+    def versions(self) -> tuple[int | None, ...]:
+        """The version of each `ShardDataset` that this one is made of, in order; None for one that is not a folder with an ``index.json``."""
+        return self._versions
+
+    def _of_versions(self, versions: Versions) -> StreamDataset:
+        """Return this dataset made of other versions, without the samples that were deleted since; this one where it cannot be made."""
+        if self._remake is not None:
+            return self._remake(self, versions)
+        for _ in islice(versions, len(self._versions)):
+            pass
+        return self
 
     def by_number(self) -> MapDataset:
         """Return the samples by number, with the steps so far, for samplers, ``Subset`` and ``random_split`` of torch.
@@ -208,7 +226,9 @@ class StreamDataset(StreamSteps, SplitDataset):
             if self.pipeline.may_leave_out and is_part:
                 warnings.warn(_SAY_LEFT_OUT, stacklevel=2)
         epoch = begin_epoch(self, worker_info.placement)
-        return WorkerIterator(self.pipeline, worker_info, epoch, self._epochs.resume)
+        return WorkerIterator(
+            self.pipeline, worker_info, epoch, self._epochs.resume, self._versions
+        )
 
     def _has_several_ranks(self) -> bool:
         """Return whether other ranks run, whatever part of the samples this one reads; a spawned worker knows it by its parent."""
@@ -233,7 +253,9 @@ class StreamDataset(StreamSteps, SplitDataset):
 
     def __repr__(self) -> str:
         steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
-        return f"{type(self).__name__}({self.pipeline.source.summary}){steps}"
+        versions = ", ".join(map(str, self._versions)) if {*self._versions} - {1, None} else ""
+        version = versions and f", version{'s' * (len(self._versions) > 1)} {versions}"
+        return f"{type(self).__name__}({self.pipeline.source.summary}{version}){steps}"
 
     def _repr_html_(self) -> str:
         source = self.pipeline.indexed_source
@@ -243,7 +265,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         return samples_html(type(self).__name__, source.samples, numbers, self.pipeline)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = self.__dict__ | {"_remake": None}
         if get_spawning_popen() is not None:
             # pickled for a spawned worker, which has no process group to detect its rank; a spawned rank has one
             is_of_parent = self._given_placement is None or self._is_placement_of_parent
@@ -278,7 +300,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             OptionError: If it is not an integer of at least 0.
         """
         check_at_least(0, length=length)
-        changed = self._with_pipeline(self.pipeline)
+        changed = self._with_pipeline(self.pipeline, lambda made: made)
         changed._length = length
         return changed
 
@@ -289,7 +311,7 @@ class StreamDataset(StreamSteps, SplitDataset):
     def then(self, stage: Stage) -> Self:
         """Append a custom stage, see `ItemSteps.then`."""
         check_stage(stage)
-        changed = self._with_pipeline(self.pipeline.then(stage))
+        changed = self._with_pipeline(self.pipeline.then(stage), lambda made: made.then(stage))
         changed._length = None
         return changed
 
@@ -297,69 +319,27 @@ class StreamDataset(StreamSteps, SplitDataset):
         self, make_plan: Callable[[IndexedSource], RowPlan], maker: RowMaker, step: str
     ) -> Self:
         plan = make_plan(rowable_source(self.pipeline, step))
-        changed = self._with_pipeline(row_pipeline(self.pipeline, plan, maker, step))
+        changed = self._with_pipeline(
+            row_pipeline(self.pipeline, plan, maker, step),
+            lambda made: made._with_rows(make_plan, maker, step),
+        )
         changed._length = None
         return changed
 
-    def _with_pipeline(self, pipeline: Pipeline) -> Self:
-        """Return a copy with other samples or steps, which follows `set_epoch` of this dataset."""
+    def _with_pipeline(
+        self, pipeline: Pipeline, step: Callable[[StreamDataset], StreamDataset] | None = None
+    ) -> Self:
+        """Return a copy with other samples or steps, which follows `set_epoch` of this dataset.
+
+        Args:
+            pipeline: Source and stages.
+            step: Returns the same copy of another dataset, for other versions; None if there is no such function.
+        """
         changed = copy.copy(self)
         changed.pipeline, changed._epochs = pipeline, self._epochs.chained()
+        if step is not None:
+            changed._remake = lambda _, versions: step(self._of_versions(versions))
         return changed
-
-
-class CatalogDataset(StreamDataset):
-    """Any samples by number: of a `Catalog` over data of another kind, or a view over others, such as a subset of a join.
-
-    Splits, orders, lengths, states and steps are those of `ShardDataset`.
-
-    Args:
-        samples: The samples by number.
-        shuffle: As in `ShardDataset`, like all below; columns of a join are those of its first dataset.
-        seed: As in `ShardDataset`.
-        order: As in `ShardDataset`.
-        subset: As in `ShardDataset`.
-        where: As in `ShardDataset`.
-        weights: As in `ShardDataset`.
-        fields: As in `ShardDataset`.
-        read: As in `ShardDataset`: ``prefetch_bytes`` and ``hedge``.
-        on_error: As in `ShardDataset`.
-        placement: As in `ShardDataset`.
-
-    Raises:
-        OptionError: If an argument is invalid.
-    """
-
-    def __init__(  # noqa: PLR0913  (the public door)
-        self,
-        samples: Samples,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        order: OrderOptions | None = None,
-        subset: Choice | Keys | None = None,
-        where: Where | None = None,
-        weights: SampleWeights | Weights | None = None,
-        fields: Sequence[str] | None = None,
-        read: ReadOptions | None = None,
-        on_error: OnError = "raise",
-        placement: Placement | None = None,
-    ) -> None:
-        SkipTracker(on_error)  # validates
-        reading = options_or_default(read, ReadOptions)
-        refuse_options(reading, OPTIONS_OF_OPENING, "on samples that are opened")
-        chosen = choose_samples(samples, subset, where)
-        stages = () if fields is None else (keep_fields(fields, chosen.fields),)
-        source = SamplesSource(
-            samples=chosen,
-            shuffle=shuffle,
-            seed=whole_number("seed", seed),
-            options=options_or_default(order, OrderOptions),
-            reading=reading,
-        )
-        source = draw_samples(source, weights)
-        pipeline = Pipeline(source=source, stages=stages, on_error=on_error)
-        super().__init__(pipeline, placement, ClassNames({}))
 
 
 class ShardDataset(StreamDataset):
@@ -397,6 +377,8 @@ class ShardDataset(StreamDataset):
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
         version: Number or tag of an earlier version of the dataset, whose folder ``urls`` is then; None for the current one.
+        on_new_version: What a `ShardLoader` does with a state that was saved with an earlier version: "continue" reads the rest of its epoch in that version,
+            without the samples that were deleted since, and later epochs in this one; "error" refuses it.
 
     Raises:
         OptionError: If an argument is invalid.
@@ -421,9 +403,12 @@ class ShardDataset(StreamDataset):
         on_error: OnError = "raise",
         placement: Placement | None = None,
         version: int | str | None = None,
+        on_new_version: OnNewVersion = "continue",
     ) -> None:
         order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
         SkipTracker(on_error)  # validates, before any I/O
+        if on_new_version not in get_args(OnNewVersion):
+            raise OptionError(f"on_new_version is 'continue' or 'error', not {on_new_version!r}")
         seed = whole_number("seed", seed)
         storage = read.open_storage(storage_options)
         located = locate_shards(urls, storage, version)
@@ -443,11 +428,7 @@ class ShardDataset(StreamDataset):
         else:
             needs = {"verify=": read.verify, "subset=": subset, "where=": where}
             needs |= {"weights=": weights, "lazy=": places}
-            _check_whole_shards(unindexed, read.index, needs)
-            reason = "on shards that are read whole"
-            names = ["lanes", "microbatch", "block", "remainder", "nodes", "exchange", "balance"]
-            refuse_options(order, names, reason)
-            refuse_options(read, ["prefetch_bytes", "hedge"], reason)
+            _check_whole_shards(unindexed, order, read, needs)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
@@ -455,6 +436,11 @@ class ShardDataset(StreamDataset):
         if len(class_names.folders) > 1:  # a single folder is read lazily
             warn_of_difference(class_names.found)
         super().__init__(pipeline, placement, class_names)
+        self._versions = (None if located.version is None else located.version.number,)
+        made = partial(ShardDataset, urls, shuffle=shuffle, seed=seed, order=order, read=read)
+        made = partial(made, subset=subset, where=where, weights=weights, fields=fields)
+        made = partial(made, storage_options=storage_options, on_error=on_error)
+        self._remake = partial(reopen, partial(made, placement=placement), on_new_version)
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:
@@ -513,17 +499,21 @@ def _describe_repeat(dataset: StreamDataset, epoch: int) -> str:
     )
 
 
-def _check_whole_shards(url: str, index: str, needs: Mapping[str, object]) -> None:
+def _check_whole_shards(
+    url: str, order: OrderOptions, read: ReadOptions, needs: Mapping[str, object]
+) -> None:
     """Check that shards may be read from start to end; warn if the user did not ask for it.
 
     Args:
         url: A shard that has no index, or whose index is ignored.
-        index: The user's option.
+        order: The user's options.
+        read: The user's options.
         needs: Options that need an index, by name; None where the user did not give them.
 
     Raises:
-        OptionError: If one is given, or an index is required.
+        OptionError: If one is given, or another that has no effect, or an index is required.
     """
+    index = read.index
     given = [name for name, value in needs.items() if value is not None]
     names = " and ".join(given)
     if given and index == "ignore":
@@ -538,6 +528,10 @@ def _check_whole_shards(url: str, index: str, needs: Mapping[str, object]) -> No
         )
     if index == "auto":
         _warn_no_index(url)
+    reason = "on shards that are read whole"
+    of_order = ["lanes", "microbatch", "block", "remainder", "nodes", "exchange", "balance"]
+    refuse_options(order, of_order, reason)
+    refuse_options(read, ["prefetch_bytes", "hedge"], reason)
 
 
 def _warn_no_index(url: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ class WorkerIterator:
         worker_info: Which loader worker this is.
         epoch: From 0.
         resume_epoch: Called with the epoch of a state that is loaded.
+        versions: As `StreamDataset.versions`.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class WorkerIterator:
         worker_info: WorkerInfo,
         epoch: int,
         resume_epoch: Callable[[int], None] | None = None,
+        versions: Sequence[int | None] = (),
     ) -> None:
         self._pipeline, self._worker_info = pipeline, worker_info
-        self._resume_epoch = resume_epoch
+        self._resume_epoch, self._versions = resume_epoch, versions
         self._bad: list[BadSample] = []
         self._run = self._open(epoch)
 
@@ -112,4 +114,5 @@ class WorkerIterator:
     def _identity(self) -> State:
         """Return the fields that a state must match."""
         identity = self._pipeline.identity(self._worker_info, self._epoch)
-        return {"kind": "reader", **identity, "worker": self._worker_info.worker}
+        identity |= {"worker": self._worker_info.worker, "versions": [*self._versions]}
+        return {"kind": "reader", **identity}

@@ -10,6 +10,7 @@ from typing import Any
 from shardstream.catalog import Classes, ClassNames
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import ShardDataset, StreamDataset
+from shardstream.loader.earlier_versions import Versions
 from shardstream.pipeline import SamplesSource, WeightedSource, numbered_source
 from shardstream.samples import (
     JoinBy,
@@ -83,7 +84,30 @@ def join(
     # Of the dataset whose field ``cls`` is taken; if it has none, of the first.
     numbering = [dataset for part, dataset in opened if dataset is not None and part.has_classes]
     joined._class_names, joined._length = _FirstClassNames([*numbering, first]), None
+    joined._versions = first.versions
+    for _, dataset in opened:
+        joined._versions += () if dataset is None else dataset.versions
+
+    def remake(_: StreamDataset, versions: Versions) -> StreamDataset:
+        made = first._of_versions(versions)
+        rest = [
+            _made_of(other, dataset, versions)
+            for other, (_, dataset) in zip(others, opened, strict=True)
+        ]
+        return join(made, *rest, by=by, missing=missing, storage_options=storage_options)
+
+    joined._remake = remake
     return joined
+
+
+def _made_of(
+    other: OtherDataset, dataset: StreamDataset | None, versions: Versions
+) -> OtherDataset:
+    """Return another dataset, as `join` takes it, made of other versions; a table has none."""
+    if dataset is None:
+        return other
+    made = dataset._of_versions(versions)
+    return dict.fromkeys([made], *other.values()) if isinstance(other, Mapping) else made
 
 
 class _FirstClassNames(ClassNames):

@@ -89,10 +89,9 @@ class ShardLoader(DataLoader[Any]):
             dataclasses are searched for tensors; other objects with ``to(device)`` are moved when they are yielded.
         prefetch_to_device: Batches on the device at most, with the one that is yielded next; only batches that workers have
             ready are copied ahead. They do not count in `state_dict`.
-        options: Those of ``DataLoader``: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are shared,
-            ``prefetch_factor=4`` instead of 2 lets a fast worker get further ahead of a slow one, for the memory of two more
-            batches per worker. Small batches count in part: a worker may be at most 64 times as many ahead. With ``pin_memory=True`` tensors are
-            pinned when they leave the shared memory of their worker, without torch's thread.
+        options: Those of ``DataLoader``: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are shared, ``prefetch_factor=4``
+            instead of 2 lets a fast worker get further ahead of a slow one, for the memory of two more batches per worker. Small batches count in part: a worker
+            may be at most 64 times as many ahead. With ``pin_memory=True`` tensors are pinned when they leave the shared memory of their worker, without torch's thread.
 
     Raises:
         OptionError: If an argument is invalid here, or the device is not available.
@@ -332,8 +331,8 @@ class ShardLoader(DataLoader[Any]):
         # Always of a whole epoch, even after a resume in the middle: trainers count batches from the epoch's start.
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
         if dataset._length is None:
-            partition = self._batches.partition(LoaderPosition(epoch=self.epoch))
-            if partition is not None:
+            self._follow_dataset()
+            if (partition := self._batches.whole_epoch(self._cursor.position)) is not None:
                 return partition.num_steps
             source = dataset.pipeline.indexed_source
             if source is not None:
@@ -347,6 +346,9 @@ class ShardLoader(DataLoader[Any]):
         self._cursor = replace(self._cursor, partition=None)
         self._follow_dataset()
         begin = self._cursor.next_position
+        if self._batches.following is not None:
+            self._batches.move_to(begin)
+            self._pool = None  # its workers read the earlier versions
         self._cursor = replace(
             self._cursor.at(begin),
             partition=self._batches.partition(begin),
@@ -468,7 +470,7 @@ class ShardLoader(DataLoader[Any]):
         else:
             numbers = self.state_dict() | asdict(batches.partition_config)
             # A local copy has the same order, and steps may differ.
-            for name in ("state_checksum", "digest", "past", "whole_lanes"):
+            for name in ("state_checksum", "digest", "past", "versions", "whole_lanes"):
                 numbers.pop(name, None)
             budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
@@ -571,11 +573,10 @@ class ShardLoader(DataLoader[Any]):
         return self._batches.state_at(position, self._cursor.partition)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; nothing is read before the next iteration.
+        """Continue from a state; no samples are read before the next iteration. For one of an earlier version see ``on_new_version`` of `ShardDataset`.
 
         Raises:
-            StateError: If an exact resume is impossible: data, seed or steps differ; for pipelines that change counts also
-                the number of ranks or workers.
+            StateError: If an exact resume is impossible: data, seed or steps differ; if steps change counts, also the number of ranks or workers.
         """
         position = self._batches.load(state, self._cursor.position.epoch)
         warn_of_lanes(self._batches, position)

@@ -11,6 +11,7 @@ from shardstream.catalog import Classes, ClassNames, warn_of_difference
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import OPTIONS_OF_OPENING, StreamDataset
+from shardstream.loader.earlier_versions import Versions
 from shardstream.pipeline import (
     IndexedSource,
     ItemStage,
@@ -102,7 +103,15 @@ def mix(  # noqa: PLR0913  (the public door)
     )
     found = _classes(named)
     warn_of_difference(found)
-    return MixDataset(pipeline, placements.pop(), ClassNames(found))
+    mixed = MixDataset(pipeline, placements.pop(), ClassNames(found))
+    mixed._versions = tuple(number for one in named.values() for number in one.versions)
+
+    def remake(_: StreamDataset, versions: Versions) -> StreamDataset:
+        made = {name: one._of_versions(versions) for name, one in named.items()}
+        return mix(made, weights, stop=stop, samples=samples, seed=seed, order=order, read=read)
+
+    mixed._remake = remake
+    return mixed
 
 
 def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:

@@ -54,7 +54,7 @@ def unwrap_rebuilt(
         return dataset, collate_fn
     if collate_fn is as_is:
         collate_fn = options["generator"] = None
-    return dataset.source_dataset, collate_fn or dataset.collate_fn
+    return dataset.present_dataset, collate_fn or dataset.collate_fn
 
 
 def check_options(

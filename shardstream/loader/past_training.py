@@ -142,6 +142,12 @@ def first_use(
     saved = _saved_states(run, loader._batches)
     last = saved[-1][1]
     batches, position = _begin(loader, last, None)
+    here = batches.present_dataset
+    if last.get("fingerprint") != here.pipeline.source.fingerprint:
+        raise StateError(
+            f"the run has read other data (version {last.get('versions')} of the dataset) than the loader (version {[*here.versions]}); "
+            "open the dataset with version="
+        )
     _warn_of_difference(last, batches.state_at(position, None), ("topology",))
     _check_run([state for _, state in saved])
     wanted = numbers

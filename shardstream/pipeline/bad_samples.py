@@ -19,18 +19,11 @@ from shardstream.errors import (
     shown,
 )
 from shardstream.pipeline.bad_sample_report import BadSample
+from shardstream.samples import RefusedError
 
 _log = get_logger(__name__)
 _LISTED = 10_000  # in each worker and epoch; further ones are only counted
 _FATAL = (OptionError, StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
-
-
-class RefusedError(Exception):
-    """A step refuses an item, which is left out and not bad.
-
-    Args:
-        step: The step, for messages.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +81,7 @@ class SkipTracker:
         self.refilled = 0
         """Number of samples that replaced bad or refused ones."""
         self.refused = 0
-        """Number of items that steps refused."""
+        """Number of items that steps refused, and of samples that were deleted since."""
         self._can_refuse = can_refuse
         self.drained: list[BadSample] = []
         """Bad samples since the last `drain_bad_samples`."""
@@ -109,7 +102,7 @@ class SkipTracker:
         Raises:
             Exception: The error itself if the policy is "raise", or if the sample is not the cause: a wrong option, a storage
                 error, an index that does not match.
-            SampleError: If a step refuses it and none may.
+            SampleError: If it is refused and none may be.
             SkipBudgetError: If the budget is exceeded.
         """
         if isinstance(error, RefusedError):

@@ -67,7 +67,7 @@ def state_digest(state: Mapping[str, Any]) -> str:
     Args:
         state: Its fields, and those that describe the steps.
     """
-    left_out = _NOT_COMPARED
+    left_out = (*_NOT_COMPARED, "versions")  # a tag is a version of the same data
     if state["kind"] == "plan" and not state["shuffle"]:
         left_out += _ORDER  # without shuffle they do not affect the sequence
     compared = dict(state)
@@ -108,6 +108,8 @@ def compare_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
         for name, pair in pairs.items()
         if pair[0] != pair[1] and name.partition(".")[0] not in _NOT_COMPARED
     }
+    if "fingerprint" not in found:  # a tag is a version of the same data
+        found.pop("versions", None)
     if not found and "digest" in one and "digest" in other:
         return {"steps": (one["digest"], other["digest"])}
     return found
@@ -249,7 +251,7 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
 
     Args:
         state: The saved state.
-        expected: Fields that it must match, by name; a value of None matches any.
+        expected: Fields that it must match, by name; a value of None matches any. ``versions`` are for the message only.
 
     Raises:
         StateError: With the first difference and both values.
@@ -262,9 +264,11 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
             "the shardstream that saved it, or restart it with set_epoch"
         )
     for name, value in expected.items():
-        if name in ("checksums", "stages"):
+        if name in ("checksums", "stages", "versions"):
             continue
         if value is not None and state.get(name) != value:
+            if name == "fingerprint":
+                _check_versions(state.get("versions"), expected.get("versions"))
             raise StateError(
                 f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
             )
@@ -279,6 +283,15 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
     if seal_state(state)["state_checksum"] != state.get("state_checksum"):
         raise StateError(
             "this state is damaged or was edited: its checksum is wrong; use the state as it was saved"
+        )
+
+
+def _check_versions(saved: Any, here: Any) -> None:
+    """Name the versions in the error of other data, if they are known to differ."""
+    if saved and here and saved != here:
+        raise StateError(
+            f"version of the dataset: the state says {saved}, here it is {here}; only a ShardLoader without steps that change counts finishes the epoch "
+            "of an earlier version: open the dataset with version= until the epoch ends, or start without the state"
         )
 
 

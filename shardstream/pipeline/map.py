@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
-from shardstream.pipeline.bad_samples import RefusedError
 from shardstream.pipeline.runner import ItemFunction, ItemStage
 from shardstream.pipeline.stage import Context
+from shardstream.samples import RefusedError
 
 if TYPE_CHECKING:
     import numpy as np

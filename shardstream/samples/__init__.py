@@ -6,6 +6,7 @@ from shardstream.samples.base import (
     FieldChoice,
     MappedSamples,
     Numbers,
+    RefusedError,
     Samples,
     check_numbers,
     chunk_steps,
@@ -13,7 +14,12 @@ from shardstream.samples.base import (
     split_by_step,
 )
 from shardstream.samples.concat import Concat
-from shardstream.samples.deletions import WithoutDeleted
+from shardstream.samples.deletions import (
+    DeletedSince,
+    WithoutDeleted,
+    deleted_since,
+    has_deleted_since,
+)
 from shardstream.samples.join import Join, JoinPart
 from shardstream.samples.join_samples import (
     JoinBy,
@@ -46,6 +52,7 @@ __all__ = [
     "Choice",
     "Concat",
     "CostFunction",
+    "DeletedSince",
     "FetchOptions",
     "Fetcher",
     "FieldChoice",
@@ -56,6 +63,7 @@ __all__ = [
     "Lengths",
     "MappedSamples",
     "Numbers",
+    "RefusedError",
     "RowItem",
     "RowSamples",
     "Samples",
@@ -67,6 +75,8 @@ __all__ = [
     "check_numbers",
     "chunk_steps",
     "costs_of",
+    "deleted_since",
+    "has_deleted_since",
     "join_samples",
     "leaves_of",
     "lengths_of",

@@ -23,6 +23,14 @@ FieldChoice = Callable[[Sequence[str]], Sequence[str] | None]
 """The fields that samples have -> those to read, or None for all."""
 
 
+class RefusedError(Exception):
+    """A step refuses an item, or a sample was deleted since: it is left out, and not bad.
+
+    Args:
+        step: The step or the reason, for messages.
+    """
+
+
 class MappedSamples:
     """Samples found in mapped shards, copied at access.
 

@@ -1,17 +1,28 @@
-"""The samples of a dataset without those that were deleted."""
+"""The samples of a dataset without those that were deleted, or with holes where they were."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from shardstream.errors import plural
-from shardstream.samples.base import Numbers, Samples, check_numbers
-from shardstream.samples.view import View
+from shardstream.format import Rows
+from shardstream.samples.base import (
+    Fetcher,
+    FetchOptions,
+    FieldChoice,
+    MappedSamples,
+    Numbers,
+    RefusedError,
+    Samples,
+    check_numbers,
+)
+from shardstream.samples.view import View, ViewFetcher
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -86,3 +97,109 @@ class WithoutDeleted(View):
         left = np.ones(len(self.whole), dtype=bool)
         left[self.deleted] = False
         return self.whole.read_columns(names, scans=scans).filter(left)
+
+
+class DeletedSince(View):
+    """The samples of an earlier version, of which those that were deleted since are refused and not read.
+
+    Numbers and fingerprint are those of the earlier version, so that orders and states are, too.
+
+    Args:
+        whole: All samples of the earlier version.
+        deleted: Numbers of the samples that were deleted since, ascending, shape (n,).
+    """
+
+    def __init__(self, whole: Samples, deleted: Numbers) -> None:
+        super().__init__([whole])
+        check_numbers(deleted, len(whole))
+        self._deleted = deleted
+
+    def __len__(self) -> int:
+        return len(self.inner[0])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all samples of the earlier version."""
+        return self.inner[0].total_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the earlier version."""
+        return self.inner[0].fingerprint
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Those of the earlier version."""
+        return self.inner[0].fields
+
+    def are_deleted(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """Return whether each sample was deleted since, shape (n,); copies of it, too."""
+        return np.isin(numbers % max(1, len(self)), self._deleted)
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return zeros, and the numbers."""
+        return np.zeros(len(numbers), dtype=np.int64), numbers
+
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
+        """Return the numbers of the samples that are still there, shape (m,)."""
+        return numbers[~self.are_deleted(numbers)]
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the columns of all samples of the earlier version; row i is sample i."""
+        return self.inner[0].read_columns(names, scans=scans)
+
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        """Open a fetcher, which returns a `RefusedError` in place of each deleted sample."""
+        return _DeletedSinceFetcher(self, [1.0], upcoming, options or FetchOptions())
+
+
+class _DeletedSinceFetcher(ViewFetcher):
+    _view: DeletedSince
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        are_deleted = self._view.are_deleted(numbers)
+        wait_for_others = list if are_deleted.all() else super().request(numbers)
+        if not are_deleted.any():
+            return wait_for_others
+
+        def wait() -> Rows:
+            others = iter(wait_for_others())
+            hole = RefusedError("deleted in a later version")
+            return [hole if is_hole else next(others) for is_hole in are_deleted.tolist()]
+
+        return wait
+
+    def read(
+        self, steps: Sequence[Numbers], max_samples: int, choice: FieldChoice | None = None
+    ) -> Iterator[Rows]:
+        if self._view.are_deleted(np.concatenate(steps)).any():
+            return Fetcher.read(self, steps, max_samples, choice)
+        return super().read(steps, max_samples, choice)
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:
+        return None if self._view.are_deleted(numbers).any() else super().find(numbers)
+
+
+def has_deleted_since(samples: Samples) -> bool:
+    """Return whether some samples, or those that they are made of, were deleted since (see `DeletedSince`)."""
+    inner = samples.inner if isinstance(samples, View) else ()
+    return isinstance(samples, DeletedSince) or any(map(has_deleted_since, inner))
+
+
+def deleted_since(deleted: Numbers, removed: Iterable[Numbers], nsamples: int) -> Numbers:
+    """Return the samples of an earlier version that are deleted in a later one, by their numbers in the shards, ascending.
+
+    >>> deleted_since(np.array([1, 4]), [np.array([0, 2]), np.array([3])], 6).tolist()
+    [0, 2, 3, 5]
+
+    Args:
+        deleted: Those that the later version leaves out, by their numbers in its shards, ascending.
+        removed: For each compaction between both, in order: the numbers of the samples that it removed, before it, ascending.
+        nsamples: Samples in the shards of the earlier version.
+    """
+    for gone in reversed([*removed]):
+        before = np.searchsorted(gone - np.arange(len(gone)), deleted, side="right")
+        deleted = np.union1d(deleted + before, gone)
+    return deleted[deleted < nsamples]

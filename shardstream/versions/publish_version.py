@@ -126,10 +126,13 @@ def all_shards(manifest: AnyManifest, folder: str, storage: Storage) -> Sequence
 def next_version(manifest: AnyManifest, operation: str, **changes: Any) -> AnyManifest:
     """Return a manifest as the next version, with some attributes of its `DatasetVersion` changed."""
     before = manifest.dataset_version
+    number = before.number + 1
+    is_compaction = operation == "compact"  # it removes all deleted samples
     version = replace(
         before,
-        number=before.number + 1,
+        number=number,
         operation=operation,
+        renumbered=(*before.renumbered, *[number] * is_compaction),
         kept=ranges_of([*before.kept_numbers, before.number]),
         **stamp(),
         **changes,
