@@ -1,6 +1,6 @@
 """Map sample numbers to byte ranges of shards and of loose files."""
 
-from shardstream.catalog.changes import refuse_deleted
+from shardstream.catalog.changes import deleted_by_shard, refuse_deleted
 from shardstream.catalog.class_names import (
     Classes,
     ClassNames,
@@ -56,6 +56,7 @@ __all__ = [
     "choose_samples",
     "class_name",
     "common_classes",
+    "deleted_by_shard",
     "find_difference",
     "find_keys",
     "find_where",

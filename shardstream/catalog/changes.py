@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
+
 from shardstream.errors import OptionError
 from shardstream.format import ReplacedFields
 from shardstream.samples import Join, JoinPart, Numbers, Samples
@@ -67,3 +69,17 @@ def refuse_deleted(located: LocatedShards, what: str) -> None:
             f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream compact' first",
             shard=located.manifest_url or located.shards[0].url,
         )
+
+
+def deleted_by_shard(located: LocatedShards) -> dict[int, Numbers]:
+    """Return place of a shard -> its deleted samples, by their numbers in it, ascending; of the shards that have some."""
+    found: dict[int, Numbers] = {}
+    if not located.deleted:
+        return found
+    firsts = np.cumsum([0, *(shard.nsamples or 0 for shard in located.shards)])
+    for place, numbers in located.deleted:
+        whole = numbers + firsts[place]
+        cuts = np.searchsorted(whole, firsts)
+        for one in np.flatnonzero(np.diff(cuts)).tolist():
+            found[one] = whole[cuts[one] : cuts[one + 1]] - firsts[one]
+    return found

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from shardstream.catalog.class_names import StoredClassNames, read_all_classes
-from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog.conditions import samples_with_keys
+from shardstream.catalog.shard_catalog import lacks_index, open_samples
 from shardstream.errors import (
     NotFoundError,
     OptionError,
@@ -18,12 +21,14 @@ from shardstream.errors import (
     plural,
 )
 from shardstream.format import (
+    FIRST_VERSION,
     MANIFEST_NAME,
     ForwardReader,
     Group,
     ReadAt,
     Sample,
     ShardInfo,
+    as_rows,
     iter_groups,
     iter_members,
     iter_samples,
@@ -37,6 +42,7 @@ from shardstream.storage import (
     RangeStream,
     Storage,
     Urls,
+    dataset_of_change,
     is_compressed,
     is_journal,
     is_tar,
@@ -63,6 +69,8 @@ class Listing:
         indexed: Contains the URLs of the shards that have an index.
         name: Name of the dataset, if it has a manifest.
         manifest_url: The manifest, if there is one.
+        version: Number of the version, if one manifest lists all shards.
+        deleted: Samples that are left out; counts of shards and fields include them.
         classes: Names of the classes, if there are some.
     """
 
@@ -71,12 +79,15 @@ class Listing:
     indexed: Container[str]
     name: str = ""
     manifest_url: str | None = None
+    version: int | None = None
+    deleted: int = 0
     classes: tuple[str, ...] | None = None
 
     @property
     def nsamples(self) -> int | None:
-        """Number of samples in all shards; None if one count is unknown."""
-        return _total([shard.nsamples for shard in self.shards])
+        """Number of samples that readers see; None if one count is unknown."""
+        total = _total([shard.nsamples for shard in self.shards])
+        return None if total is None else total - self.deleted
 
     @property
     def total_bytes(self) -> int | None:
@@ -87,6 +98,7 @@ class Listing:
 def list_shards(
     urls: Urls,
     *,
+    version: int | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
 ) -> Listing:
@@ -96,17 +108,18 @@ def list_shards(
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list.
+        version: Number or tag of a version of the dataset; by default the current one.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Raises:
-        OptionError: If the list of URLs is empty.
+        OptionError: If the list of URLs is empty, or there is no such version.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is found, or the place cannot be reached.
         ManifestError: If the manifest is invalid.
     """
     storage = Storage(storage_options, filesystem)
-    located = locate_shards(urls, storage)
+    located = locate_shards(urls, storage, version)
     name, fields = "", dict[str, int | None]()
     if located.manifest_url is not None:
         manifest, _ = read_manifest(storage.info(located.manifest_url), storage)
@@ -117,6 +130,8 @@ def list_shards(
         indexed=located.indexed,
         name=name,
         manifest_url=located.manifest_url,
+        version=None if located.version is None else located.version.number,
+        deleted=sum(len(numbers) for _, numbers in located.deleted),
         classes=StoredClassNames(located, storage).names,
     )
 
@@ -174,13 +189,15 @@ def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None)
     if not number.isdigit() or len(number) > _MAX_DIGITS:
         return None
     folder = parent_url(sample["__url__"])
+    folder = dataset_of_change(folder) or folder
     names = read_all_classes([folder], Storage(storage_options)).get(folder, ())
     return names[int(number)] if int(number) < len(names) else None
 
 
-def read_one(
+def read_one(  # noqa: PLR0913  (keywords)
     urls: Urls,
     *,
+    version: int | str | None = None,
     number: int | None = None,
     key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -197,6 +214,7 @@ def read_one(
         urls: A folder, a manifest, a pattern, a tar or a list.
         number: From 0.
         key: Value of ``__key__``; the first sample with it is returned.
+        version: Number or tag of a version of the dataset; by default the current one.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         progress: Called with bytes done and bytes in all of a search by key, after each shard.
@@ -210,7 +228,12 @@ def read_one(
     if (number is None) == (key is None):
         raise OptionError("pass the number of a sample or its key, not both")
     storage = Storage(storage_options, filesystem)
-    located = locate_shards(urls, storage)
+    located = locate_shards(urls, storage, version)
+    if number is None and (located.deleted or (located.version or FIRST_VERSION).replaced):
+        found, _ = samples_with_keys(open_samples(located, storage), [key or ""])
+        if not len(found):
+            raise _no_such_key_error(key, located)
+        number = int(found[0])
     if number is not None:
         return _read_number(number, located, storage)
     return _search(key or "", located, storage, progress)
@@ -221,10 +244,14 @@ def _read_number(number: int, located: LocatedShards, storage: Storage) -> Sampl
         raise OptionError(f"samples are numbered from 0, not from {number}")
     if lacks_index(located, storage) is not None:
         return _stream_to(number, located, storage)
-    catalog = ShardCatalog(located, storage)
-    if number >= len(catalog):
-        raise _no_such_sample_error(number, len(catalog))
-    return catalog.read_sample(number)
+    samples = open_samples(located, storage)
+    if number >= len(samples):
+        raise _no_such_sample_error(number, len(samples))
+    with closing(samples.open_fetcher()) as fetcher:
+        (found,) = as_rows(fetcher.samples(np.array([number])))
+    if isinstance(found, Exception):
+        raise found
+    return cast("Sample", found)
 
 
 def _search(
@@ -245,10 +272,7 @@ def _search(
         done += shard.filesize or 0
         if progress is not None:
             progress(done, total)
-    raise OptionError(
-        f"no sample has the key {key!r} in {plural(len(located.shards), 'shard')}; "
-        "a key is a member's name up to the first dot after its last slash"
-    )
+    raise _no_such_key_error(key, located)
 
 
 def _find(key: str, url: str, storage: Storage) -> Sample | None:
@@ -331,3 +355,10 @@ def _total(numbers: Sequence[int | None]) -> int | None:
 
 def _no_such_sample_error(number: int, count: int) -> OptionError:
     return OptionError(f"there is no sample {number}: they are numbered from 0 to {count - 1}")
+
+
+def _no_such_key_error(key: str | None, located: LocatedShards) -> OptionError:
+    return OptionError(
+        f"no sample has the key {key!r} in {plural(len(located.shards), 'shard')}; "
+        "a key is a member's name up to the first dot after its last slash"
+    )

@@ -16,8 +16,10 @@ from shardstream.cli.options import (
     TaskProcesses,
     Threads,
     Urls,
+    Version,
     executor_of,
     parse_options,
+    parse_version,
 )
 from shardstream.cli.pack_progress import job_bar, print_warnings
 from shardstream.cli.terminal_text import printable
@@ -98,6 +100,7 @@ def verify(  # noqa: PLR0913  (the options of a command)
             help="Also decode every image, and list those that cannot be; --processes uses all cores.",
         ),
     ] = False,
+    version: Version = None,
     threads: Threads = None,
     processes: TaskProcesses = None,
     part: Part = None,
@@ -119,6 +122,7 @@ def verify(  # noqa: PLR0913  (the options of a command)
     with job_bar("verifying") as progress:
         report = ss.verify(
             urls,
+            version=parse_version(version),
             decode=decode,
             storage_options=parse_options(option, *urls),
             threads=threads,

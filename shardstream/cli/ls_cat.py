@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardstream.cli.options import StorageOption, Urls, parse_options, progress_bar
+from shardstream.cli.options import (
+    StorageOption,
+    Urls,
+    Version,
+    parse_options,
+    parse_version,
+    progress_bar,
+)
 from shardstream.cli.terminal_text import aligned, printable, shortened
 from shardstream.errors import OptionError, StorageError, human_bytes, plural
 
@@ -45,6 +52,7 @@ def ls(
     urls: Urls,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    version: Version = None,
     option: StorageOption = None,
 ) -> None:
     """List the shards of a dataset: samples, sizes, fields.
@@ -64,9 +72,13 @@ def ls(
 
     options = parse_options(option, *urls)
     try:
-        listing = list_shards(urls, storage_options=options)
+        listing = list_shards(urls, version=parse_version(version), storage_options=options)
     except StorageError:
-        splits = {} if len(urls) > 1 else list_splits(urls[0], storage_options=options)
+        splits = (
+            {}
+            if len(urls) > 1 or version is not None
+            else list_splits(urls[0], storage_options=options)
+        )
         if not splits:
             raise
     else:
@@ -100,13 +112,14 @@ def _list(listing: Listing) -> None:
         typer.echo(line)
 
 
-def cat(
+def cat(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
     number: _Number = None,
     key: _Key = None,
     field: _Field = None,
     output: _Output = None,
+    version: Version = None,
     option: StorageOption = None,
 ) -> None:
     """Show one sample, or extract one of its fields.
@@ -128,6 +141,7 @@ def cat(
             urls,
             number=number,
             key=key,
+            version=parse_version(version),
             storage_options=parse_options(option, *urls),
             progress=progress,
         )
@@ -194,11 +208,15 @@ def _summary(listing: Listing) -> list[str]:
     total = f"total: {plural(len(listing.shards), 'shard')}, {samples}, {size}"
     if listing.name:
         total += f" ({printable(listing.name)})"
+    whole = None if listing.nsamples is None else listing.nsamples + listing.deleted
     fields = ", ".join(
-        printable(name) if count in (None, listing.nsamples) else f"{printable(name)} ({count:,})"
+        printable(name) if count in (None, whole) else f"{printable(name)} ({count:,})"
         for name, count in listing.fields.items()
     )
     lines = [total, f"fields: {fields or 'none'}"]
+    if listing.deleted or (listing.version or 1) > 1:
+        deleted = f"{plural(listing.deleted, 'sample')} of these shards deleted"
+        lines.append(f"version: {listing.version or 'unknown'}, {deleted}")
     if listing.classes:
         names = shortened(", ".join(map(printable, listing.classes)), _CLASSES_CHARACTERS)
         lines.append(f"classes: {len(listing.classes):,} ({names})")
@@ -209,6 +227,8 @@ def _as_json(listing: Listing) -> dict[str, Any]:
     return {
         "name": listing.name,
         "manifest": listing.manifest_url,
+        "version": listing.version,
+        "deleted": listing.deleted,
         "nsamples": listing.nsamples,
         "total_bytes": listing.total_bytes,
         "fields": dict(listing.fields),

@@ -33,6 +33,12 @@ StorageOption = Annotated[
         "Pass secrets in AWS_* variables instead.",
     ),
 ]
+Version = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|TAG", help="Read this version of the dataset; by default the current one."
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(
@@ -205,6 +211,15 @@ def parse_stores(
         "storage_options": parse_options(option, *urls),
         "source_options": parse_options(source_option) if source_option else None,
     }
+
+
+def parse_version(text: str | None) -> int | str | None:
+    """Return a version as `ss.ShardDataset` takes it.
+
+    >>> parse_version("12"), parse_version("paper")
+    (12, 'paper')
+    """
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _json_or_text(value: str) -> Any:

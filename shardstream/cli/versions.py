@@ -16,6 +16,7 @@ from shardstream.cli.options import (
     Threads,
     executor_of,
     parse_options,
+    parse_version,
 )
 from shardstream.cli.pack_progress import job_bar
 from shardstream.cli.terminal_text import aligned, printable
@@ -214,8 +215,8 @@ def diff(
 
     found = ss.versions.diff(
         url,
-        _version(a),
-        None if b is None else _version(b),
+        parse_version(a) or "",
+        parse_version(b),
         keys=keys,
         storage_options=parse_options(option, url),
     )
@@ -231,15 +232,6 @@ def diff(
         typer.echo(f"new fields: {', '.join(map(printable, found.fields))}")
     for key in found.deleted_keys or ():
         typer.echo(f"deleted {printable(key)}")
-
-
-def _version(text: str) -> int | str:
-    """Return a version as `ss.ShardDataset` takes it.
-
-    >>> _version("12"), _version("paper")
-    (12, 'paper')
-    """
-    return int(text) if text.isdecimal() else text
 
 
 def tag(
@@ -271,8 +263,7 @@ def tag(
         ss.versions.untag(url, name, storage_options=options)
         typer.echo(f"removed the tag {printable(name)}")
         return
-    asked = None if version is None else _version(version)
-    number = ss.versions.tag(url, name, asked, storage_options=options)
+    number = ss.versions.tag(url, name, parse_version(version), storage_options=options)
     typer.echo(f"{printable(name)} is version {number}")
 
 

@@ -37,6 +37,15 @@ def numbers_name(kind: str, data: bytes) -> str:
     return f"{kind}-{sha256(data).hexdigest()[:16]}.npy"
 
 
+def is_deleted_name(name: str) -> bool:
+    """Return whether a file has the numbers of deleted samples, by its name.
+
+    >>> is_deleted_name("deleted-0123456789abcdef.npy"), is_deleted_name("deleted.npy")
+    (True, False)
+    """
+    return name.startswith("deleted-") and _NUMBERS.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplacedFields:
     """Fields that another dataset has, sample by sample.

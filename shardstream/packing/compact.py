@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import ShardCatalog, open_headers
+from shardstream.catalog import ShardCatalog, deleted_by_shard, open_headers
 from shardstream.errors import ChangedError, IndexMismatchError, NotFoundError, OptionError
 from shardstream.format import (
     END_OF_ARCHIVE,
@@ -36,6 +36,7 @@ from shardstream.format import (
     iter_members,
 )
 from shardstream.packing.job.claim import locked
+from shardstream.packing.job.destination import remove_shard
 from shardstream.packing.job.key_hashes import KeyHashes
 from shardstream.packing.job.report import ProgressFunction
 from shardstream.packing.shards.shard_scan import (
@@ -147,33 +148,36 @@ def compact(
                 folder, storage, version, dict(zip(tasks, found.values(), strict=True))
             )
             if report is not None:
-                for name in filter(is_part_record, output.list_files()):
-                    output.remove(name)
+                _tidy(output, {task.name for task in tasks})
                 return report
     raise ChangedError("others delete samples again and again; run it again later", shard=folder)
 
 
+def _tidy(output: OutputFolder, names: set[str]) -> None:
+    """Delete the records of all shards, and the shards that are not published, because more of their samples were deleted meanwhile."""
+    files = output.list_files()
+    tars = {part_record_name(name): name for name in files}
+    for record in filter(is_part_record, files):
+        name = tars.get(record)
+        if name is not None and name not in names:
+            output.remove(ShardInfo(url=name).members_url)
+            remove_shard(output, name, files)
+        output.remove(record)
+
+
 def _plan(located: LocatedShards, storage: Storage, output: OutputFolder) -> list[CompactShard]:
     """Return a task for each shard that has deleted samples."""
-    tasks = []
-    [(_, deleted)] = located.deleted
-    counts = [shard.nsamples or 0 for shard in located.shards]
-    firsts = np.concatenate(([0], np.cumsum(counts)))
-    cuts = np.searchsorted(deleted, firsts)
-    for place in np.flatnonzero(np.diff(cuts)).tolist():
-        mine = deleted[cuts[place] : cuts[place + 1]] - firsts[place]
-        shard = located.shards[place]
-        tasks.append(
-            CompactShard(
-                name=_name(shard, mine, storage),
-                place=place,
-                shard=shard,
-                deleted=mine,
-                storage=storage,
-                output=output,
-            )
+    return [
+        CompactShard(
+            name=_name(located.shards[place], deleted, storage),
+            place=place,
+            shard=located.shards[place],
+            deleted=deleted,
+            storage=storage,
+            output=output,
         )
-    return tasks
+        for place, deleted in deleted_by_shard(located).items()
+    ]
 
 
 def _name(shard: ShardInfo, deleted: Numbers, storage: Storage) -> str:

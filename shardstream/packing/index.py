@@ -24,7 +24,7 @@ from shardstream.format import (
 )
 from shardstream.packing.job.claim import locked
 from shardstream.packing.job.destination import shard_of
-from shardstream.packing.job.folder_state import ManifestFiles, read_old_manifest
+from shardstream.packing.job.folder_state import ManifestFiles, has_versions, read_old_manifest
 from shardstream.packing.job.key_hashes import (
     OTHER_KEYS,
     KeyHashes,
@@ -57,6 +57,7 @@ from shardstream.storage import (
     check_finished,
     check_folder_finished,
     commit_all,
+    dataset_of_change,
     final_name,
     find_tars,
     is_compressed,
@@ -212,7 +213,7 @@ def index(  # noqa: PLR0913  (the public door)
     folder = parent_url(tars[0].url) if to is None else absolute_url(to).rstrip("/")
     output = output_folder_in(storage, folder)
     present = output.list_files()
-    check_finished(folder, present)  # also of tars named one by one: a manifest would publish all
+    _check_folders(tars, output, present, storage)
     meter = ProgressMeter(f"index {folder}", sum(tar.size for tar in tars), progress, executor)
     task = IndexShard(
         tar=tars[0],
@@ -242,6 +243,35 @@ def index(  # noqa: PLR0913  (the public door)
     url = join_url(folder, MANIFEST_NAME)
     warnings += _warn_left_out(present, tars, url)
     return IndexReport(manifest_url=url, manifest=manifest, warnings=tuple(warnings))
+
+
+def _check_folders(
+    tars: Sequence[FileInfo],
+    output: OutputFolder,
+    present: Mapping[str, FileInfo],
+    storage: Storage,
+) -> None:
+    """Refuse datasets that are not finished or were changed: a manifest of their tars would have deleted samples again, and lose earlier versions.
+
+    Raises:
+        UnfinishedError: If the dataset is not finished.
+        OptionError: If the tars are in the folder of one that was changed, or the manifest would be.
+    """
+    check_finished(
+        output.url, present
+    )  # also of tars named one by one: a manifest would publish all
+    folders = dict.fromkeys(dataset_of_change(one) or one for one in _folders(tars))
+    for folder in (output, *(output_folder_in(storage, one) for one in folders)):
+        if has_versions(folder, folder.list_files()):
+            raise OptionError(
+                "this dataset has versions, or deleted samples, which a new manifest of its tars would lose; write it again with 'shardstream reshard' "
+                "(--columns), and if its index.json is damaged, restore it or copy the last one of versions/",
+                shard=folder.url,
+            )
+
+
+def _folders(tars: Sequence[FileInfo]) -> list[str]:
+    return [*dict.fromkeys(parent_url(tar.url) for tar in tars)]
 
 
 def _warn_repeated(
@@ -361,7 +391,7 @@ def _find_tars(urls: Urls, storage: Storage, *, is_elsewhere: bool) -> list[File
             f"two tars are named {name}, so their indexes would be one file; index their folders to different places"
         )
     if is_elsewhere:
-        for folder in dict.fromkeys(parent_url(tar.url) for tar in tars):
+        for folder in _folders(tars):
             check_folder_finished(folder, storage)
     return tars
 

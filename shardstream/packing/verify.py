@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -13,20 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import open_headers, read_classes
+from shardstream.catalog import deleted_by_shard, open_headers, read_classes
 from shardstream.errors import (
     AccessDeniedError,
     ChangedError,
     NotFoundError,
     OptionError,
-    ShardStreamError,
     StorageError,
     plural,
     redact,
 )
 from shardstream.format import (
+    FIRST_VERSION,
     KEY_COLUMN,
-    MANIFEST_NAME,
     Member,
     Offsets,
     ShardInfo,
@@ -36,10 +35,10 @@ from shardstream.format import (
     decode_index,
     decode_member_index,
     encode_member_index,
-    is_records_name,
     iter_groups,
     iter_members,
 )
+from shardstream.packing.dataset_files import find_stray_files, problems_of_versions
 from shardstream.packing.images import decode_error
 from shardstream.packing.job.key_hashes import (
     OTHER_KEYS,
@@ -55,20 +54,17 @@ from shardstream.packing.shards.shard_scan import (
     ShardResult,
     ShardScanner,
     check_threads,
+    noted,
     scan_shards,
 )
 from shardstream.storage import (
-    LazyShards,
     LocatedShards,
     Storage,
     Urls,
     absolute_urls,
+    folder_of_manifest,
     is_compressed,
-    is_journal,
-    is_part,
-    is_tar,
     locate_shards,
-    parent_url,
 )
 from shardstream.tasks import JSON, Executor
 
@@ -189,6 +185,7 @@ def _builder_of(
 def verify(  # noqa: PLR0913  (public door)
     urls: Urls,
     *,
+    version: int | str | None = None,
     decode: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
@@ -205,6 +202,7 @@ def verify(  # noqa: PLR0913  (public door)
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
+        version: Number or tag of a version of the dataset; by default the current one. The files of all versions are known in each case.
         decode: Also decode every image, and list the key of each that cannot be decoded: a file that was cut before it was packed has a valid
             checksum. It costs the time of an epoch; ``executor=LocalExecutor(processes=8)`` uses several cores best.
         storage_options: ``storage_options`` of fsspec.
@@ -227,7 +225,7 @@ def verify(  # noqa: PLR0913  (public door)
     if executor is not None:  # its processes may have another current folder
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
-    located = locate_shards(urls, storage)
+    located = locate_shards(urls, storage, version)
     total = sum(shard.filesize or 0 for shard in located.shards)
     meter = ProgressMeter("verify", total, progress, executor)
     tasks = [
@@ -241,25 +239,39 @@ def verify(  # noqa: PLR0913  (public door)
         for info in located.shards
     ]
     with KeyHashes() as keys:
-        results = scan_shards(tasks, keys, executor, threads=threads, meter=meter)
+        gone = deleted_by_shard(located)
+        results = scan_shards(tasks, keys, executor, threads=threads, meter=meter, left_out=gone)
         repeated = find_repeated_keys(
             keys,
             located.shards,
             lambda shard, samples: _read_keys(located.shards[shard].url, storage, samples),
         )
+    again = partial(verify, decode=decode, storage_options=storage_options, filesystem=filesystem)
     problems = [
         *chain.from_iterable(one.problems for one in results.values()),
         *_problems_of_keys(repeated),
         *_problems_of_classes(located, storage),
-        *_find_stray_files(located, storage),
+        *problems_of_versions(located, storage, lambda url: again(url).problems),
+        *find_stray_files(located, storage),
         *check_presence({tasks[number].info.url: one.columns for number, one in results.items()}),
     ]
+    return _report(located, storage, results, problems)
+
+
+def _report(
+    located: LocatedShards,
+    storage: Storage,
+    results: Mapping[int, ShardResult],
+    problems: Sequence[Problem],
+) -> VerifyReport:
+    """Return the results of all shards; if nothing is wrong so far, compare the totals."""
+    num_shards = len(located.shards)
     report = VerifyReport(
-        shards=len(tasks),
+        shards=num_shards,
         samples=sum(one.nsamples or 0 for one in results.values()),
         bytes=sum(one.nbytes for one in results.values()),
         problems=tuple(problems),
-        unchecked=len(tasks) - len(results),
+        unchecked=num_shards - len(results),
     )
     if report.unchecked or report.errors:
         return report
@@ -302,7 +314,7 @@ def _problems_of_classes(located: LocatedShards, storage: Storage) -> list[Probl
     """Read the class names, which readers leave out with a warning where they are invalid."""
     problems: list[Problem] = []
     manifest = located.manifest_url
-    for folder in located.folders if manifest is None else (parent_url(manifest),):
+    for folder in located.folders if manifest is None else (folder_of_manifest(manifest),):
         # S3 denies access to a missing file without the permission to list.
         with noted(problems, folder), suppress(AccessDeniedError):
             read_classes(folder, storage)
@@ -350,58 +362,14 @@ def _check_totals(
     if document.get("fields"):
         found |= {f"fields[{name!r}]": count for name, count in fields.items()}
         listed |= {f"fields[{name!r}]": count for name, count in document["fields"].items()}
-    for name in sorted(found.keys() | listed.keys()):
+    replaced = {name for one in (located.version or FIRST_VERSION).replaced for name in one.fields}
+    for name in sorted(found.keys() | listed.keys() - {f"fields[{one!r}]" for one in replaced}):
         if listed.get(name, 0) not in (None, found.get(name, 0)):
             yield Problem(
                 shard=located.manifest_url,
                 what=f"{name} is {listed.get(name, 0)}, the tars have {found.get(name, 0)}",
                 remedy="run 'shardstream index' again",
             )
-
-
-def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
-    """List files of the folder that do not belong to the dataset."""
-    if located.manifest_url is None:
-        return
-    known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
-    if isinstance(located.shards, LazyShards):
-        known.add(located.shards.manifest.records)
-    for file in storage.list_folder(parent_url(located.manifest_url))[0]:
-        name = file.url.rsplit("/", 1)[-1]
-        what, remedy = "", "delete it when no writer is running"
-        if is_part(name):
-            what = "a half-written file of a killed writer"
-        elif is_journal(name):
-            what = "the journal of a pack or ShardWriter that is running, or was stopped after it had published"
-        elif is_records_name(name) and name not in known:
-            what = (
-                f"records of a manifest that {MANIFEST_NAME} does not name, left by a killed writer"
-            )
-        elif is_tar(name) and name not in known:
-            what = f"not in {MANIFEST_NAME}, so readers of the folder do not see it"
-            remedy = "run 'shardstream index' on the folder to include it, or delete it"
-        if what:
-            yield Problem(shard=file.url, what=what, remedy=remedy, severity="warning")
-
-
-@contextmanager
-def noted(
-    problems: list[Problem], url: str, *, but: type[ShardStreamError] | None = None
-) -> Iterator[None]:
-    """Append the error of a block to the problems, by default as one of this file; raise one of the type ``but``."""
-    try:
-        yield
-    except ShardStreamError as error:
-        if but is not None and isinstance(error, but):
-            raise
-        problem = Problem(
-            shard=error.shard or url,
-            what=error.what,
-            remedy=error.remedy,
-            offset=error.offset,
-            key=error.key,
-        )
-        problems.append(problem)
 
 
 def check_file(info: ShardInfo, *, sha256: str, nbytes: int) -> Iterator[Problem]:

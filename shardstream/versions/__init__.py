@@ -1,7 +1,7 @@
 """Change datasets that are there: each change is a new version, and earlier ones stay readable."""
 
 from shardstream.versions.delete import DeleteReport, delete
-from shardstream.versions.gc import GcReport, gc
+from shardstream.versions.gc import GcReport, files_of_versions, gc
 from shardstream.versions.history import VersionDiff, VersionRecord, diff, log, tag, untag
 from shardstream.versions.publish_version import (
     AnyManifest,
@@ -21,6 +21,7 @@ __all__ = [
     "dataset_folder",
     "delete",
     "diff",
+    "files_of_versions",
     "gc",
     "log",
     "next_version",

@@ -121,7 +121,7 @@ def gc(
         now = min(time.time(), max(times, default=0.0))
         if probe is not None:
             now = listed.pop(probe).modified or 0.0
-        needed = files_of_versions(after, folder, storage)
+        needed = files_of_versions(folder, storage, after)
         batches = _unneeded(listed, current, needed, now, folder, storage)
         if not dry_run:
             for names in batches:
@@ -188,17 +188,20 @@ class VersionFiles:
         self._names.update(name.removeprefix("./") for name in names)
 
 
-def files_of_versions(manifest: AnyManifest, folder: str, storage: Storage) -> VersionFiles:
+def files_of_versions(
+    folder: str, storage: Storage, manifest: AnyManifest | None = None
+) -> VersionFiles:
     """Return the files of all versions of a dataset that can be read.
 
     Args:
-        manifest: The manifest of the current version.
         folder: Folder of the dataset.
         storage: Where it is.
+        manifest: The manifest of the current version, if it was read.
 
     Raises:
         ManifestError: If the manifest of a version is missing or damaged.
     """
+    manifest = manifest or read_current(folder, storage)
     found, current = VersionFiles(), manifest.dataset_version
     found.add(manifest, folder, storage)
     for number in current.kept_numbers:

@@ -41,9 +41,9 @@ from shardstream.storage import (
     LocatedShards,
     Storage,
     Urls,
+    folder_of_manifest,
     is_compressed,
     locate_shards,
-    parent_url,
 )
 
 _log = get_logger(__name__)
@@ -403,7 +403,7 @@ def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None
         StorageError: If a folder cannot be read.
     """
     manifest = located.manifest_url
-    found = {} if manifest is None else read_all_classes([parent_url(manifest)], storage)
+    found = {} if manifest is None else read_all_classes([folder_of_manifest(manifest)], storage)
     return common_classes(found or read_all_classes(located.folders[:_CLASS_FOLDERS], storage))
 
 

@@ -48,7 +48,7 @@ def test_deleted_samples_are_gone_and_the_others_as_before(url: str, processes: 
     assert numbers(url) == expected
     assert numbers(url, version=1) == [*range(N)]
     assert numbers(url, version=2) == expected
-    assert ss.verify(url).errors == ()
+    assert ss.verify(url).problems == ()
     found = {s["__key__"]: s for s in ss.ShardDataset(url)}
     for key, sample in found.items():
         assert {n: v for n, v in sample.items() if n != "__url__"} == {
@@ -84,7 +84,7 @@ def test_a_compacted_dataset_is_changed_again(url: str) -> None:
         ss.delete(url, numbers=[0, 20, -1 + len(ss.ShardDataset(url))])
         ss.compact(url)
         assert len(ss.ShardDataset(url)) == N - 3 * (round_ + 1)
-    assert ss.verify(url).errors == ()
+    assert ss.verify(url).problems == ()
     assert numbers(url)[:3] == [3, 4, 5]
     names = [one["url"] for one in entry(url)["shardlist"]]
     assert names[0].startswith("compact-000003/000000-")
@@ -114,7 +114,7 @@ def test_a_deletion_meanwhile_is_not_lost(url: str) -> None:
     report = ss.compact(url, threads=1, progress=delete_more)
     assert report.samples == 4
     assert len(numbers(url)) == N - 4
-    assert ss.verify(url).errors == ()
+    assert ss.verify(url).problems == ()
 
 
 def test_another_compaction_meanwhile(url: str) -> None:

@@ -26,6 +26,7 @@ from shardstream.packing.job.folder_state import (
     WRITER_TASK,
     Journal,
     Task,
+    has_versions,
     read_journal,
     read_listed,
     read_old_manifest,
@@ -262,8 +263,14 @@ class Claim:
         """Write the journal to the locked folder, unless it is there, and delete half-written files of killed writers, and records of another job.
 
         Raises:
+            OptionError: If a dataset would be replaced that has versions.
             StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
         """
+        if self.action == "replace" and has_versions(self.journal.folder, self.files):
+            raise OptionError(
+                "the dataset here has versions, or deleted samples, whose files would stay; delete its folder first, or write elsewhere",
+                shard=self.names.folder,
+            )
         if self.action in ("take", "replace"):
             self.journal.write()
             for name in self.files:

@@ -24,12 +24,15 @@ from shardstream.errors import (
     StorageError,
 )
 from shardstream.format import (
+    FIRST_VERSION,
     MANIFEST_NAME,
     Manifest,
     decode_all_shards,
     decode_manifest,
     encode_manifest_files,
+    is_deleted_name,
     is_records_name,
+    version_name,
 )
 from shardstream.storage import JOURNAL_NAME, OutputFolder, join_url
 
@@ -322,6 +325,28 @@ def read_old_manifest(folder: OutputFolder) -> Manifest:
         if isinstance(manifest, Manifest):
             return manifest
         shards = decode_all_shards(folder.read(manifest.records), manifest, url=url)
-        return Manifest(shards=shards, name=manifest.name, fields=manifest.fields)
+        return Manifest(
+            shards=shards,
+            name=manifest.name,
+            fields=manifest.fields,
+            dataset_version=manifest.dataset_version,
+        )
     except (IndexMismatchError, ManifestError, NotFoundError):
         return Manifest(shards=())
+
+
+def has_versions(folder: OutputFolder, names: Iterable[str]) -> bool:
+    """Return whether the dataset in a folder has several versions, or samples that were deleted, also if its ``index.json`` is missing or damaged.
+
+    Args:
+        folder: The folder.
+        names: Names of the files in it.
+    """
+    if any(is_deleted_name(name) for name in names):
+        return True
+    if read_old_manifest(folder).dataset_version != FIRST_VERSION:
+        return True
+    with suppress(NotFoundError):
+        folder.read(version_name(1), 0, 1)
+        return True
+    return False

@@ -6,12 +6,15 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
+import numpy as np
+
 from shardstream.catalog import open_headers
-from shardstream.errors import OptionError, StorageError, WorkerError, plural
+from shardstream.errors import OptionError, ShardStreamError, StorageError, WorkerError, plural
 from shardstream.format import (
     ForwardReader,
     Member,
@@ -36,6 +39,7 @@ from shardstream.packing.job.key_hashes import (
 from shardstream.packing.job.report import Progress, ProgressFunction, logged
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
 from shardstream.process_memory import keep_freed_memory
+from shardstream.samples import Numbers
 from shardstream.storage import Cancellation, FieldFile, RangeStream, Storage, is_compressed
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
@@ -77,6 +81,26 @@ class Problem:
         if self.key is not None:
             location += f", sample {self.key!r}"
         return f"{location}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@contextmanager
+def noted(
+    problems: list[Problem], url: str, *, but: type[ShardStreamError] | None = None
+) -> Iterator[None]:
+    """Append the error of a block to the problems, by default as one of this file; raise one of the type ``but``."""
+    try:
+        yield
+    except ShardStreamError as error:
+        if but is not None and isinstance(error, but):
+            raise
+        problem = Problem(
+            shard=error.shard or url,
+            what=error.what,
+            remedy=error.remedy,
+            offset=error.offset,
+            key=error.key,
+        )
+        problems.append(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +421,7 @@ def scan_shards(
     *,
     threads: int | None,
     meter: ProgressMeter,
+    left_out: Mapping[int, Numbers] = MappingProxyType({}),
 ) -> dict[int, ShardResult]:
     """Run one task for each shard, or those of a part (see `Parts`); return number of the shard -> result, in order.
 
@@ -407,6 +432,7 @@ def scan_shards(
         executor: Executor of the tasks; None uses ``threads`` threads of this process.
         threads: By default `DEFAULT_THREADS`; see `check_threads`.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
+        left_out: Number of a shard -> numbers of its samples whose keys are left out, shape (n,).
 
     Raises:
         WorkerError: If the executor has not run all tasks, and is not `Parts`.
@@ -420,7 +446,11 @@ def scan_shards(
             return
         result = ShardResult.decode(document)
         hashes = decode_hashes(result.key_hashes)
-        keys.add(hashes, place_of(number, len(hashes)))
+        places = place_of(number, len(hashes))
+        gone = left_out.get(number)
+        if gone is not None:
+            hashes, places = np.delete(hashes, gone), np.delete(places, gone)
+        keys.add(hashes, places)
         results[number] = replace(result, key_hashes="")
         meter.add_shard(result)
 
