@@ -125,7 +125,7 @@ def replace_if(
 def is_conditional(storage: Storage, url: str) -> bool:
     """Return whether a file can be replaced without losing a change of another writer (see the table above).
 
-    The first time, it is tried at an S3 server, with a small object beside the file: servers that do not know a condition may ignore it.
+    A server is tried once, with a small file beside this one: those that do not know a condition may ignore it.
 
     Raises:
         StorageError: If that fails.
@@ -185,9 +185,10 @@ def update_file(
             replace_if(storage, url, data, token, timeout_s=left_s)
         except ChangedError as error:
             if isinstance(error, LostResponseError):
-                if is_done is None:
+                now = read_with_version(storage, url)[0]
+                if is_done is None or now is None:
                     raise
-                if is_done(read_with_version(storage, url)[0] or b""):
+                if is_done(now):
                     return data
             if left_s < 0:
                 break
@@ -349,7 +350,7 @@ def _compare_and_write(storage: Storage, url: str, data: bytes, token: str | Non
     if read_with_version(storage, url)[1] != token:
         raise _changed_error(url)
     publish_bytes(storage, url, data)
-    return _token(data, None)
+    return str(read_with_version(storage, url)[1])
 
 
 def _changed_error(url: str) -> ChangedError:

@@ -19,8 +19,9 @@ import pytest
 import s3fs
 from botocore.exceptions import ClientError
 
-from shardstream.errors import AccessDeniedError, ChangedError
+from shardstream.errors import AccessDeniedError, ChangedError, StorageError
 from shardstream.storage import (
+    LocalFolder,
     LostResponseError,
     Storage,
     is_conditional,
@@ -203,8 +204,12 @@ def test_a_store_without_conditions_is_detected_and_named(
     with pytest.warns(UserWarning, match="only one process at a time may change a dataset"):
         update_file(storage, url, add("b"))
     assert identities(storage, url) == ["a", "b"]
+    _, token = read_with_version(storage, url)
     with pytest.raises(ChangedError):  # a writer that came earlier is seen
         replace_if(storage, url, b"c", None)
+    for data in (b"c", b"d"):
+        token = replace_if(storage, url, data, token)
+    assert read_with_version(storage, url) == (b"d", token)
     assert [file.url for file in storage.list_folder(bucket)[0]] == [url]
 
 
@@ -237,6 +242,40 @@ def test_a_lost_response_is_recognised_by_the_bytes(bucket: str, s3: S3Server) -
         filesystem.num_lost = number
         update_file(storage, url, add(name))
     assert identities(storage, url) == ["a", "b", "c"]
+
+
+def test_a_file_that_is_locked_for_long_is_an_error_that_names_the_writer(tmp_path: Path) -> None:
+    url = str(tmp_path / "x")
+    context = multiprocessing.get_context("fork")
+    locked, done = context.Event(), context.Event()
+
+    def hold() -> None:
+        folder = LocalFolder(str(tmp_path), str(tmp_path))
+        folder.lock()
+        locked.set()
+        done.wait(60)
+        folder.unlock()
+
+    process = context.Process(target=hold)
+    process.start()
+    locked.wait()
+    with pytest.raises(StorageError, match="another pack or ShardWriter writes here; wait"):
+        update_file(Storage(), url, add("a"), timeout_s=0.1)
+    done.set()
+    process.join()
+    update_file(Storage(), url, add("b"))
+    assert identities(Storage(), url) == ["b"]
+
+
+def test_a_writer_that_has_locked_the_folder_changes_files_in_it(tmp_path: Path) -> None:
+    url, folder = str(tmp_path / "x"), LocalFolder(str(tmp_path), str(tmp_path))
+    folder.lock()
+    run_writers("threads", url, {}, writers=3, count=4)
+    folder.unlock()
+    update_file(Storage(), url, add("b"))
+    assert len(identities(Storage(), url)) == 13
+    folder.lock()
+    folder.unlock()
 
 
 @pytest.mark.parametrize("is_contained", [True, False])
