@@ -41,7 +41,7 @@ RUN = (
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
-            "install", "packing", "training", "decoding", "gpu", "resume", "loose-files", "subsets", "rows", "tuning", "faults",
+            "install", "packing", "training", "decoding", "gpu", "resume", "which-sample", "loose-files", "subsets", "rows", "tuning", "faults",
             "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer", "from-torch", "from-s3-connector",
         )
     ),

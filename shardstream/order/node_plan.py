@@ -142,13 +142,13 @@ def _stored(places: Ints, order: EpochOrder, *, inverse: bool = False) -> Ints:
     size = of_area * order.block
     count = order.nsamples // size
     area, offset = np.divmod(places, size)
-    areas = _deal_areas(count, order.nodes, order.seed)
-    return (np.argsort(areas) if inverse else areas)[area] * size + offset
+    areas = _deal_areas(count, order.nodes, order.seed, inverse=inverse)
+    return areas[area] * size + offset
 
 
 @lru_cache(maxsize=16)
-def _deal_areas(count: int, nodes: int, seed: int) -> Ints:
-    """Return the areas of node 0, node 1, ..., and the incomplete last one; shape (count + 1,).
+def _deal_areas(count: int, nodes: int, seed: int, *, inverse: bool = False) -> Ints:
+    """Return the areas of node 0, node 1, ..., and the incomplete last one, or the place of each area; shape (count + 1,).
 
     One node more takes its share from all others, which keep the rest: so as few areas as possible move.
     """
@@ -162,5 +162,6 @@ def _deal_areas(count: int, nodes: int, seed: int) -> Ints:
             del own[kept:]
         of_node.append(given)
     dealt = np.array([*chain.from_iterable(of_node), count], dtype=np.int64)
+    dealt = np.argsort(dealt) if inverse else dealt
     dealt.flags.writeable = False  # callers share it
     return dealt

@@ -90,19 +90,18 @@ class MixLanes:
                 numbers[is_in_pass] = self._number(kind, pass_number, plan.batches(batches)[:, 0])
         return numbers
 
-    def find(self, samples: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+    def find(self, samples: Ints, counts: Ints) -> tuple[Ints, Ints, Ints]:
         """Return the lanes and places at which samples come: the inverse of `samples`.
 
         Args:
             samples: Numbers in all samples, without copies; shape (n,).
-            lengths: Places of each lane.
+            counts: How often each part is taken in each lane, shape (L, parts).
 
         Returns:
             Numbers with copies, lanes and places, shape (m,) each.
         """
-        counts, parts = self.counts(lengths), self._mix.samples
         found = [np.empty((3, 0), dtype=np.int64)]
-        kinds, own = parts.find(samples)
+        kinds, own = self._mix.samples.find(samples)
         for kind in np.unique(kinds).tolist():
             sizes = self.sizes[:, kind]
             for pass_number in range(int((-(-counts[:, kind] // np.maximum(sizes, 1))).max())):
@@ -128,9 +127,12 @@ class MixLanes:
         found: Ints = samples.firsts[kind] + inner + turns * len(samples)
         return found
 
-    def passes(self, order: EpochOrder) -> int:
-        """Return an upper bound for the pass numbers of an epoch, so that those of nested mixes do not collide."""
-        counts = self.counts(lane_lengths(order.num_batches, order.lanes) * order.batch)
+    def passes(self, counts: Ints) -> int:
+        """Return an upper bound for the pass numbers of an epoch, so that those of nested mixes do not collide.
+
+        Args:
+            counts: As in `find`.
+        """
         turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
         inner = max(self._plan(part, 0).passes for part in range(counts.shape[1]))
         # Doubled for nested mixes whose weights differ between passes.
@@ -188,7 +190,8 @@ class MixEpochPlan(EpochPlan):
     def __init__(self, order: EpochOrder, epoch: int, lanes: MixLanes) -> None:
         super().__init__(order, epoch)
         self._lanes = lanes
-        self.passes, self.nsamples = lanes.passes(order), lanes.nsamples
+        self._counts = lanes.counts(lane_lengths(order.num_batches, order.lanes) * order.batch)
+        self.passes, self.nsamples = lanes.passes(self._counts), lanes.nsamples
 
     def batches(self, numbers: Ints) -> Ints:
         """Return the samples of some batches, shape (n, b)."""
@@ -201,8 +204,7 @@ class MixEpochPlan(EpochPlan):
     def find(self, samples: Ints) -> Places:
         """Return the batches in which samples come, and where: those of each copy."""
         order = self.order
-        lengths = lane_lengths(order.num_batches, order.lanes) * order.batch
-        numbers, lanes, places = self._lanes.find(samples, lengths)
+        numbers, lanes, places = self._lanes.find(samples, self._counts)
         turns, slots = np.divmod(places, order.batch)
         return Places(numbers, turns * order.lanes + lanes, slots)
 

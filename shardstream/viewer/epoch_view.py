@@ -122,6 +122,18 @@ class Training:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
+    def plan_arguments(self) -> list[str]:
+        """Return the arguments of ``shardstream plan`` for this step; none if the command has no option for a value."""
+        others = ("remainder", *_ORDER, "consumed")
+        plain = Training()
+        if any(getattr(self, name) != getattr(plain, name) for name in others):
+            return []
+        arguments = ["--shuffle"] if self.shuffle else []
+        arguments += ["--drop-last"] if self.drop_last else []
+        for name in ("seed", "epoch", "ranks", "workers", "batch_size", "step"):
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        return arguments
+
     def plan(self, source: IndexedSource, *, is_balanced: bool = True) -> EpochSteps:
         """Return the steps of all ranks, as a ``ShardLoader`` of this training computes them.
 

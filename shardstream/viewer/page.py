@@ -160,13 +160,13 @@ def broken_details(sample: BrokenSample, cat: str) -> dict[str, Any]:
     return _place(sample.place) | {"error": sample.message, "cat": cat, "fields": []}
 
 
-def cat_line(urls: Sequence[str], number: int, options: Mapping[str, Any]) -> str:
-    """Return the command that shows a sample in a terminal; storage options that may be secret are left out.
+def command_line(arguments: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Return a command that shows the same in a terminal; storage options that may be secret are left out.
 
-    >>> cat_line(["my data/"], 5, {"anon": True, "key": "AKIA"})
+    >>> command_line(["cat", "my data/", "--number", "5"], {"anon": True, "key": "AKIA"})
     "shardstream cat 'my data/' --number 5 --option anon=true --option key=…"
     """
-    words = ["shardstream", "cat", *urls, "--number", str(number)]
+    words = ["shardstream", *arguments]
     for name, value in options.items():
         text = value if isinstance(value, str) else json.dumps(value)
         is_plain = name in _PLAIN_OPTIONS

@@ -40,7 +40,7 @@ from shardstream.viewer.page import (
     boxes_of,
     broken_details,
     card_of,
-    cat_line,
+    command_line,
     describe_value,
     details_of,
     has_boxes,
@@ -234,7 +234,7 @@ class Session:
     def details(self, number: int) -> dict[str, Any]:
         """Return the details of a sample."""
         sample = self._find(number)
-        cat = cat_line(self.options.urls, number, self.options.storage_options)
+        cat = self._command("cat", "--number", str(number))
         if isinstance(sample, BrokenSample):
             return broken_details(sample, cat)
         found = details_of(
@@ -296,8 +296,14 @@ class Session:
             shown["balance"] = balance.costs
         hint = "" if classes is not None else f"Classes are unknown: {NO_COLUMNS}."
         is_given = self.options.training is not None
+        is_of_all = source.samples is self.samples.catalog and source.balance is None
+        if is_of_all and (arguments := training.plan_arguments()):
+            found["command"] = self._command("plan", *arguments)
         more = {"training": shown, "hint": hint, "of_samples": len(self.samples)}
         return found | more | {"is_given": is_given}
+
+    def _command(self, name: str, *arguments: str) -> str:
+        return command_line([name, *self.options.urls, *arguments], self.options.storage_options)
 
     def _source(
         self, where: str, values: Mapping[str, str]

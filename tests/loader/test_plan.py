@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bench_plan import datasets as huge_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,6 +205,31 @@ def test_each_step_and_each_sample_come_as_planned(  # noqa: PLR0913, PLR0917
     ]
     numbers = [[made.samples(n).numbers.tolist() for n in range(made.num_steps)] for made in whole]
     assert numbers[0] == numbers[1]
+
+
+HUGE = 10**10
+
+
+@pytest.mark.parametrize("name", ["shuffled", "nodes", "mix"])
+def test_samples_of_ten_thousand_million_are_found_where_they_are_planned(name: str) -> None:
+    made = ss.plan(huge_datasets(HUGE)[name], 3, ranks=64, workers=2, batch_size=32)
+    assert made.num_steps == -(-HUGE // (64 * 32))
+    for step in (0, 1_234_567, made.num_steps - 1):
+        planned = made.samples(step)
+        found = made.where(numbers=planned.numbers)
+        rows = [
+            {
+                *zip(
+                    one.numbers.tolist(),
+                    one.steps.tolist(),
+                    one.ranks.tolist(),
+                    one.places.tolist(),
+                    strict=True,
+                )
+            }
+            for one in (planned, found)
+        ]
+        assert rows[0] <= rows[1]
 
 
 @settings(max_examples=8)

@@ -102,7 +102,7 @@ def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> No
         page.wait_for_selector("#details h2")
         sample = ss.ShardDataset(folder).by_number()[77]
         assert page.inner_text("#details h2") == f"77 · {sample['__key__']}"
-        assert page.inner_text("#cat") == f"shardstream cat {folder} --number 77"
+        assert page.inner_text("#details .command pre") == f"shardstream cat {folder} --number 77"
         assert page.locator("#details svg rect").count() == 1
         assert page.inner_text("#details .box-label") == "square"
         assert page.inner_text("[data-number='77'] .box-label") == "square"

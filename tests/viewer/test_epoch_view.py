@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import warnings
 from collections.abc import Callable
 from itertools import islice
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import booleans, integers, sampled_from
 
 import shardstream as ss
+from shardstream.cli import main
 from shardstream.pipeline import IndexedSource
 from shardstream.testing import make_shards
 from shardstream.viewer import Session, Stored, Training, ViewOptions, read_state, view_epoch
@@ -225,6 +227,18 @@ def test_epochs_of_a_dataset_of_any_kind_are_those_of_its_loaders(
     if name == "weights":
         with pytest.raises(ss.errors.StateError, match="weights"):
             viewed(a).resume(state, {})
+
+
+def test_a_step_has_its_command(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    session = viewed(folder)
+    values = {"ranks": "2", "batch_size": "8", "seed": "5", "step": "3"}
+    shown = session.epoch(values)
+    assert main([*shlex.split(shown["command"])[1:], "--json"]) == 0
+    samples = json.loads(capsys.readouterr().out)["samples"]
+    numbers = [number for rank in shown["ranks"] for number in rank["numbers"]]
+    assert [one["number"] for one in samples] == numbers
+    assert "command" not in session.epoch(values | {"lanes": "4"})
+    assert "command" not in session.epoch(values, "cls < 99")
 
 
 def test_samples_in_other_shards_have_no_number_here(tmp_path: Path) -> None:

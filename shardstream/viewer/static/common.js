@@ -124,3 +124,16 @@ export function hush() {
 
 export const events = new EventTarget();
 export const emit = (name, detail) => events.dispatchEvent(new CustomEvent(name, { detail }));
+
+export function copyable(text) {
+  const button = element("button", { title: "copy" }, "copy");
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "select it";
+    }
+  });
+  return element("div", { class: "command" }, element("pre", {}, text), button);
+}

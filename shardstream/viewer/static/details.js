@@ -1,5 +1,5 @@
 // The details panel: one sample with all its fields, boxes and masks over the picture.
-import { ask, byId, bytes, count, definitions, element, emit, plural } from "./common.js";
+import { ask, byId, bytes, copyable, count, definitions, element, emit, plural } from "./common.js";
 import { boxLayer, formChoice, shape } from "./overlay.js";
 
 const shown = { boxes: true, opacity: 0.5, masks: new Map() };
@@ -66,19 +66,6 @@ function place(found) {
         : `${found.class.number} ${found.class.name}`,
     ]);
   return definitions(rows);
-}
-
-function copyable(text) {
-  const button = element("button", { title: "copy" }, "copy");
-  button.addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      button.textContent = "copied";
-    } catch {
-      button.textContent = "select it";
-    }
-  });
-  return element("div", { class: "cat" }, element("pre", { id: "cat" }, text), button);
 }
 
 function stage(found, picture, names) {

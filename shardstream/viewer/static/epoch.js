@@ -1,6 +1,6 @@
 // The epoch view: what each rank reads at a step, for one training or two side by side.
 import { jump } from "./address.js";
-import { ask, byId, count, definitions, element, emit, plural, table } from "./common.js";
+import { ask, byId, copyable, count, definitions, element, emit, plural, table } from "./common.js";
 
 const FIELDS = ["epoch", "seed", "ranks", "workers", "batch_size"];
 const MORE = ["microbatch", "lanes", "window", "block", "consumed", "balance"];
@@ -270,6 +270,7 @@ function draw(result, found, isResumed) {
   result.replaceChildren(
     ...found.notes.map((note) => element("div", { class: "hint" }, note)),
     element("div", { class: "panel" }, definitions(facts)),
+    ...(found.command ? [copyable(found.command)] : []),
     ...(found.costs ? [costsPanel(found)] : []),
     ranksPanel(found),
     pathPanel(found),
