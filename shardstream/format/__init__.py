@@ -4,6 +4,7 @@ from shardstream.format.binary_manifest import (
     BinaryManifest,
     Records,
     decode_all_shards,
+    extend_binary,
     is_records_name,
     shards_of,
 )
@@ -213,6 +214,7 @@ __all__ = [
     "encode_member",
     "encode_member_index",
     "encode_members",
+    "extend_binary",
     "filter_column_file",
     "find_repeated",
     "find_samples",

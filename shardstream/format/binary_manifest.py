@@ -2,15 +2,16 @@
 
 ``index.json`` holds the totals, and of each chunk of 1,024 records the samples up to its end and its SHA-256, so that a reader needs no
 more to open a dataset, and one range of the other file to find a shard. The name of that file, ``shards-*.npy``, has a part of its SHA-256,
-so an ``index.json`` never refers to the records of another dataset.
+so an ``index.json`` never refers to the records of another dataset. Shards that are appended go to a further file, with the last chunk if that had
+fewer records; small files are merged with the next one.
 """
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any
@@ -49,6 +50,7 @@ _LIMITS = {
 _FILE_NAME = re.compile(r"shards-[0-9a-f]{16}\.npy|index-pages-[0-9a-f]{16}\.jsonl")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"[0-9a-f]{16}")
+_FOLDER = re.compile(r"(append|compact|fields)-[0-9a-z-]+/")  # in that of the manifest
 _REMEDY = "run 'shardstream index' to write the manifest again"
 
 Numbers = npt.NDArray[np.int64]
@@ -65,6 +67,36 @@ def is_records_name(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsFile:
+    """A file with the records of some chunks.
+
+    Args:
+        records: Its name, in the folder of ``index.json``.
+        first_chunk: Number of its first chunk; its last one is before that of the next file.
+        header_bytes: Offset of the first record.
+        name_bytes: Bytes of a name in a record.
+    """
+
+    records: str
+    first_chunk: int
+    header_bytes: int
+    name_bytes: int
+
+    def __post_init__(self) -> None:
+        _require(is_records_name(self.records), "records")
+        for keyword in ("first_chunk", "header_bytes", "name_bytes"):
+            value = getattr(self, keyword)
+            limit = _LIMITS.get(keyword, COUNT_LIMIT)
+            _require(type(value) is int and 0 <= value < limit, keyword)
+        _require(self.name_bytes > 0, "a size is 0")
+
+    @property
+    def record_type(self) -> np.dtype[np.void]:
+        """Type of a record; a SHA-256 of zeros is unknown."""
+        return np.dtype([*_COLUMNS, ("name", f"S{self.name_bytes}")])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BinaryManifest:
     """An ``index.json`` that refers to a file of records, with its keys: n shards in m chunks.
 
@@ -73,17 +105,18 @@ class BinaryManifest:
         nsamples: Samples in all shards.
         total_bytes: Bytes of all tars.
         fields: Field -> number of samples that have it.
-        fingerprint: As `fingerprint` of all shards.
-        checksum: As `checksum` of all shards.
-        records: Name of the file of records, in the same folder.
+        fingerprint: As `fingerprint` of all shards; with further files a hash of that of before and of the new ones'.
+        checksum: As `checksum` of all shards; with further files as the fingerprint.
+        records: Name of the first file of records, in the same folder.
         num_shards: n.
         is_sorted: Whether the names of the shards are sorted.
-        header_bytes: Offset of the first record.
-        name_bytes: Bytes of a name in a record.
+        header_bytes: Offset of the first record in this file.
+        name_bytes: Bytes of a name in its records.
         chunk_shards: Shards of each chunk; the last may have fewer.
         chunk_ends: Samples up to the end of each chunk, m numbers.
         chunk_names: Name of the first shard of each chunk, m names.
         chunk_sha256: SHA-256 of each chunk, m hex digests.
+        further: Files after the first.
         dataset_version: The version of the dataset.
 
     Raises:
@@ -105,6 +138,7 @@ class BinaryManifest:
     chunk_ends: Sequence[int]
     chunk_names: Sequence[str]
     chunk_sha256: Sequence[str]
+    further: tuple[RecordsFile, ...] = ()
     dataset_version: DatasetVersion = FIRST_VERSION
 
     def __post_init__(self) -> None:
@@ -120,20 +154,34 @@ class BinaryManifest:
         firsts = [0, *self.chunk_ends]
         in_order = all(one <= other for one, other in pairwise(firsts))
         _require(in_order and firsts[-1] == self.nsamples, "chunk_ends")
-        _require(is_records_name(self.records), "records")
+        starts = [one.first_chunk for one in self.files]
+        in_order = all(one < other for one, other in pairwise([*starts, num_chunks]))
+        _require(in_order or not (self.further or num_chunks), "further")
         _require(_PART.fullmatch(self.fingerprint) is not None, "fingerprint")
         _require(self.checksum is None or _PART.fullmatch(self.checksum) is not None, "checksum")
 
     @property
-    def record_type(self) -> np.dtype[np.void]:
-        """Type of a record; a SHA-256 of zeros is unknown."""
-        return _record_type(self.name_bytes)
+    def files(self) -> tuple[RecordsFile, ...]:
+        """The files of records, in order."""
+        first = RecordsFile(
+            records=self.records,
+            first_chunk=0,
+            header_bytes=self.header_bytes,
+            name_bytes=self.name_bytes,
+        )
+        return (first, *self.further)
+
+    def file_of(self, number: int) -> RecordsFile:
+        """Return the file of a chunk."""
+        return next(one for one in reversed(self.files) if one.first_chunk <= number)
 
     def chunk_range(self, number: int) -> tuple[int, int]:
-        """Return the offsets of a chunk and of its end in the file."""
-        size, first = self.record_type.itemsize, number * self.chunk_shards
-        last = min(first + self.chunk_shards, self.num_shards)
-        return self.header_bytes + first * size, self.header_bytes + last * size
+        """Return the offsets of a chunk and of its end in its file."""
+        file = self.file_of(number)
+        size, before = file.record_type.itemsize, file.first_chunk * self.chunk_shards
+        first = number * self.chunk_shards - before
+        last = min(first + self.chunk_shards, self.num_shards - before)
+        return file.header_bytes + first * size, file.header_bytes + last * size
 
     def decode_chunk(self, data: bytes, number: int, *, url: str) -> Records:
         """Read a chunk.
@@ -159,7 +207,7 @@ class BinaryManifest:
                 offset=start,
             )
         try:
-            records = np.frombuffer(data, self.record_type)
+            records = np.frombuffer(data, self.file_of(number).record_type)
             self._check(records, number)
         except ValueError as error:
             raise ManifestError(
@@ -213,6 +261,83 @@ def encode_binary(
         fields: Field -> number of samples that have it.
         version: The version of the dataset.
     """
+    records = _records_of(shards)
+    name_bytes = records.dtype["name"].itemsize
+    file, data = _encode_records(records, first_chunk=0)
+    manifest = BinaryManifest(
+        name=name,
+        nsamples=int(records["nsamples"].sum()),
+        total_bytes=int(records["filesize"].sum()),
+        fields=dict(sorted(fields.items())),
+        fingerprint=fingerprint(shards),
+        checksum=checksum(shards),
+        records=file.records,
+        num_shards=len(shards),
+        is_sorted=all(one.url < other.url for one, other in pairwise(shards)),
+        header_bytes=file.header_bytes,
+        name_bytes=name_bytes,
+        chunk_shards=CHUNK_SHARDS,
+        dataset_version=version,
+        **_describe_chunks(records, CHUNK_SHARDS, 0),
+    )
+    return binary_document(manifest), manifest.records, data
+
+
+def extend_binary(
+    manifest: BinaryManifest, shards: Sequence[ShardInfo], read_chunk: Callable[[int], Records]
+) -> tuple[BinaryManifest, bytes]:
+    """Return a manifest with further shards, and the bytes of its last file of records.
+
+    Args:
+        manifest: The manifest of before.
+        shards: Shards with names in the folder of the manifest, or in one in it.
+        read_chunk: Returns the records of a chunk, by its number.
+    """
+    size, count = manifest.chunk_shards, manifest.num_shards + len(shards)
+    begin, end = manifest.num_shards // size, -(-count // size)
+    files = [one for one in manifest.files if one.first_chunk < begin]
+    # Each record is written again about log n times, and there are log n files.
+    while len(files) > 1 and begin - files[-1].first_chunk <= end - begin:
+        begin = files.pop().first_chunk
+    kept = [read_chunk(number) for number in range(begin, len(manifest.chunk_ends))]
+    new = _records_of(shards)
+    longest = max(one.dtype["name"].itemsize for one in (*kept, new))
+    kind = _record_type(longest)
+    records = np.concatenate([one.astype(kind) for one in (*kept, new)])
+    file, data = _encode_records(records, first_chunk=begin)
+    last = names_of(kept[-1][-1:] if kept else read_chunk(begin - 1)[-1:])[0]
+    urls = [last, *(one.url for one in shards)]
+    chunks = _describe_chunks(records, size, manifest.chunk_ends[begin - 1] if begin else 0)
+    extended: dict[str, Any] = {
+        key: [*getattr(manifest, key)[:begin], *chunks[key]] for key in chunks
+    }
+    if files:
+        extended["further"] = (*files[1:], file)
+    else:
+        extended |= {"further": (), **asdict(file)}
+        del extended["first_chunk"]
+    is_sorted = manifest.is_sorted and all(one < other for one, other in pairwise(urls))
+    after = replace(
+        manifest,
+        nsamples=manifest.nsamples + int(new["nsamples"].sum()),
+        total_bytes=manifest.total_bytes + int(new["filesize"].sum()),
+        fingerprint=_chained(manifest.fingerprint, fingerprint(shards)) or "",
+        checksum=_chained(manifest.checksum, checksum(shards)),
+        num_shards=count,
+        is_sorted=is_sorted,
+        **extended,
+    )
+    return after, data
+
+
+def _chained(before: str | None, new: str | None) -> str | None:
+    """Return 16 hex digits of a hash of two; None if one is unknown."""
+    if before is None or new is None:
+        return None
+    return sha256(f"{before}\n{new}\n".encode()).hexdigest()[:16]
+
+
+def _records_of(shards: Sequence[ShardInfo]) -> Records:
     names = [shard.url.encode("utf-8", "surrogateescape") for shard in shards]
     name_bytes = -(-max(map(len, names)) // _NAME_STEP) * _NAME_STEP
     records = np.empty(len(shards), _record_type(name_bytes))
@@ -220,36 +345,39 @@ def encode_binary(
     records["filesize"] = [shard.filesize for shard in shards]
     records["sha256"] = [bytes.fromhex(shard.sha256 or "") for shard in shards]
     records["name"] = names
-    file = io.BytesIO()
-    np.save(file, records)
-    data = file.getvalue()
-    totals = np.cumsum(records["nsamples"]).tolist()
-    chunks = [slice(start, start + CHUNK_SHARDS) for start in range(0, len(shards), CHUNK_SHARDS)]
-    manifest = BinaryManifest(
-        name=name,
-        nsamples=totals[-1],
-        total_bytes=int(records["filesize"].sum()),
-        fields=dict(sorted(fields.items())),
-        fingerprint=fingerprint(shards),
-        checksum=checksum(shards),
+    return records
+
+
+def _encode_records(records: Records, *, first_chunk: int) -> tuple[RecordsFile, bytes]:
+    stream = io.BytesIO()
+    np.save(stream, records)
+    data = stream.getvalue()
+    file = RecordsFile(
         records=f"shards-{sha256(data).hexdigest()[:16]}.npy",
-        num_shards=len(shards),
-        is_sorted=all(one.url < other.url for one, other in pairwise(shards)),
+        first_chunk=first_chunk,
         header_bytes=len(data) - records.nbytes,
-        name_bytes=name_bytes,
-        chunk_shards=CHUNK_SHARDS,
-        chunk_ends=[totals[chunk][-1] for chunk in chunks],
-        chunk_names=[shards[chunk.start].url for chunk in chunks],
-        chunk_sha256=[sha256(records[chunk].tobytes()).hexdigest() for chunk in chunks],
-        dataset_version=version,
+        name_bytes=records.dtype["name"].itemsize,
     )
-    return binary_document(manifest), manifest.records, data
+    return file, data
+
+
+def _describe_chunks(records: Records, size: int, before: int) -> dict[str, Any]:
+    """Return the ends, names and hashes of the chunks of records, after a number of samples."""
+    totals = (before + np.cumsum(records["nsamples"])).tolist()
+    chunks = [slice(start, start + size) for start in range(0, len(records), size)]
+    return {
+        "chunk_ends": [totals[chunk][-1] for chunk in chunks],
+        "chunk_names": [names_of(records[chunk][:1])[0] for chunk in chunks],
+        "chunk_sha256": [sha256(records[chunk].tobytes()).hexdigest() for chunk in chunks],
+    }
 
 
 def binary_document(manifest: BinaryManifest) -> dict[str, Any]:
     """Return the document for ``index.json``."""
     document = {"__kind__": BINARY_KIND, "version": 1} | asdict(manifest)
     del document[VERSION_KEY]
+    if not manifest.further:
+        del document["further"]
     is_first = manifest.dataset_version is FIRST_VERSION
     return document if is_first else document | encode_version(manifest.dataset_version)
 
@@ -260,28 +388,34 @@ def decode_binary(document: Mapping[str, Any]) -> BinaryManifest:
     Raises:
         KeyError, TypeError, ValueError: If it is not consistent.
     """
-    names = [one.name for one in fields(BinaryManifest) if one.name != VERSION_KEY]
+    optional = {VERSION_KEY, "further"}
+    names = [one.name for one in fields(BinaryManifest) if one.name not in optional]
     values = {name: document[name] for name in names}
     version = decode_version(document) if VERSION_KEY in document else FIRST_VERSION
-    return BinaryManifest(**values, dataset_version=version)
+    further = tuple(RecordsFile(**one) for one in document.get("further", ()))
+    return BinaryManifest(**values, further=further, dataset_version=version)
 
 
-def decode_all_shards(data: bytes, manifest: BinaryManifest, *, url: str) -> list[ShardInfo]:
+def decode_all_shards(
+    read: Callable[[str], bytes], manifest: BinaryManifest, *, url: str
+) -> list[ShardInfo]:
     """Return all shards, with relative URLs.
 
     Args:
-        data: The bytes of the file of records.
+        read: Returns the bytes of a file of records, by its name.
         manifest: The decoded ``index.json``.
-        url: URL of the file, for messages.
+        url: URL of the ``index.json``, for messages.
 
     Raises:
         IndexMismatchError: If they are not those of the manifest.
         ManifestError: If they are those of an invalid one.
     """
     shards: list[ShardInfo] = []
+    data = {file.records: read(file.records) for file in manifest.files}
     for number in range(len(manifest.chunk_sha256)):
         start, end = manifest.chunk_range(number)
-        shards += shards_of(manifest.decode_chunk(data[start:end], number, url=url), "")
+        chunk = data[manifest.file_of(number).records][start:end]
+        shards += shards_of(manifest.decode_chunk(chunk, number, url=url), "")
     return shards
 
 
@@ -313,8 +447,11 @@ def _require(is_valid: bool, what: str) -> None:
 
 
 def _are_plain(names: Sequence[str]) -> bool:
-    """Return whether names are those of files alone: in the folder of their manifest, also where a client decodes "%2f"."""
+    """Return whether names are those of files in the folder of their manifest, or in that of a change, also where a client decodes "%2f"."""
     joined = "\n".join(names)  # one test for all: a chunk is checked for each of its uses
+    if "/" in joined:
+        names = [_FOLDER.sub("", name, count=1) if _FOLDER.match(name) else name for name in names]
+        joined = "\n".join(names)
     return (
         is_name(joined)
         and not any(sign in joined for sign in ("/", "\\", "::", "%"))

@@ -62,7 +62,7 @@ def find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Probl
     else:
         names = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
         if isinstance(located.shards, LazyShards):
-            names.add(located.shards.manifest.records)
+            names.update(one.records for one in located.shards.manifest.files)
         known = names
     files = storage.find(folder) if has_versions else storage.list_folder(folder)[0]
     start = len(join_url(folder, "x")) - 1

@@ -79,7 +79,7 @@ class LazyShards(Sequence[ShardInfo]):
         if isinstance(number, slice):
             return tuple([self[one] for one in range(len(self))[number]])
         chunk, place = divmod(range(len(self))[number], self.manifest.chunk_shards)
-        return shards_of(self._chunk(chunk)[place : place + 1], self._prefix)[0]
+        return shards_of(self.read_chunk(chunk)[place : place + 1], self._prefix)[0]
 
     def __iter__(self) -> Iterator[ShardInfo]:
         for number in range(len(self.manifest.chunk_ends)):
@@ -113,7 +113,7 @@ class LazyShards(Sequence[ShardInfo]):
     def first_samples(self, shards: Iterable[int]) -> Numbers:
         """Return the number of the first sample of each shard, shape (n,)."""
         places = [divmod(shard, self.manifest.chunk_shards) for shard in shards]
-        before = [self._chunk(chunk)["nsamples"][:place].sum() for chunk, place in places]
+        before = [self.read_chunk(chunk)["nsamples"][:place].sum() for chunk, place in places]
         return self._firsts[[chunk for chunk, _ in places]] + np.array(before, dtype=np.int64)
 
     def find_names(self, names: Iterable[str]) -> dict[str, ShardInfo]:
@@ -136,7 +136,13 @@ class LazyShards(Sequence[ShardInfo]):
             for number, digest in enumerate(self.manifest.chunk_sha256)
         )
 
-    def _chunk(self, number: int) -> Records:
+    def read_chunk(self, number: int) -> Records:
+        """Return the records of a chunk, which is kept.
+
+        Raises:
+            ChangedError: If the dataset was replaced.
+            IndexMismatchError: If the bytes do not match the manifest.
+        """
         with _lock:
             if number in self._kept:
                 self._kept.move_to_end(number)
@@ -151,9 +157,9 @@ class LazyShards(Sequence[ShardInfo]):
     def _chunks(self, numbers: Sequence[int]) -> list[Records]:
         missing = sum(number not in self._kept for number in numbers)
         if missing < 2 or self._is_local:
-            return [self._chunk(number) for number in numbers]
+            return [self.read_chunk(number) for number in numbers]
         with ThreadPoolExecutor(min(missing, _THREADS), "shardstream-shards") as pool:
-            return list(pool.map(self._chunk, numbers))
+            return list(pool.map(self.read_chunk, numbers))
 
     def _read(self, number: int) -> Records:
         """Read a chunk; bytes that do not match their checksum are read again, as they may have been damaged in transfer.
@@ -163,9 +169,11 @@ class LazyShards(Sequence[ShardInfo]):
             IndexMismatchError: If the bytes do not match the manifest.
         """
         manifest = self.manifest
-        url = self._prefix + manifest.records
+        file = manifest.file_of(number)
+        url = self._prefix + file.records
         start, end = manifest.chunk_range(number)
-        size = manifest.chunk_range(len(manifest.chunk_ends) - 1)[1]
+        is_last = file == manifest.files[-1]  # others may have a chunk that was written again
+        size = manifest.chunk_range(len(manifest.chunk_ends) - 1)[1] if is_last else None
         for attempts_left in reversed(range(_TRIES)):
             try:
                 data = self._storage.read(url, start, end, size=size)
@@ -189,7 +197,7 @@ class LazyShards(Sequence[ShardInfo]):
         # Not from a cache, which may have the manifest from before.
         now = decode_manifest(self._storage.uncached().read(url), url=url)
         if isinstance(now, BinaryManifest):
-            if now.records == self.manifest.records:
+            if now.files == self.manifest.files:
                 raise NotFoundError(
                     "the file of records of the shards is missing, which index.json names",
                     remedy="fetch the whole folder, or run 'shardstream index' to write both files again",
@@ -209,8 +217,8 @@ class LazyShards(Sequence[ShardInfo]):
         if number >= len(now.manifest.chunk_ends):
             return None
         start, end = self.manifest.chunk_range(number)
-        kind = self.manifest.record_type  # names may have become longer
-        records = now._chunk(number).astype(kind)[: (end - start) // kind.itemsize]
+        kind = self.manifest.file_of(number).record_type  # names may have become longer
+        records = now.read_chunk(number).astype(kind)[: (end - start) // kind.itemsize]
         with suppress(IndexMismatchError):
             return self.manifest.decode_chunk(records.tobytes(), number, url=now.manifest_url)
         return None

@@ -182,7 +182,8 @@ class VersionFiles:
         self._folders.update(one.url.partition("/")[0] for one in version.replaced)
         names = [version_name(version.number), version.deleted or ""]
         names += [one.name for one in version.keys]
-        names += [manifest.records] if isinstance(manifest, BinaryManifest) else []
+        if isinstance(manifest, BinaryManifest):
+            names += [one.records for one in manifest.files]
         for one in all_shards(manifest, folder, storage):
             names += (one.url, one.index_url, one.columns_url, one.members_url)
         self._names.update(name.removeprefix("./") for name in names)

@@ -119,8 +119,10 @@ def all_shards(manifest: AnyManifest, folder: str, storage: Storage) -> Sequence
     """
     if isinstance(manifest, Manifest):
         return manifest.shards
-    url = join_url(folder, manifest.records)
-    return decode_all_shards(storage.read_bounded(url), manifest, url=url)
+    url = join_url(folder, MANIFEST_NAME)
+    return decode_all_shards(
+        lambda name: storage.read_bounded(join_url(folder, name)), manifest, url=url
+    )
 
 
 def next_version(manifest: AnyManifest, operation: str, **changes: Any) -> AnyManifest:

@@ -24,6 +24,7 @@ from shardstream.errors import (
     NotFoundError,
     OptionError,
     ShardStreamError,
+    SourceError,
 )
 from shardstream.format import (
     BinaryManifest,
@@ -386,7 +387,7 @@ def rewritten(folder: str, change: Any) -> str:
     manifest = decode_manifest(files["index.json"], url="index.json")
     assert isinstance(manifest, BinaryManifest)
     head, start = data[: manifest.header_bytes], manifest.header_bytes
-    records = np.frombuffer(data[start:], manifest.record_type).copy()
+    records = np.frombuffer(data[start:], manifest.files[0].record_type).copy()
     change(records)
     put(folder, {name: head + records.tobytes()})
     sums = [hashlib.sha256(records[at : at + 3].tobytes()).hexdigest() for at in range(0, 10, 3)]
@@ -491,3 +492,67 @@ def test_index_deletes_the_records_of_an_earlier_version(tmp_path: Path) -> None
     ss.index(folder)
     assert files_of(folder) == before
     assert (tmp_path / "data" / "index-pages.jsonl").exists()
+
+
+# --- shards that are appended
+
+
+def append(folder: str, first: int, count: int, per_shard: int) -> None:
+    """Append ``count`` samples whose keys and labels go on from ``first``."""
+    with ss.ShardWriter(folder, append=True, max_samples=per_shard) as writer:
+        for number in range(first, first + count):
+            writer.write({"__key__": f"{number:06d}", "cls": number, "npy": ARRAY})
+
+
+def records_files(folder: str) -> list[str]:
+    document = json.loads(files_of(folder)["index.json"])
+    return [document["records"], *(one["records"] for one in document.get("further", ()))]
+
+
+def test_appended_shards_are_read_as_the_others(folder: str) -> None:
+    end = COUNT
+    first = files_of(folder)
+    for count in (1, 10, 3, 30, 1, 1, 7):
+        append(folder, end, count, 4)
+        end += count
+        assert flat(labels(loader(folder))) == list(range(end))
+    shuffled = flat(labels(loader(folder, shuffle=True)))
+    assert sorted(shuffled) == list(range(end)) != shuffled
+    assert int(ss.ShardDataset(folder).by_number().decode()[end - 1]["cls"]) == end - 1
+    assert flat(labels(loader(folder, version=3))) == list(range(COUNT + 11))
+    (records,) = first.keys() - {"index.json"}
+    assert records_files(folder)[0] == records  # it is not written again
+    assert files_of(folder)[records] == first[records]
+
+
+def test_one_shard_at_a_time_makes_few_files(tmp_path: Path) -> None:
+    url = numbered(tmp_path / "data", COUNT, 10)
+    for number in range(COUNT, COUNT + 30):
+        append(url, number, 1, 1)
+    assert len(records_files(url)) <= 5
+    assert flat(labels(loader(url))) == list(range(COUNT + 30))
+    ss.versions.gc(url, keep=1, dry_run=False)
+    assert flat(labels(loader(url))) == list(range(COUNT + 30))
+    tars = [shard.url for shard in locate_shards(url, Storage()).shards]
+    named = [int(sample["cls"]) for sample in ss.ShardDataset(tars[-3:])]
+    assert named == list(range(COUNT + 27, COUNT + 30))
+    with pytest.raises(SourceError, match=f"'{COUNT + 3:06d}'"):
+        append(url, COUNT + 3, 1, 1)
+
+
+def test_a_list_becomes_records_when_shards_are_appended(tmp_path: Path) -> None:
+    url = numbered(tmp_path / "data", 30, 10)
+    append(url, 30, 40, 10)
+    assert len(records_files(url)) == 1
+    append(url, 70, 5, 10)
+    assert flat(labels(loader(url))) == list(range(75))
+    assert flat(labels(loader(url, version=1))) == list(range(30))
+
+
+def test_an_opened_dataset_stays_that_of_its_version(folder: str) -> None:
+    reader = loader(folder)
+    before = take(reader, 2)
+    append(folder, COUNT, 20, 4)
+    rest = loader(folder, version=1)
+    rest.load_state_dict(reader.state_dict())
+    assert flat(labels(before)) + flat(labels(rest)) == list(range(COUNT))

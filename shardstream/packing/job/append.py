@@ -21,6 +21,7 @@ from shardstream.format import (
     decode_classes,
     decode_manifest,
     encode_classes,
+    extend_binary,
 )
 from shardstream.packing.job.dataset_keys import KnownSamples, NewKeys
 from shardstream.storage import (
@@ -33,12 +34,14 @@ from shardstream.storage import (
     folder_of_manifest,
     join_url,
     locate_shards,
+    publish_bytes,
     read_deleted,
     update_file,
 )
 from shardstream.versions import AnyManifest, next_version, publish_version
 
 OPERATION = "append"
+_RECENT = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +199,8 @@ class Addition:
         url = join_url(self.dataset, MANIFEST_NAME)
         absolute = [replace(one, url=join_url(self.dataset, one.url)) for one in self.relative]
         before = _with_absolute_urls(manifest, url, storage)
-        if _shards_in(self.folder, before.shards):
+        recent = before.shards[-_RECENT:]  # those of another process that ends the same job now
+        if _shards_in(self.folder, recent):
             return None
         self._check_fields(manifest)
         _check_columns(before.shards[0], absolute[0], storage)
@@ -213,7 +217,14 @@ class Addition:
             changes["keys"] = known.add(self.keys, absolute)
         if self.classes:
             changes["class_counts"] = self._extend_classes(version, storage)
-        return _extended(next_version(manifest, OPERATION, **changes), self.relative, self.fields)
+        after = next_version(manifest, OPERATION, **changes)
+        total = dict(Counter(manifest.fields) + Counter(self.fields)) if manifest.fields else {}
+        if isinstance(after, Manifest):
+            return replace(after, shards=(*after.shards, *self.relative), fields=total)
+        assert isinstance(before.shards, LazyShards)  # noqa: S101  (of such a manifest)
+        extended, data = extend_binary(after, self.relative, before.shards.read_chunk)
+        publish_bytes(storage, join_url(self.dataset, extended.files[-1].records), data)
+        return replace(extended, fields=total)
 
     def _check_fields(self, manifest: AnyManifest) -> None:
         """Refuse fields that the dataset does not have, and a lack of those that all its samples have."""
@@ -311,16 +322,6 @@ def _check_columns(first: ShardInfo, new: ShardInfo, storage: Storage) -> None:
         )
     if mine:
         both[2].read_columns(None)  # an error names the types that differ
-
-
-def _extended(
-    manifest: AnyManifest, shards: Sequence[ShardInfo], fields: Mapping[str, int]
-) -> AnyManifest:
-    """Return a manifest with further shards, which have some fields."""
-    if not isinstance(manifest, Manifest):
-        raise OptionError("append to over 4,096 shards is not possible yet")
-    total = dict(Counter(manifest.fields) + Counter(fields)) if manifest.fields else {}
-    return replace(manifest, shards=(*manifest.shards, *shards), fields=total)
 
 
 def _listed(columns: Iterable[Column] | None) -> str:

@@ -324,7 +324,7 @@ def read_old_manifest(folder: OutputFolder) -> Manifest:
         manifest = decode_manifest(folder.read(MANIFEST_NAME), url=url)
         if isinstance(manifest, Manifest):
             return manifest
-        shards = decode_all_shards(folder.read(manifest.records), manifest, url=url)
+        shards = decode_all_shards(folder.read, manifest, url=url)
         return Manifest(
             shards=shards,
             name=manifest.name,
