@@ -151,8 +151,15 @@ def _resume(
     rank = loader.loader.placement.rank if len(saved) > 1 else 0
     if rank >= len(saved):
         raise StateError(f"the checkpoint holds states of {len(saved)} ranks, none of rank {rank}")
+    counted = _count_batches(loader.loader, whole_epoch=True)
+    is_same = loader.loader.state_dict().get("fingerprint") == saved[rank].get("fingerprint")
     loader.loader.load_state_dict(saved[rank])
     steps = _count_batches(loader.loader, whole_epoch=True)
+    if not is_same and steps != counted:
+        raise StateError(
+            f"the epoch of the checkpoint, in an earlier version of the dataset, has {steps} batches, but the Trainer has counted {counted}; finish the epoch "
+            "with version= of the dataset"
+        )
     per_epoch = state.max_steps if steps is None else -(-steps // args.gradient_accumulation_steps)
     epoch, steps_of_epoch = divmod(state.global_step, max(1, per_epoch))
     batches = steps_of_epoch * args.gradient_accumulation_steps

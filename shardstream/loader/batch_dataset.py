@@ -13,6 +13,7 @@ from shardstream.errors import OptionError, StateError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
 from shardstream.loader.earlier_versions import dataset_of_state
+from shardstream.loader.lightning import is_called_by_lightning
 from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_stream
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
@@ -334,6 +335,8 @@ class BatchDataset(SplitDataset):
             raise StateError(
                 f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
             )
+        if self.following is not None and is_called_by_lightning():
+            self._check_lengths(position)
         self._past = state.get("past")
         past = past_of(state, self.state_at(position, None)["digest"])
         if past != self._past:
@@ -365,6 +368,23 @@ class BatchDataset(SplitDataset):
             present = _adopt(following.dataset.pipeline.indexed_source, source)
             dataset = _with_source(following.dataset, present)
             self.following = replace(following, dataset=dataset)
+
+    def _check_lengths(self, position: LoaderPosition) -> None:
+        """Refuse epochs of other lengths than that of a position.
+
+        Raises:
+            StateError: If the next epoch has another number of batches.
+        """
+        following = LoaderPosition(epoch=position.epoch + 1)
+        steps, next_steps = [
+            0 if whole is None else whole.num_steps
+            for whole in map(self.whole_epoch, (position, following))
+        ]
+        if steps != next_steps:
+            raise StateError(
+                f"epoch {position.epoch} of the state's version has {steps} batches, later ones of the present version have {next_steps}, but Lightning "
+                "reads as many in each epoch as in the first; finish the epoch with version= of the dataset and max_epochs="
+            )
 
     def _read(self, dataset: StreamDataset) -> None:
         self.source_dataset, self._data = dataset, None

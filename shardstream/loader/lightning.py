@@ -45,6 +45,11 @@ def received_position(loader: object, cursor: Cursor) -> LoaderPosition:
     return cursor.position
 
 
+def is_called_by_lightning() -> bool:
+    """Return whether a loop of Lightning is on the call stack, which has counted the batches of an epoch."""
+    return next(_calling_loops(), None) is not None
+
+
 def is_overfit_by_lightning() -> bool:
     """Return whether a calling Trainer has ``overfit_batches``: it takes the same batches in each epoch."""
     for loop in _calling_loops():
