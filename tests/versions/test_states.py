@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count as counter
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
-from shardstream.format import Manifest, decode_manifest
 from shardstream.samples import deleted_since
 from shardstream.storage import Storage
 from shardstream.versions import next_version, publish_version
@@ -83,14 +82,43 @@ def delete_some(url: str, places: set[int]) -> set[int]:
     return {present[place] for place in chosen}
 
 
+def append(url: str, numbers: Sequence[int], columns: Sequence[str] | None = ("cls",)) -> None:
+    with ss.ShardWriter(url, append=True, max_samples=5, columns=columns) as writer:
+        for i in numbers:
+            writer.write({"__key__": f"{i:06d}", "cls": i, "npy": np.full((2, 3), i, np.int32)})
+
+
+def values(url: str, **options: Any) -> list[int]:
+    return [int(one["cls"]) for one in ss.ShardDataset(url, **options)]
+
+
+OPERATIONS = st.lists(
+    st.sampled_from(["append", "compact"]) | st.sets(st.integers(0, N - 1), max_size=6), max_size=3
+)
+
+
+def apply(url: str, operations: Sequence[str | set[int]]) -> set[int]:
+    """Change a dataset: sets are numbers to delete; return the values of deleted samples."""
+    gone = set[int]()
+    for operation in operations:
+        if operation == "compact":
+            ss.compact(url)
+        elif operation == "append":
+            first = max(values(url)) + N
+            append(url, range(first, first + 3))
+        elif not isinstance(operation, str):
+            gone |= delete_some(url, operation)
+    return gone
+
+
 @given(
-    deletions=st.lists(st.sets(st.integers(0, N - 1), max_size=12), min_size=3, max_size=3),
+    operations=st.lists(OPERATIONS, min_size=3, max_size=3),
     steps=st.lists(st.integers(1, 2), min_size=2, max_size=2),
     ranks=st.lists(st.sampled_from([1, 2, 3]), min_size=3, max_size=3),
 )
 @settings(max_examples=15, deadline=None)
 def test_each_sample_that_is_left_comes_once(
-    deletions: list[set[int]],
+    operations: list[Any],
     steps: list[int],
     ranks: list[int],
     tmp_path_factory: pytest.TempPathFactory,
@@ -101,19 +129,20 @@ def test_each_sample_that_is_left_comes_once(
         order = ss.OrderOptions(lanes=6, microbatch=4, remainder="keep")
         return plain(place, placement, order=order)
 
-    before = delete_some(url, deletions[0])
+    apply(url, operations[0])
+    begun = {*values(url)}
     first = read(make, url, None, (ranks[0], 0), steps[0])
-    gone = delete_some(url, deletions[1])
+    gone = apply(url, operations[1])
     second = read(make, url, first.state, (ranks[1], 0), steps[1])
     assert gone.isdisjoint(second.samples)
-    gone |= delete_some(url, deletions[2])
+    gone |= apply(url, operations[2])
     last = read(make, url, second.state, (ranks[2], 0), None)
     assert gone.isdisjoint(last.samples)
     everything = [*first.samples, *second.samples, *last.samples]
-    expected = {*range(N)} - before - (gone - {*everything})
+    expected = begun - (gone - {*everything})
     check_once(everything, expected, second.refilled + last.refilled)
     following = read(make, url, last.state, (ranks[2], 0), None)
-    assert sorted(following.samples) == sorted({*range(N)} - before - gone)
+    assert sorted(following.samples) == sorted(values(url))
     present = ss.ShardLoader(make(url, ss.Placement(0, 1)), 4)
     assert last.state["fingerprint"] == present.state_dict()["fingerprint"]
     assert last.state["epoch"] == 1
@@ -146,37 +175,6 @@ def test_deletions_are_carried_over_compactions(
     everything |= {samples[place] for place in deleted}
     found = deleted_since(np.array(sorted(deleted), dtype=np.int64), removed, 20)
     assert found.tolist() == sorted(one for one in everything if one < 20)
-
-
-def change(url: str, operation: str, values: Sequence[int], token: str) -> None:
-    """Publish a version by hand: append samples with these values, or replace all shards by some with these."""
-    folder = f"{operation}-{token}"
-    samples = [
-        {"__key__": f"{i:06d}", "cls": i, "npy": np.full((2, 3), i, np.int32)} for i in values
-    ]
-    ss.testing.make_shards(f"{url}/{folder}", samples=samples, per_shard=5, columns=["cls"])
-    index = Path(url, folder, "index.json")
-    added = [
-        replace(one, url=f"{folder}/{one.url}")
-        for one in cast("Manifest", decode_manifest(index.read_bytes(), url=str(index))).shards
-    ]
-    index.unlink()
-
-    def publish(manifest: Any) -> Any:
-        changes: dict[str, Any] = {}
-        if operation == "compact":
-            count = manifest.dataset_version.compactions + 1
-            changes = {"deleted": None, "ndeleted": 0, "compactions": count}
-        assert isinstance(manifest, Manifest)
-        before = manifest.shards if operation == "append" else ()
-        after = replace(manifest, shards=(*before, *added))
-        return next_version(after, operation, **changes)
-
-    publish_version(url, Storage(), publish)
-
-
-def values(url: str, **options: Any) -> list[int]:
-    return [int(one["cls"]) for one in ss.ShardDataset(url, **options)]
 
 
 VIEWS: dict[str, Make] = {
@@ -216,8 +214,8 @@ def view_data(folder: Path) -> str:
 def change_much(url: str) -> set[int]:
     """Publish four versions; return the values of deleted samples."""
     gone = delete_some(url, {0, 4, 20, 21, 22, 23, 40, 64})
-    change(url, "append", range(100, 108), "one")
-    change(url, "compact", values(url), "two")
+    append(url, range(100, 108))
+    ss.compact(url)
     return gone | delete_some(url, {10, 11, 30})
 
 
@@ -398,7 +396,7 @@ def test_a_state_at_the_begin_of_an_epoch_is_one_of_the_present_version(url: str
 
 def test_digests_differ_from_those_of_trainings_on_one_version(url: str) -> None:
     state = saved(url)
-    change(url, "append", range(100, 108), "one")
+    append(url, range(100, 108))
     one = ss.ShardLoader(plain(url), 4)
     one.load_state_dict(state)
     taken(iter(one), 1)
@@ -443,3 +441,16 @@ def test_first_use_needs_the_version_of_the_run(url: str) -> None:
     with pytest.raises(StateError, match=r"other data \(version \[1\]"):
         ss.first_use(ss.ShardLoader(plain(url), 4), state, numbers=[5])
     ss.first_use(ss.ShardLoader(plain(url, version=1), 4), state, numbers=[5])
+
+
+def test_replaced_fields_are_those_of_the_version(tmp_path: Path) -> None:
+    url = numbered(tmp_path / "bare", N, 7)
+    state = saved(url)
+    ss.replace_fields(url, {"cls": {f"{i:06d}": str(i + 1000).encode() for i in range(N)}})
+    ss.delete(url, numbers=range(10))
+    append(url, [500], None)
+    one = ss.ShardLoader(plain(url), 4)
+    one.load_state_dict(state)
+    rest = taken(iter(one))
+    assert {*rest} <= {*range(10, N)}
+    assert sorted(taken(iter(one))) == [500, *range(1010, 1000 + N)]
