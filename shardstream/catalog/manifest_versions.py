@@ -27,6 +27,7 @@ from shardstream.storage import (
     folder_of_manifest,
     join_url,
     read_manifest,
+    version_url,
 )
 
 _log = get_logger(__name__)
@@ -62,6 +63,8 @@ def check_manifests(
             continue
         try:
             manifest = _read_changed(url, seen.sha256, reading)
+            if manifest is not None:
+                manifest = _read_kept(manifest, url, seen.version, reading)
         except NotFoundError as error:
             raise _replaced_error("its manifest is missing", url) from error
         except StorageError as error:
@@ -72,15 +75,6 @@ def check_manifests(
             )
             continue
         if manifest is None:
-            continue
-        version = manifest.dataset_version
-        if version.number > seen.version and version.has(seen.version):
-            _log.info(
-                "%s: version %d was published, this epoch has read version %d",
-                url,
-                version.number,
-                seen.version,
-            )
             continue
         change = _find_change(shards, manifest, folder_of_manifest(url))
         if change is not None:
@@ -112,6 +106,27 @@ def _read_changed(url: str, old_digest: str, storage: Storage) -> Manifest | Non
             return manifest
         digests_seen.add(digest)
     return manifest
+
+
+def _read_kept(manifest: Manifest, url: str, version: int, storage: Storage) -> Manifest:
+    """Return the manifest of the version that was read, if the current one is later and it is kept; else the current one.
+
+    The number alone does not say that it is the same dataset: another one may have replaced it, and have versions of its own.
+
+    Raises:
+        StorageError: If it is missing or cannot be read.
+    """
+    current = manifest.dataset_version
+    if current.number <= version or not current.has(version):
+        return manifest
+    _log.info(
+        "%s: version %d was published, this epoch has read version %d",
+        url,
+        current.number,
+        version,
+    )
+    kept = version_url(folder_of_manifest(url), current, version)
+    return read_manifest(FileInfo(url=kept, size_or_none=None), storage)[0]
 
 
 def _find_change(shards: Sequence[ShardInfo], manifest: Manifest, folder: str) -> str | None:

@@ -30,7 +30,6 @@ from shardstream.storage import (
     LocatedShards,
     Storage,
     change_folder,
-    count_samples,
     encode_numbers,
     join_url,
     locate_shards,
@@ -229,7 +228,6 @@ def _check_columns(located: LocatedShards, names: Collection[str], storage: Stor
 def _publish(folder: str, storage: Storage, located: LocatedShards, entry: ReplacedFields) -> None:
     """Publish the next version; a field that all samples get takes the place of earlier ones."""
     begun = located.version or FIRST_VERSION
-    nsamples = count_samples(located.shards)
 
     def change(manifest: AnyManifest) -> AnyManifest:
         version = manifest.dataset_version
@@ -241,7 +239,9 @@ def _publish(folder: str, storage: Storage, located: LocatedShards, entry: Repla
         before: list[ReplacedFields] = []
         for one in version.replaced:
             left = one.fields
-            if entry.nsamples == nsamples:
+            if (
+                entry.nsamples == manifest.nsamples
+            ):  # others may have been appended since this began
                 left = tuple(name for name in one.fields if name not in entry.fields)
             before += [replace(one, fields=left)] if left else []
         counts = {**dict.fromkeys(entry.fields, entry.nsamples), **manifest.fields}

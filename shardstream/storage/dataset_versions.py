@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import ManifestError, NotFoundError, OptionError, plural
 from shardstream.format import (
+    FIRST_VERSION,
     MANIFEST_NAME,
     DatasetVersion,
     Manifest,
@@ -20,22 +22,23 @@ from shardstream.format import (
 )
 from shardstream.storage.lazy_shards import LazyShards
 from shardstream.storage.store import Storage
-from shardstream.storage.urls import folder_of_manifest, join_url
+from shardstream.storage.urls import folder_of_manifest, join_url, parent_url
 
 Numbers = npt.NDArray[np.int64]
 Deleted = tuple[tuple[int, Numbers], ...]
 """Deleted samples: a shard by its place, and numbers counted from its first sample, ascending, which may be of later shards, too."""
 
 _NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 12
-_CHANGE = re.compile(r"(append|compact|fields)-[0-9a-z-]+")
+# No pattern of names that people give: `gc` deletes files in such folders.
+_CHANGE = re.compile(r"append-[0-9a-f]{16}|compact-\d{6,}|fields-[0-9a-f]{12}")
 _RESTORE = "restore the file, or read an earlier version (version=)"
 
 
 def change_folder(operation: str, token: str) -> str:
     """Return the name of the folder of the files that an operation adds to a dataset.
 
-    >>> change_folder("append", "0a1b")
-    'append-0a1b'
+    >>> change_folder("compact", "000001")
+    'compact-000001'
     """
     return f"{operation}-{token}"
 
@@ -43,7 +46,7 @@ def change_folder(operation: str, token: str) -> str:
 def dataset_of_change(folder: str) -> str | None:
     """Return the URL of the dataset that a folder of added files is a part of; None for any other folder.
 
-    >>> dataset_of_change("s3://b/train/append-0a1b"), dataset_of_change("s3://b/train")
+    >>> dataset_of_change("s3://b/train/compact-000001"), dataset_of_change("s3://b/compact-cars")
     ('s3://b/train', None)
     """
     dataset, _, name = folder.rstrip("/").rpartition("/")
@@ -174,3 +177,51 @@ def deleted_of_some(manifest: Manifest, deleted: Numbers, places: Mapping[str, i
             found += [(place, mine - first)] if len(mine) else []
         first = end
     return tuple(found)
+
+
+def find_listed(
+    manifest: Manifest, folder: str, manifest_url: str, names: Iterable[str]
+) -> dict[str, ShardInfo]:
+    """Return the shards that a manifest lists of the files in a folder, by their names; others are left out.
+
+    Raises:
+        OptionError: If fields were replaced: those are found by the number of a sample in the whole dataset; if the dataset was changed and does not list
+            a file, which may have samples that were deleted.
+    """
+    shards, version = manifest.shards, manifest.dataset_version
+    start = folder[len(parent_url(manifest_url)) :].strip("/")  # "", or that of added shards
+    wanted = {join_url(start, name) if start else name: name for name in names}
+    if isinstance(shards, LazyShards):
+        found = shards.find_names(wanted)
+    elif version == FIRST_VERSION:
+        found = {shard.url.rsplit("/", 1)[-1]: shard for shard in shards}
+    else:
+        found = {shard.url.removeprefix("./"): shard for shard in shards}
+    listed = {name: found[one] for one, name in wanted.items() if one in found}
+    if version.replaced and listed:
+        raise OptionError(
+            "fields of this dataset were replaced: name its folder, not its tars, to read them",
+            shard=manifest_url,
+        )
+    other = next((one for one in wanted if one not in found), None)
+    if version != FIRST_VERSION and other is not None:
+        raise OptionError(
+            f"version {version.number} of the dataset does not list this tar, which may have deleted samples; name the folder of the dataset, and "
+            "version= for an earlier one",
+            shard=join_url(parent_url(manifest_url), other),
+        )
+    return listed
+
+
+def warn_of_others(manifest: Manifest, manifest_url: str, named: Container[str]) -> None:
+    """Warn if all tars in the folder of a dataset are named, but not those that were added to it later, in folders of their own."""
+    if isinstance(manifest.shards, LazyShards) or manifest.dataset_version == FIRST_VERSION:
+        return
+    folder = parent_url(manifest_url)
+    others = [one.url for one in manifest.shards if join_url(folder, one.url) not in named]
+    if others and all("/" in one.removeprefix("./") for one in others):
+        warnings.warn(
+            f"{folder}: {plural(len(others), 'shard')} of this dataset are in folders of later versions, such as {others[0]}, and are left out; name "
+            "the folder to read all",
+            stacklevel=2,
+        )

@@ -35,9 +35,11 @@ from shardstream.storage.dataset_versions import (
     Deleted,
     dataset_of_change,
     deleted_of_some,
+    find_listed,
     find_version,
     read_deleted,
     version_url,
+    warn_of_others,
 )
 from shardstream.storage.find_tars import (
     glob_tars,
@@ -512,7 +514,8 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         if file is not None:
             manifest, digest = read_manifest(file, storage)
             manifests[file.url] = SeenManifest(digest, manifest.dataset_version.number)
-            known = _find_listed(manifest, folder, file.url, names)
+            known = find_listed(manifest, folder, file.url, names)
+            warn_of_others(manifest, file.url, places)
             left_out = read_deleted(manifest, file.url, storage)
             known_places = {shard.url: places[names[name]] for name, shard in known.items()}
             deleted += deleted_of_some(manifest, left_out, known_places)
@@ -535,32 +538,6 @@ def _manifest_above(folder: str, storage: Storage) -> FileInfo | None:
     dataset = dataset_of_change(folder)
     url = join_url(dataset or folder, MANIFEST_NAME)
     return storage.info(url) if dataset is not None and storage.exists(url) else None
-
-
-def _find_listed(
-    manifest: Manifest, folder: str, manifest_url: str, names: Iterable[str]
-) -> dict[str, ShardInfo]:
-    """Return the shards that a manifest lists of the files in a folder, by their names; others are left out.
-
-    Raises:
-        OptionError: If fields were replaced: those are found by the number of a sample in the whole dataset.
-    """
-    shards, version = manifest.shards, manifest.dataset_version
-    start = folder[len(parent_url(manifest_url)) :].strip("/")  # "", or that of added shards
-    wanted = {join_url(start, name) if start else name: name for name in names}
-    if isinstance(shards, LazyShards):
-        found = shards.find_names(wanted)
-    elif version == FIRST_VERSION:
-        found = {shard.url.rsplit("/", 1)[-1]: shard for shard in shards}
-    else:
-        found = {shard.url.removeprefix("./"): shard for shard in shards}
-    listed = {name: found[one] for one, name in wanted.items() if one in found}
-    if version.replaced and listed:
-        raise OptionError(
-            "fields of this dataset were replaced: name its folder, not its tars, to read them",
-            shard=manifest_url,
-        )
-    return listed
 
 
 def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:

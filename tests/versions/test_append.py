@@ -103,6 +103,14 @@ def test_shards_that_are_there_stay_as_they_are(url: str) -> None:
     assert before == {name: (Path(url) / name).read_bytes() for name in before}
 
 
+def test_a_pattern_without_the_new_tars_warns(url: str) -> None:
+    ss.pack(samples(N, 60), url, append=True)
+    with pytest.warns(UserWarning, match="1 shard of this dataset .* append-.* left out"):
+        assert numbers(f"{url}/*.tar") == [*range(N)]
+    assert numbers(f"{url}/00000[12].tar") == [*range(7, 21)]
+    assert numbers(f"{url}/append-*/*.tar") == [*range(N, 60)]
+
+
 def test_keys_that_are_there_are_refused(url: str) -> None:
     before = (Path(url) / "index.json").read_bytes()
     with pytest.raises(SourceError, match=r"'000039' .*append-.* is in .*000005\.tar already"):

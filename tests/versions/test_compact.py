@@ -156,3 +156,15 @@ def test_command(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "version 3: 16 deleted samples are in no shard of it" in out
     assert main(["compact", url]) == 0
     assert "no samples are deleted in version 3" in capsys.readouterr().out
+
+
+def test_tars_of_earlier_versions_are_not_read_by_their_names(url: str) -> None:
+    ss.delete(url, numbers=[3, 20])
+    ss.compact(url)
+    for pattern in ("000000.tar", "{000000..000006}.tar", "*.tar", "**/*.tar"):
+        with pytest.raises(OptionError, match="version 3 of the dataset does not list this tar"):
+            numbers(f"{url}/{pattern}")
+    with pytest.raises(OptionError, match="does not list this tar"):
+        ss.ShardDataset([f"{url}/000002.tar", f"{url}/000001.tar"], shuffle=True)
+    assert numbers(f"{url}/000002.tar") == [*range(30, 45)]
+    assert numbers(f"{url}/compact-000001/*.tar") == [n for n in range(30) if n not in (3, 20)]

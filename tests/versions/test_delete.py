@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import ManifestError, OptionError
+from shardstream.errors import ChangedError, ManifestError, OptionError
+from shardstream.testing import make_shards
 from tests.small_datasets import numbered
 
 pytest.importorskip("pyarrow")
@@ -122,3 +124,18 @@ def test_deleting_nothing_or_all_is_refused(url: str) -> None:
         ss.delete(url, keys=["no such key"])
     with pytest.raises(OptionError, match="numbered from 0 to"):
         ss.delete(url, numbers=[N])
+
+
+def test_another_dataset_with_versions_is_noticed_during_an_epoch() -> None:
+    url = make_shards("memory://replaced/data", samples=of_size(0, 20), per_shard=10)
+    reading = iter(ss.ShardDataset(url))
+    next(reading)
+    make_shards(url, samples=of_size(50, 70), per_shard=10, overwrite=True)
+    ss.delete(url, numbers=[0])
+    with pytest.raises(ChangedError):
+        list(reading)
+    MemoryFileSystem.store.clear()
+
+
+def of_size(first: int, last: int) -> list[dict[str, Any]]:
+    return [{"__key__": f"{n:06d}", "cls": n} for n in range(first, last)]

@@ -93,21 +93,21 @@ def test_files_of_others_stay(url: str) -> None:
 
 def test_files_of_killed_writers_are_deleted_when_they_are_old(url: str) -> None:
     names = [
-        "append-0123456789ab/000000.tar",
-        "append-0123456789ab/.shardstream-pack-000000.json",
+        "append-0123456789abcdef/000000.tar",
+        "append-0123456789abcdef/.shardstream-pack-000000.json",
         "deleted-0123456789abcdef.npy",
         "index.json.part-0123456789ab",
         "compact-000002/000009-0123456789ab.tar",
     ]
-    fresh = "append-ba9876543210/000000.tar"
+    fresh = "append-ba98765432100000/000000.tar"
     now = (Path(url) / "index.json").stat().st_mtime
     for name in [*names, fresh]:
         path = Path(url) / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
     old = now - DAY_S - 60
-    os.utime(Path(url) / "append-ba9876543210" / "000000.tar", (old, old))
-    other = Path(url) / "append-ba9876543210" / "000001.tar"  # its writer goes on
+    os.utime(Path(url) / "append-ba98765432100000" / "000000.tar", (old, old))
+    other = Path(url) / "append-ba98765432100000" / "000001.tar"  # its writer goes on
     other.write_bytes(b"x")
     assert ss.versions.gc(url, keep=9, dry_run=False).files == []
     for path in (Path(url) / name for name in files(url)):
@@ -118,8 +118,19 @@ def test_files_of_killed_writers_are_deleted_when_they_are_old(url: str) -> None
     assert len(numbers(url)) == N - 5
 
 
+def test_datasets_of_others_in_the_folder_stay(url: str) -> None:
+    for name in ("compact-cars", "fields-2024", "append-only"):
+        numbered(Path(url) / name, 10, 5)
+    for path in Path(url).rglob("*"):
+        os.utime(path, (1, 1))
+    report = ss.versions.gc(url, keep=1, dry_run=False)
+    assert not [name for name in report.files if name.startswith(("compact-c", "fields-", "app"))]
+    assert ss.delete(f"{url}/compact-cars", numbers=[0]).version == 2
+    assert len(numbers(f"{url}/compact-cars")) == 9
+
+
 def test_a_file_of_the_future_does_not_make_others_old(url: str) -> None:
-    path = Path(url) / "append-0123456789ab" / "000000.tar"
+    path = Path(url) / "append-0123456789abcdef" / "000000.tar"
     path.parent.mkdir()
     path.write_bytes(b"x")
     os.utime(Path(url) / "000000.tar", (4e9, 4e9))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +172,15 @@ def test_ways_that_would_read_old_values_are_refused(url: str) -> None:
     for way in ways:
         with pytest.raises(OptionError, match="replaced"):
             way()
+
+
+def test_fields_of_samples_that_are_appended_meanwhile_stay(url: str) -> None:
+    def values() -> Iterator[str]:
+        ss.pack(samples(N, 2), url, append=True)
+        ss.replace_fields(url, {"txt": {f"{N:06d}": "theirs"}})
+        yield from (f"mine {n}" for n in range(N))
+
+    ss.replace_fields(url, {"txt": values()})
+    expected = {n: f"mine {n}" for n in range(N)} | {N: "theirs"}
+    found = texts(url)
+    assert {n: found[n] for n in expected} == expected

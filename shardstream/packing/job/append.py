@@ -189,8 +189,7 @@ class Addition:
         first = self._next(storage, found)
 
         def change(manifest: AnyManifest) -> AnyManifest | None:
-            is_same = manifest.dataset_version == found.dataset_version
-            return first if is_same else self._next(storage, manifest)
+            return first if manifest == found else self._next(storage, manifest)
 
         return publish_version(self.dataset, storage, change)
 
