@@ -11,7 +11,7 @@ import typer
 
 from shardstream.cli.options import StorageOption, parse_options
 from shardstream.cli.terminal_text import aligned, printable
-from shardstream.errors import OptionError, plural
+from shardstream.errors import OptionError
 
 if TYPE_CHECKING:
     from shardstream.pipeline import EpochSamples, PlannedSamples, State
@@ -48,7 +48,7 @@ _State = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Begin where this state of a loader does: its JSON, or a checkpoint of save_checkpoint (.pt).",
+        help="Begin where this state of a loader does, also in steps: its JSON, or a checkpoint of save_checkpoint (.pt).",
     ),
 ]
 _Dataset = Annotated[
@@ -84,8 +84,8 @@ def plan(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Show which samples a training reads at a step, or when samples come.
 
-    Ranks, workers and batch size are those of the training. Computed from the order alone; only the keys that are shown are read from the
-    shards. Without --step, --key and --number the number of steps is shown.
+    Ranks, workers and batch size are those of the ShardLoaders of a training. Computed from the order alone; only the keys that are shown
+    are read from the shards. Without --step, --key and --number the number of steps is shown.
 
     Examples:
       shardstream plan data/train/ --shuffle --ranks 8 --workers 2 --batch-size 64 --epoch 3 --step 1200
@@ -195,9 +195,7 @@ def _rows(found: EpochSamples, samples: PlannedSamples) -> list[dict[str, Any]]:
 def _show(found: EpochSamples, dataset: Any, rows: list[dict[str, Any]], *, is_asked: bool) -> None:
     order = dataset.pipeline.source
     how = f"shuffled with seed {order.seed}" if order.shuffle else "in stored order"
-    typer.echo(
-        f"epoch {found.epoch}: {plural(found.num_steps, 'step')} of {plural(found.num_ranks, 'rank')}, {how}"
-    )
+    typer.echo(f"{found.extent}, {how}")
     if not found.is_exact:
         typer.echo("select or on_error= may leave out or replace some of these samples")
     if not rows:
@@ -218,6 +216,7 @@ def _as_json(found: EpochSamples, rows: list[dict[str, Any]] | None) -> dict[str
     """Return a plan as JSON values; with samples, if some were asked for."""
     shown = {
         "epoch": found.epoch,
+        "consumed": found.steps.consumed,
         "steps": found.num_steps,
         "ranks": found.num_ranks,
         "is_exact": found.is_exact,

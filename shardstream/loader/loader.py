@@ -285,7 +285,7 @@ class ShardLoader(DataLoader[Any]):
         """Return which samples all ranks read at each step of an epoch, and when a sample comes; nothing of the data is read.
 
         Args:
-            epoch: From 0, read from its start; None is the rest of the current epoch, so that step 0 is the next batch.
+            epoch: From 0, read from its start; None is the rest after `state_dict` (after a ``break`` the next iteration reads the next epoch instead).
 
         Raises:
             OptionError: If that is not known before they are read: steps change counts, or shards have no index.

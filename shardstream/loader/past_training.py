@@ -6,7 +6,7 @@ import copy
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import find_keys
+from shardstream.catalog import Keys, find_keys
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError, SampleError, StateError
 from shardstream.loader.batch_dataset import BatchDataset
@@ -34,7 +34,7 @@ from shardstream.samples import samples_in_rows
 
 SavedState = Mapping[str, Any] | str | os.PathLike[str]
 """A state, a checkpoint that holds one, or the file or URL of one."""
-_NOT_ORDER = {"past", "steps", "mix.changes"}  # differences of states of one order
+_NOT_ORDER = {"past", "steps"}  # differences of states of one order
 
 
 def replay(
@@ -48,8 +48,8 @@ def replay(
     """Return the batch that a rank received at a step, made again in this process.
 
     Only the samples of this batch are read, and no other rank or worker is needed. It is the batch that was delivered: samples, decoding,
-    random numbers of ``map(rng=True)``, and replacements of bad samples. What steps draw from global generators, or a store that failed
-    for a time, may differ. Tensors are on the CPU.
+    random numbers of ``map(rng=True)``, and replacements of bad samples. What steps or a ``collate_fn`` draw from global generators, or a
+    store that failed for a time, may differ. Tensors are on the CPU.
 
     Args:
         loader: A loader of the dataset with the batch size of the training and its number of ranks, ``placement=ss.Placement(0, ranks)``
@@ -117,7 +117,7 @@ def first_use(
     run: SavedState | Sequence[SavedState],
     *,
     numbers: Sequence[int] | Ints | None = None,
-    keys: Iterable[str] | None = None,
+    keys: Keys | None = None,
 ) -> FirstUse:
     """Return the last checkpoint of a run before any of some samples was used, and the first use of each.
 
@@ -152,7 +152,7 @@ def first_use(
     _check_run([state for _, state in saved])
     wanted = numbers
     if keys is not None and batches.indexed_source is not None:
-        wanted = find_keys(samples_in_rows(batches.indexed_source.samples), [*keys], "keys=")
+        wanted = find_keys(samples_in_rows(batches.indexed_source.samples), keys, "keys=")
     uses = _first_uses(batches, np.asarray(wanted), last["epoch"])
     begun = np.lexsort((uses[2], uses[1]))[:1]
     place = len(saved) - 1
@@ -225,19 +225,30 @@ def _saved_states(
 
 
 def _check_run(states: Sequence[State]) -> None:
-    """Check that states are of one order, and in the order of the training.
+    """Check that states are of one order, and in the order of the training; warn if that is not known.
 
     Raises:
         StateError: If they are not.
     """
     for state in states[:-1]:
         differences = compare_states(state, states[-1])
+        before, now = (changes or [] for changes in differences.pop("mix.changes", ([], [])))
         changed = {name: pair for name, pair in differences.items() if name not in _NOT_ORDER}
+        if now[: len(before)] != before:  # weights given since then are no other order before
+            changed["mix.changes"] = before, now
         if changed:
             raise StateError(
                 f"data or order of the run changed, so a state does not say which samples came before: {changed} (of a state, and of the last one); "
                 "pass the states since then"
             )
+    pasts = {state["past"] for state in states if "past" in state}
+    if pasts - {state["state_checksum"] for state in states}:
+        warnings.warn(
+            "the run continued a state that is not given, of other data, order or steps: if not only steps differed, samples "
+            "may have been used before where this finds no use",
+            UserWarning,
+            stacklevel=3,
+        )
     for one, later in pairwise(states):
         if (later["epoch"], later["consumed"]) < (one["epoch"], one["consumed"]):
             raise StateError(

@@ -72,7 +72,7 @@ class BadSample:
             shard=None if shard is None else redact(str(shard)),
             offset=offset,
             number=number,
-            key=key,
+            key=None if key is None else str(key),  # rows have several
             field=field,
         )
 

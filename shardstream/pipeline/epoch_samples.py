@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardstream.catalog import find_keys
+from shardstream.catalog import Keys, find_keys
 from shardstream.errors import OptionError, plural
 from shardstream.order import EpochPlan, EpochSteps, Ints, PartitionConfig, StepPlaces
 from shardstream.pipeline.indexed_source import (
@@ -136,11 +136,14 @@ class EpochSamples:
         """Number of ranks."""
         return self.steps.config.world_size
 
+    @property
+    def extent(self) -> str:
+        """The epoch, where in it step 0 is if it is not its first, and the numbers of steps and ranks."""
+        begin = f" from sample {self.steps.consumed:,} on" if self.steps.consumed else ""
+        return f"epoch {self.epoch}{begin}: {plural(self.num_steps, 'step')} of {plural(self.num_ranks, 'rank')}"
+
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(epoch {self.epoch}, {plural(self.num_steps, 'step')} of {plural(self.num_ranks, 'rank')}, "
-            f"{self._source.summary})"
-        )
+        return f"{type(self).__name__}({self.extent}, {self._source.summary})"
 
     def samples(self, step: int, rank: int | None = None) -> PlannedSamples:
         """Return the samples of a step in the order of the batches.
@@ -157,25 +160,25 @@ class EpochSamples:
         return self._described(self.steps.at(step, rank))
 
     def where(
-        self, *, numbers: Sequence[int] | Ints | None = None, keys: Iterable[str] | None = None
+        self, *, numbers: Sequence[int] | Ints | None = None, keys: Keys | None = None
     ) -> PlannedSamples:
         """Return when samples come, by step, rank and place; none, once or several times for each.
 
         Args:
             numbers: Numbers in ``dataset.samples``.
-            keys: Keys instead, which are found in the columns of the dataset, or in the headers of its shards: all of them are read.
+            keys: Keys instead, or a ``.txt`` file of them, which are found as in ``subset=``: in the column of keys.
 
         Raises:
-            OptionError: If there is no such sample, or neither or both are given.
+            OptionError: If there is no such sample, neither or both are given, or there is no column of keys.
             StorageError: If keys cannot be read.
         """
         if (numbers is None) == (keys is None):
             raise OptionError("where takes numbers= or keys=, one of them")
         samples = self._stored
-        wanted = np.asarray(numbers if keys is None else find_keys(samples, [*keys], "keys="))
-        if len(wanted) and (wanted.ndim != 1 or wanted.dtype.kind not in "iu"):
+        wanted = np.asarray(numbers if keys is None else find_keys(samples, keys, "keys="))
+        if wanted.ndim != 1 or (len(wanted) and wanted.dtype.kind not in "iu"):
             raise OptionError(
-                f"numbers= takes whole numbers in one dimension, not {wanted.dtype} of shape {wanted.shape}"
+                f"numbers= takes a list of whole numbers, or an array of one dimension, not {numbers!r}"
             )
         asked = np.unique(wanted.astype(np.int64))
         outside = asked[(asked < 0) | (asked >= len(samples))]
@@ -248,7 +251,8 @@ def _part_names(source: IndexedSource, stored: Samples, numbers: Ints) -> list[s
 def _in_range(name: str, value: Any, end: int) -> int:
     number = whole_number(name, value)
     if not 0 <= number < end:
-        raise OptionError(f"there is no {name} {number}: they are numbered from 0 to {end - 1}")
+        known = f"they are numbered from 0 to {end - 1}" if end else f"the plan has no {name}s"
+        raise OptionError(f"there is no {name} {number}: {known}")
     return number
 
 
@@ -308,7 +312,7 @@ def plan(  # noqa: PLR0913  (the public door)
 
         ss.plan(dataset, epoch=3, ranks=8, workers=2, batch_size=64).samples(1200)
 
-    `ShardLoader.plan` returns the same for a loader.
+    `ShardLoader.plan` returns the same for a loader. Steps are batches of a `ShardLoader`: other loaders order samples otherwise.
 
     Args:
         dataset: A `ShardDataset`, `mix`, `join`, ...; its placement does not matter.
@@ -317,8 +321,8 @@ def plan(  # noqa: PLR0913  (the public door)
         workers: ``num_workers`` of their loaders, by which the order has its lanes unless ``lanes=`` of `OrderOptions` does.
         batch_size: Samples of a batch of one rank; None where items are batches, as those of ``batch_by_cost``.
         drop_last: As in `ShardLoader`.
-        state: A saved ``loader.state_dict()``: its epoch is planned from its position on, and others in its order. Ranks, workers and
-            batches may be others than those of the training that saved it.
+        state: A saved ``loader.state_dict()``: its epoch is planned from its position on, also if ``epoch`` names it, and others in its order.
+            Ranks, workers and batches may be others than those of the training that saved it.
 
     Raises:
         OptionError: If it is not known before samples are read, because steps change counts or shards have no index; or a number is invalid.
@@ -328,9 +332,8 @@ def plan(  # noqa: PLR0913  (the public door)
     source = planned_source(pipeline)
     if batch_size is None and not source.yields_batches:
         raise OptionError("plan needs batch_size=, the samples of a batch of one rank")
-    topology = Topology(
-        ranks=ranks, workers=workers, batch_size=batch_size or 1, drop_last=drop_last
-    )
+    size = 1 if batch_size is None else batch_size
+    topology = Topology(ranks=ranks, workers=workers, batch_size=size, drop_last=drop_last)
     position = LoaderPosition()
     if state is not None:
         source = resumed_source(source, source.options, state, topology.batch_size)

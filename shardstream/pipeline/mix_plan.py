@@ -147,6 +147,8 @@ class MixLanes:
             order = replace(
                 order, lanes=self._lanes, window=source.options.window or self._windows[part]
             )
+            if pass_number:  # those of a nested mix differ in length, but lanes take as much of each as of the first
+                order = replace(order, nsamples=self._plan(part, 0).order.nsamples)
             plan = self._plans[part, pass_number] = source.plan(order, epoch)
         return plan
 

@@ -71,7 +71,9 @@ def test_a_saved_state_goes_on(
         saved = ss.save_checkpoint(tmp_path, step=3, loader=made, note="text")
         file = Path(saved) if kind == "pt" else tmp_path
     found = shown(capsys, folder, "--batch-size", "8", "--state", str(file), "--step", "0")
-    assert found["steps"] == 10
+    assert (found["steps"], found["consumed"]) == (10, 24)
+    text = run(capsys, folder, "--batch-size", "8", "--state", str(file), "--epoch", "0")
+    assert text.startswith("epoch 0 from sample 24 on: 10 steps of 1 rank, shuffled")
     assert [row["number"] for row in found["samples"]] == next(batches)["cls"].tolist()
 
 

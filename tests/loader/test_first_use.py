@@ -180,6 +180,36 @@ def test_keys_and_a_folder_of_checkpoints(folder: Path, tmp_path: Path) -> None:
     assert found.checkpoint == f"{tmp_path}/step-00000004.pt"
 
 
+def test_a_run_that_went_back_and_had_other_weights_is_refused(folder: Path) -> None:
+    at, ends = ss.Placement(0, 1), list[dict[str, Any]]()
+    for change in ({"a": 1, "b": 0}, {"a": 0, "b": 1}):
+        loader = ss.ShardLoader(mixed(folder, at), 8)
+        batches = iter(loader)
+        list(islice(batches, 3))
+        loader.set_weights(change)
+        list(islice(batches, 1 + len(ends)))
+        ends.append(loader.state_dict())
+    begin = ss.ShardLoader(mixed(folder, at), 8).state_dict()
+    loader = ss.ShardLoader(mixed(folder, at), 8)
+    assert ss.first_use(loader, [begin, ends[1]], numbers=range(N)).state == begin
+    with pytest.raises(StateError, match=r"order of the run changed.*'mix.changes'"):
+        ss.first_use(loader, ends, numbers=[3])
+
+
+def test_a_run_that_continued_a_state_of_other_steps_warns_without_it(folder: Path) -> None:
+    first = ss.ShardLoader(opened(folder, ss.Placement(0, 1)), 8)
+    batches = [batch["cls"].tolist() for batch in islice(first, 3)]
+    before = first.state_dict()
+    loader = ss.ShardLoader(opened(folder, ss.Placement(0, 1)).map(shifted), 8)
+    loader.load_state_dict(before)
+    list(islice(loader, 1))
+    after = loader.state_dict()
+    found = ss.first_use(loader, [before, after], numbers=batches[2])
+    with pytest.warns(UserWarning, match="continued a state that is not given"):
+        assert ss.first_use(loader, [after], numbers=batches[2]).steps.tolist() == [2] * 8
+    assert (found.state, found.steps.tolist()) == (None, [2] * 8)
+
+
 def test_of_remote_checkpoints_only_the_states_are_read(folder: Path, tmp_path: Path) -> None:
     loader, model = (
         ss.ShardLoader(opened(folder, ss.Placement(0, 1)), 8),
@@ -244,7 +274,7 @@ def test_what_is_not_one_run_is_an_error(folder: Path, tmp_path: Path) -> None:
         ss.first_use(loader, tmp_path, numbers=[1])
     with pytest.raises(OptionError, match="numbered from 0 to 96"):
         ss.first_use(loader, states, numbers=[97])
-    with pytest.raises(OptionError, match="whole numbers in one dimension"):
+    with pytest.raises(OptionError, match="takes a list of whole numbers"):
         ss.first_use(loader, states, numbers=[[1]])  # type: ignore[list-item]
     with pytest.raises(OptionError, match="nosuch"):
         ss.first_use(loader, states, keys=["nosuch"])

@@ -267,6 +267,19 @@ def test_last_steps_come_as_planned(
         assert_plan_is_what_is_read(loaders, loaders[0].plan(0))
 
 
+@pytest.mark.parametrize("epoch", range(3))
+def test_samples_are_found_in_each_pass_of_a_nested_mix(folders: Folders, epoch: int) -> None:
+    inner = ss.mix([read(folders[0], None), small(folders[1], None)], [1, 1])
+    mixed = ss.mix([inner, read(folders[1], None)], [2, 1], stop="all_exhausted")
+    plan = ss.plan(mixed, epoch, workers=2, batch_size=8)
+    seen: Seen = Counter()
+    for one in map(plan.samples, range(plan.num_steps)):
+        seen.update(zip(one.numbers, one.copies, one.steps, one.places, strict=True))
+    found = plan.where(numbers=range(340))
+    assert len(set(found.copies.tolist())) > 5
+    assert Counter(zip(found.numbers, found.copies, found.steps, found.places, strict=True)) == seen
+
+
 def test_weights_given_in_a_training_are_planned_from_there(folders: Folders) -> None:
     datasets = {"a": read(folders[0], None), "b": read(folders[1], None)}
     first = loader(ss.mix(datasets, {"a": 1, "b": 1}, samples=160), 8)
@@ -319,8 +332,11 @@ def test_steps_that_leave_samples_out_make_a_plan_inexact(folders: Folders) -> N
         (lambda plan: plan.where(numbers=[1], keys=["a"]), "one of them"),
         (lambda plan: plan.where(numbers=[160]), "no sample 160: they are numbered from 0 to 159"),
         (lambda plan: plan.where(numbers=[-1]), "no sample -1"),
-        (lambda plan: plan.where(numbers=[1.5]), "takes whole numbers"),
-        (lambda plan: plan.where(numbers=np.ones(160, bool)), "takes whole numbers"),
+        (lambda plan: plan.where(numbers=[1.5]), "takes a list of whole numbers"),
+        (lambda plan: plan.where(numbers=np.ones(160, bool)), "takes a list of whole numbers"),
+        (lambda plan: plan.where(numbers={1, 2}), "takes a list of whole numbers"),
+        (lambda plan: plan.where(numbers=3), "takes a list of whole numbers, .* not 3"),
+        (lambda plan: plan.where(keys="000005"), "not found.*000005"),
         (lambda plan: plan.where(keys=["a", "b"]), "no sample has the key 'a', 'b'"),
         (lambda plan: plan.where(keys=[]), "keys= chooses no sample"),
     ],
@@ -342,10 +358,15 @@ def test_a_plan_needs_a_state_of_its_data_and_a_batch_size(folders: Folders) -> 
         ss.plan(read(folders[0], None, shuffle=True, seed=1), batch_size=6, state=state)
     with pytest.raises(ss.ShardStreamError, match="needs batch_size="):
         ss.plan(read(folders[0], None))
+    with pytest.raises(ss.ShardStreamError, match="batch_size must be at least 1, not 0"):
+        ss.plan(read(folders[0], None), batch_size=0)
     with pytest.raises(ss.ShardStreamError, match="ranks must be at least 1"):
         ss.plan(read(folders[0], None), batch_size=1, ranks=0)
     later = ss.plan(read(folders[0], None, shuffle=True, seed=1), 2, batch_size=8, state=state)
     assert (later.epoch, later.num_steps) == (2, 20)
+    small_set = ss.plan(read(folders[0], None), batch_size=161, drop_last=True)
+    with pytest.raises(ss.ShardStreamError, match="no step 0: the plan has no steps"):
+        small_set.samples(0)
 
 
 def test_trainings_without_a_plan_are_refused(folders: Folders) -> None:

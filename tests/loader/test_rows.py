@@ -205,6 +205,10 @@ def test_group_whose_samples_do_not_follow_each_other_is_refused(tokens: str) ->
         dataset.windows(size=2, group="episode")
 
 
+def _refuse(batch: Any) -> Any:
+    raise ValueError(len(batch))
+
+
 def test_batches_by_cost_have_one_number_of_steps_on_all_ranks(tokens: str) -> None:
     seen: list[str] = []
     for rank in range(4):
@@ -218,6 +222,13 @@ def test_batches_by_cost_have_one_number_of_steps_on_all_ranks(tokens: str) -> N
             assert len(batch) * max(len(one["npy"]) for one in batch) <= 400
             seen += [one["__key__"] for one in batch]
     assert sorted(seen) == [f"{number:04d}" for number in range(N)]
+
+
+def test_bad_batches_by_cost_are_skipped(tokens: str) -> None:
+    dataset = ss.ShardDataset(tokens, on_error="skip").decode().batch_by_cost(LENGTHS, 400)
+    loader = ss.ShardLoader(dataset.map(_refuse), batch_size=None)
+    assert list(loader) == []
+    assert {type(bad.key) for bad in loader.bad_samples} == {str}
 
 
 def test_cost_function_gets_all_numbers_and_bounds_batches(tokens: str) -> None:
