@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardstream.cli.options import StorageOption, Urls, parse_options, terminal_bar
+from shardstream.cli.options import (
+    StorageOption,
+    Urls,
+    Version,
+    parse_options,
+    parse_version,
+    terminal_bar,
+)
 from shardstream.cli.terminal_text import aligned
 from shardstream.errors import OptionError, plural
 
@@ -60,6 +67,7 @@ def bench(  # noqa: PLR0913  (a command's options)
         typer.Option(metavar="FILE", help="Draw the rates (PNG, SVG); needs matplotlib."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    version: Version = None,
     option: StorageOption = None,
 ) -> None:
     """Measure how fast a dataset is read on this machine, and recommend the number of workers.
@@ -88,6 +96,7 @@ def bench(  # noqa: PLR0913  (a command's options)
         shuffle=not in_order,
         on_error=SkipBudget(samples=_ANY_NUMBER),  # they are counted
         storage_options=parse_options(option, *urls),
+        version=parse_version(version),
     )
     if decode:
         dataset = dataset.decode(*decode)

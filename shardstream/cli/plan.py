@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardstream.cli.options import StorageOption, parse_options
+from shardstream.cli.options import StorageOption, Version, parse_options, parse_version
 from shardstream.cli.terminal_text import aligned, printable
 from shardstream.errors import OptionError
 
@@ -79,6 +79,7 @@ def plan(  # noqa: PLR0913  (the options of a command)
     number: _Numbers = None,
     state: _State = None,
     dataset: _Dataset = None,
+    version: Version = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     option: StorageOption = None,
 ) -> None:
@@ -102,9 +103,10 @@ def plan(  # noqa: PLR0913  (the options of a command)
     import shardstream as ss  # noqa: PLC0415  (torch takes over a second)
 
     if dataset is None:
-        made: Any = _open(urls, shuffle, seed, saved, options)
-    elif urls or shuffle is not None or seed is not None:
-        raise typer.BadParameter("--dataset has its own URL, --shuffle and --seed")
+        known = {"storage_options": options, "version": parse_version(version)}
+        made: Any = _open(urls, shuffle, seed, saved, known)
+    elif urls or (shuffle, seed, version) != (None, None, None):
+        raise typer.BadParameter("--dataset has its own URL, --shuffle, --seed and --version")
     else:
         made = _call(dataset)
     found = ss.plan(
@@ -145,7 +147,7 @@ def _open(
         urls,
         shuffle=bool(saved.get("shuffle", False) if shuffle is None else shuffle),
         seed=saved.get("seed", 0) if seed is None else seed,
-        storage_options=options,
+        **options,
         read=ss.ReadOptions(index="require"),
     )
 

@@ -22,9 +22,11 @@ from shardstream.cli.options import (
     StorageOption,
     TaskProcesses,
     Urls,
+    Version,
     executor_of,
     parse_options,
     parse_stores,
+    parse_version,
     state_of_parts,
 )
 from shardstream.cli.pack_progress import job_bar, print_checks, print_warnings, report_interruption
@@ -108,6 +110,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     ] = False,
     seed: _Seed = None,
     where: _Where = None,
+    version: Version = None,
     fields: _Fields = None,
     add: _Add = None,
     missing: _Missing = "error",
@@ -137,9 +140,11 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     with report_interruption(), job_bar("resharding") as progress:
         stores = parse_stores(option, source_option, *urls, dest, *(add or ()))
         source: Any = urls
-        if where is not None:  # imports torch
+        if where is not None or version is not None:  # imports torch
             reading = stores["source_options"] or stores["storage_options"]
-            source = ss.ShardDataset(urls, where=where, storage_options=reading)
+            source = ss.ShardDataset(
+                urls, where=where, version=parse_version(version), storage_options=reading
+            )
         report = ss.reshard(
             source,
             dest,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shardstream.cli.options import StorageOption, Urls, parse_options
+from shardstream.cli.options import StorageOption, Urls, Version, parse_options, parse_version
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import OptionError, how_to_install
 
@@ -60,6 +60,7 @@ def view(  # noqa: PLR0913  (the options of a command)
     bad: _Bad = None,
     decode: _Decode = None,
     dataset: _Dataset = None,
+    version: Version = None,
     option: StorageOption = None,
 ) -> None:
     """Look at a dataset in the browser: samples, histograms, epochs, bad samples.
@@ -83,6 +84,7 @@ def view(  # noqa: PLR0913  (the options of a command)
     options = ViewOptions(
         urls=tuple(urls),
         storage_options=parse_options(option, *urls, *(bad or ())),
+        version=parse_version(version),
         bad=tuple(bad or ()),
         decode=None if decode is None else load_function(decode, "--decode"),
         training=None if dataset is None else open_source(load_function(dataset, "--dataset")),

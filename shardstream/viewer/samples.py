@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardstream.catalog import (
     Classes,
     ShardCatalog,
     common_classes,
+    deleted_by_shard,
     lacks_index,
     read_all_classes,
     stream_samples,
@@ -32,11 +33,12 @@ from shardstream.fetch import coalesce
 from shardstream.format import (
     Buffer,
     Group,
+    ReplacedFields,
     iter_groups,
     iter_members,
     read_sample,
 )
-from shardstream.samples import Numbers, RowSamples, Samples, View
+from shardstream.samples import Numbers, RowSamples, Samples, View, WithoutDeleted
 from shardstream.storage import (
     LocatedShards,
     Storage,
@@ -187,16 +189,42 @@ class IndexedSamples(ViewedSamples):
     def __init__(self, located: LocatedShards, storage: Storage) -> None:
         super().__init__(located, storage)
         self.catalog: ShardCatalog = ShardCatalog(located, storage)
+        self.samples: Samples = self.catalog
+        """Those that readers see; numbers on the page are of these."""
+        if located.deleted:
+            deleted = deleted_by_shard(located)
+            firsts = self.catalog.first_samples([*deleted])
+            whole = [one + first for one, first in zip(deleted.values(), firsts, strict=True)]
+            self.samples = WithoutDeleted(self.catalog, np.concatenate(whole))
+        replaced = {name for one in _replaced_of(located) for name in one.fields}
+        if replaced:
+            names = ", ".join(sorted(replaced))
+            self.hint = f"The fields {names} were replaced: here are those of before. ShardDataset and 'shardstream cat' return the new ones."
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-view")
         self._kept: OrderedDict[int, FoundSample] = OrderedDict()
         self._kept_bytes = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self.catalog)
+        return len(self.samples)
 
     def find(self, numbers: Sequence[int]) -> list[Shown]:
         """Return samples by number: neighbours with one request, of large samples the headers only."""
+        if not isinstance(self.samples, WithoutDeleted):
+            return self._find(numbers)
+        whole = self.samples.numbers_in(0, np.array(numbers, dtype=np.int64))
+        return [
+            replace(one, place=replace(one.place, number=number))
+            for number, one in zip(numbers, self._find(whole.tolist()), strict=True)
+        ]
+
+    def numbers_here(self, whole: Numbers) -> Numbers:
+        """Return the numbers of samples of the catalog, -1 for those that are deleted; shape (n,)."""
+        if isinstance(self.samples, WithoutDeleted):
+            return self.samples.numbers_of(whole)
+        return whole
+
+    def _find(self, numbers: Sequence[int]) -> list[Shown]:
         with self._lock:
             found: dict[int, Shown] = {n: self._kept[n] for n in numbers if n in self._kept}
         if self.catalog.is_local:  # what is kept may be of a shard that was overwritten
@@ -218,7 +246,7 @@ class IndexedSamples(ViewedSamples):
         if kept is not None:
             return bytes(kept[start:end])
         offset = sample.fields[name][0]
-        shard = int(self.catalog.find_shards(np.array([sample.place.number]))[0])
+        shard = int(self.samples.find_shards(np.array([sample.place.number]))[0])
         return bytes(self.catalog.fetch(shard, offset + start, offset + end))
 
     def number_at(self, url: str, offset: int) -> int | None:
@@ -230,7 +258,9 @@ class IndexedSamples(ViewedSamples):
         within = int(np.searchsorted(offsets, offset, "right")) - 1
         if not 0 <= within < len(offsets) - 1:
             return None
-        return int(self.catalog.first_samples([shard])[0]) + within
+        whole = self.catalog.first_samples([shard]) + within
+        number = int(self.numbers_here(whole)[0])
+        return None if number < 0 else number
 
     def numbers_of(self, samples: Samples, numbers: Numbers) -> Numbers:
         """Return the numbers here of samples of another dataset that are stored in these shards, -1 for others; shape (n,).
@@ -241,21 +271,25 @@ class IndexedSamples(ViewedSamples):
             samples: The other dataset: a view of this one, or one that is opened from the same shards.
             numbers: Numbers of its samples, or of copies of them.
         """
+        whole = self._whole_numbers_of(samples, numbers)
+        return np.where(whole < 0, -1, self.numbers_here(whole.clip(0)))
+
+    def _whole_numbers_of(self, samples: Samples, numbers: Numbers) -> Numbers:
         if samples is self.catalog:
             return numbers % len(samples)
         if isinstance(samples, RowSamples):
-            return self.numbers_of(samples.whole, samples.plan.parts(numbers).numbers)
+            return self._whole_numbers_of(samples.whole, samples.plan.parts(numbers).numbers)
         if isinstance(samples, View) and any(isinstance(one, RowSamples) for one in samples.inner):
             places, own = samples.find(numbers)
             rows = zip(places.tolist(), own.reshape(-1, 1), strict=True)
-            in_rows = [self.numbers_of(samples.inner[place], one) for place, one in rows]
+            in_rows = [self._whole_numbers_of(samples.inner[place], one) for place, one in rows]
             return np.concatenate([np.empty_like(numbers, shape=0), *in_rows])
         found = np.full_like(numbers, -1)
         if isinstance(samples, View):
             places, own = samples.find(numbers)
             for place in np.unique(places).tolist():
                 inner, mine = samples.inner[place], places == place
-                found[mine] = self.numbers_of(inner, own[mine])
+                found[mine] = self._whole_numbers_of(inner, own[mine])
         elif isinstance(samples, ShardCatalog):
             numbers = numbers % len(samples)
             shards, of_shard = np.unique(samples.find_shards(numbers), return_inverse=True)
@@ -373,12 +407,17 @@ class StreamedSamples(ViewedSamples):
         return bytes(sample.bodies[name][start:end])
 
 
-def open_samples(urls: Urls, storage_options: Mapping[str, Any] | None = None) -> ViewedSamples:
+def open_samples(
+    urls: Urls,
+    storage_options: Mapping[str, Any] | None = None,
+    version: int | str | None = None,
+) -> ViewedSamples:
     """Open a dataset to look at it.
 
     Args:
         urls: A folder, a tar, a pattern, an ``index.json`` or a list.
         storage_options: ``storage_options`` of fsspec.
+        version: Number or tag of a version of the dataset; by default the current one.
 
     Raises:
         UnfinishedError: If the dataset is being written, or its writer was stopped.
@@ -387,11 +426,15 @@ def open_samples(urls: Urls, storage_options: Mapping[str, Any] | None = None) -
         ShardError: If a local tar without an index is damaged.
     """
     storage = Storage(_TIMEOUTS | dict(storage_options or {}))
-    located = locate_shards(urls, storage)
+    located = locate_shards(urls, storage, version)
     unindexed = lacks_index(located, storage)
     if unindexed is None:
         return IndexedSamples(located, storage)
     return StreamedSamples(located, storage, unindexed)
+
+
+def _replaced_of(located: LocatedShards) -> Sequence[ReplacedFields]:
+    return () if located.version is None else located.version.replaced
 
 
 def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None:

@@ -28,11 +28,15 @@ class Selections:
     """Samples that fulfil conditions; thread-safe. The results of the last conditions are kept.
 
     Args:
-        catalog: The samples.
+        samples: The samples.
+        catalog: Those of all shards, deleted ones, too.
+        numbers_here: Numbers of samples of the catalog, shape (n,), to their numbers, -1 for those that are deleted.
     """
 
-    def __init__(self, catalog: ShardCatalog) -> None:
-        self._catalog = catalog
+    def __init__(
+        self, samples: Samples, catalog: ShardCatalog, numbers_here: Callable[[Numbers], Numbers]
+    ) -> None:
+        self._samples, self._catalog, self._numbers_here = samples, catalog, numbers_here
         self._kept: OrderedDict[str, Numbers] = OrderedDict()
         self._table: Any = None
         self._missing: str | None = None  # why there are no columns
@@ -50,7 +54,7 @@ class Selections:
                 raise OptionError(self._missing)
             if self._table is None:
                 try:
-                    self._table = self._catalog.read_columns(None)
+                    self._table = self._samples.read_columns(None)
                 except OptionError as error:
                     self._missing = str(error)
                     raise
@@ -59,7 +63,7 @@ class Selections:
     def names(self) -> list[str]:
         """Return the names of the columns; none if there are no columns, or they cannot be read."""
         try:
-            return self._catalog.column_names()
+            return self._samples.column_names()
         except ShardStreamError:
             return []
 
@@ -98,7 +102,7 @@ class Selections:
         kept = self._kept.get(where)
         if kept is not None:
             return kept
-        numbers = find_where(self._catalog, where)
+        numbers = find_where(self._samples, where)
         with self._lock:
             self._kept[where] = numbers
             while len(self._kept) > _KEPT:
@@ -107,7 +111,7 @@ class Selections:
 
     def samples(self, where: str) -> Samples:
         """Return the samples that fulfil a condition, as ``ShardDataset(where=)`` reads them."""
-        return Subset(self._catalog, self.choose(where)) if where else self._catalog
+        return Subset(self._samples, self.choose(where)) if where else self._samples
 
     def classes_of(self) -> Numbers | None:
         """Return the class number of each sample, -1 where it is unknown; None without the column ``cls``."""
@@ -145,11 +149,14 @@ class Selections:
             raise OptionError(
                 f"a search by key would read the headers of all samples; {NO_COLUMNS}, or use 'shardstream cat --key'"
             )
-        return search_headers(self._catalog, text, time.monotonic)
+        return search_headers(self._catalog, text, time.monotonic, self._numbers_here)
 
 
 def search_headers(
-    catalog: ShardCatalog, text: str, clock: Callable[[], float]
+    catalog: ShardCatalog,
+    text: str,
+    clock: Callable[[], float],
+    numbers_here: Callable[[Numbers], Numbers],
 ) -> tuple[list[int], str]:
     """Search keys in the headers of local shards, for up to 20 s; returns as `Selections.search`."""
     equal: list[int] = []
@@ -168,9 +175,11 @@ def search_headers(
             ).keys
         except ShardStreamError:  # the grid shows what is wrong with it
             keys = []
-        for place, key in enumerate(keys):
-            if text in key:
-                (equal if key == text else found).append(first + place)
+        places = [place for place, key in enumerate(keys) if text in key]
+        numbers = numbers_here(first + np.array(places, dtype=np.int64)).tolist()
+        for place, one in zip(places, numbers, strict=True):
+            if one >= 0:
+                (equal if keys[place] == text else found).append(one)
         first += catalog.shards[number].nsamples or 0
     return _equal_first(equal, found)
 

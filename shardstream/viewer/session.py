@@ -50,6 +50,7 @@ from shardstream.viewer.page import (
 from shardstream.viewer.samples import (
     BrokenSample,
     FoundSample,
+    IndexedSamples,
     Shown,
     ViewedSamples,
     open_samples,
@@ -75,6 +76,7 @@ class ViewOptions:
     Args:
         urls: The dataset.
         storage_options: ``storage_options`` of fsspec.
+        version: Number or tag of a version of the dataset; None for the current one.
         bad: Reports of bad samples.
         decode: The user's function; None for none.
         training: Source of the dataset whose epochs are shown; None for all samples, or those of a condition.
@@ -82,6 +84,7 @@ class ViewOptions:
 
     urls: tuple[str, ...]
     storage_options: Mapping[str, Any]
+    version: int | str | None = None
     bad: tuple[str, ...] = ()
     decode: UserDecode | None = None
     training: IndexedSource | None = None
@@ -120,11 +123,14 @@ class Session:
 
     def __init__(self, options: ViewOptions) -> None:
         self.options = options
-        self.samples: ViewedSamples = open_samples(options.urls, options.storage_options)
-        self._reported = read_reports(options.bad, options.storage_options)
-        self._selections = (
-            None if self.samples.catalog is None else Selections(self.samples.catalog)
+        self.samples: ViewedSamples = open_samples(
+            options.urls, options.storage_options, options.version
         )
+        self._reported = read_reports(options.bad, options.storage_options)
+        found = self.samples
+        self._selections = None
+        if isinstance(found, IndexedSamples):
+            self._selections = Selections(found.samples, found.catalog, found.numbers_here)
         self._last_balance: tuple[tuple[str, str], OrderOptions, StepBalance] | None = None
 
     def warm_up(self) -> None:
@@ -303,7 +309,10 @@ class Session:
         return found | more | {"is_given": is_given}
 
     def _command(self, name: str, *arguments: str) -> str:
-        return command_line([name, *self.options.urls, *arguments], self.options.storage_options)
+        version = self.options.version
+        chosen = [] if version is None else ["--version", str(version)]
+        words = [name, *self.options.urls, *arguments, *chosen]
+        return command_line(words, self.options.storage_options)
 
     def _source(
         self, where: str, values: Mapping[str, str]
