@@ -386,3 +386,62 @@ def test_gc_keeps_the_keys(url: str) -> None:
     assert files == {path.name for path in Path(url).glob("keys-*.npy")}
     with pytest.raises(SourceError, match="'000050'"):
         ss.pack(samples(50, 61), url, append=True)
+
+
+# --- publications of a writer that goes on
+
+
+@pytest.mark.parametrize("check_keys", [True, False])
+def test_a_writer_publishes_what_is_written_so_far(url: str, check_keys: bool) -> None:
+    end = N
+    with ss.ShardWriter(url, append=True, max_samples=4, check_keys=check_keys) as writer:
+        for count in (1, 9, 0, 4, 2):
+            for sample in samples(end, end + count):
+                writer.write(sample)
+            end += count
+            writer.publish()
+            assert numbers(url) == [*range(end)]
+        for sample in samples(end, end + 3):
+            writer.write(sample)
+    assert numbers(url) == [*range(end + 3)]
+    assert version(url)["number"] == 6
+    assert numbers(url, version=3) == [*range(N + 10)]
+    assert left_in(url) == []
+    assert json.loads((Path(url) / "index.json").read_text())["fields"] == {
+        "cls": end + 3,
+        "txt": end + 3,
+    }
+
+
+def test_a_key_that_was_published_before_is_refused(url: str) -> None:
+    writer = ss.ShardWriter(url, append=True)
+    for sample in samples(N, 50):
+        writer.write(sample)
+    writer.publish()
+    writer.write(samples(45, 46)[0])
+    with pytest.raises(SourceError, match="'000045'"):
+        writer.close()
+    assert numbers(url) == [*range(50)]  # what was published stays
+    unchecked = ss.ShardWriter(url, append=True, check_keys=False)
+    for _ in range(2):
+        unchecked.write(samples(70, 71)[0])
+        if unchecked.nsamples == 1:
+            unchecked.publish()
+    with pytest.raises(SourceError, match="'000070'"):  # its own are compared
+        unchecked.close()
+
+
+def test_publications_go_by_time_and_beside_others(url: str) -> None:
+    with ss.ShardWriter(url, append=True, publish_s=0) as writer:
+        for number, sample in enumerate(samples(N, 50)):
+            writer.write(sample)
+            ss.pack(samples(100 + number, 101 + number), url, append=True)
+    found = numbers(url)
+    assert [number for number in found if number < 100] == [*range(50)]
+    assert [number for number in found if number >= 100] == [*range(100, 110)]
+    new = ss.ShardWriter(f"{url}-new")
+    with pytest.raises(OptionError, match="append=True"):
+        new.publish()
+    new.abort()
+    with pytest.raises(OptionError, match="append=True"):
+        ss.ShardWriter(f"{url}-new", publish_s=1)

@@ -125,21 +125,21 @@ def read_base(url: str, storage: Storage) -> Base:
     return Base(url=url, classes=read_classes(url, storage), columns=columns)
 
 
-def check_append(*, is_append: bool, is_new: bool, checks_keys: bool) -> None:
+def check_append(*, is_append: bool, is_new: bool, has_defaults: bool) -> None:
     """Refuse options that do not go together.
 
     Args:
         is_append: Whether shards are to be appended.
         is_new: Whether there are options of a new dataset.
-        checks_keys: Whether keys are to be compared with those of the dataset.
+        has_defaults: Whether the options of an append have their defaults.
     """
     if is_append and is_new:
         raise OptionError(
             "append=True (--append) keeps the dataset and its name; leave overwrite and name out"
         )
-    if not (is_append or checks_keys):
+    if not (is_append or has_defaults):
         raise OptionError(
-            "check_keys=False (--no-key-check) has an effect with append=True (--append) only"
+            "check_keys=False (--no-key-check) and publish_s have an effect with append=True (--append) only"
         )
 
 
@@ -152,7 +152,8 @@ class Addition:
         shards: The shards, with names in this folder.
         fields: Field -> number of samples that have it.
         classes: Name -> number of the classes that their samples have.
-        keys: Keys of their samples; None if they are not compared.
+        keys: Keys of their samples, without those that are listed; None if they are not compared.
+        before: Those of the same writer that the dataset lists already, which are the first ones.
     """
 
     folder: str
@@ -160,6 +161,7 @@ class Addition:
     fields: Mapping[str, int]
     classes: Mapping[str, int]
     keys: NewKeys | None
+    before: Addition | None = None
 
     @property
     def dataset(self) -> str:
@@ -174,8 +176,8 @@ class Addition:
         name = self.folder.rpartition("/")[2]
         return tuple([replace(one, url=f"{name}/{one.url}") for one in self.shards])
 
-    def publish(self, storage: Storage) -> AnyManifest:
-        """Publish the next version of the dataset; return its manifest.
+    def publish(self, storage: Storage) -> None:
+        """Publish the next version of the dataset.
 
         Raises:
             OptionError: If fields, columns or class numbers differ from those of the dataset.
@@ -191,18 +193,20 @@ class Addition:
         def change(manifest: AnyManifest) -> AnyManifest | None:
             return first if manifest == found else self._next(storage, manifest)
 
-        return publish_version(self.dataset, storage, change)
+        publish_version(self.dataset, storage, change)
 
     def _next(self, storage: Storage, manifest: AnyManifest) -> AnyManifest | None:
         """Return the manifest with the new shards; None if it has them."""
         url = join_url(self.dataset, MANIFEST_NAME)
+        listed = 0 if self.before is None else len(self.before.shards)
         absolute = [replace(one, url=join_url(self.dataset, one.url)) for one in self.relative]
+        new = {one.url for one in absolute[listed:]}
         before = _with_absolute_urls(manifest, url, storage)
         recent = before.shards[-_RECENT:]  # those of another process that ends the same job now
-        if _shards_in(self.folder, recent):
+        if any(one.url in new for one in recent):
             return None
         self._check_fields(manifest)
-        _check_columns(before.shards[0], absolute[0], storage)
+        _check_columns(before.shards[0], absolute[listed], storage)
         version = manifest.dataset_version
         changes: dict[str, Any] = {}
         if self.keys is not None:
@@ -217,11 +221,14 @@ class Addition:
         if self.classes:
             changes["class_counts"] = self._extend_classes(version, storage)
         after = next_version(manifest, OPERATION, **changes)
-        total = dict(Counter(manifest.fields) + Counter(self.fields)) if manifest.fields else {}
+        fields = Counter(self.fields)
+        fields.subtract({} if self.before is None else self.before.fields)
+        total = dict(Counter(manifest.fields) + fields) if manifest.fields else {}
+        shards = self.relative[listed:]
         if isinstance(after, Manifest):
-            return replace(after, shards=(*after.shards, *self.relative), fields=total)
+            return replace(after, shards=(*after.shards, *shards), fields=total)
         assert isinstance(before.shards, LazyShards)  # noqa: S101  (of such a manifest)
-        extended, data = extend_binary(after, self.relative, before.shards.read_chunk)
+        extended, data = extend_binary(after, shards, before.shards.read_chunk)
         publish_bytes(storage, join_url(self.dataset, extended.files[-1].records), data)
         return replace(extended, fields=total)
 

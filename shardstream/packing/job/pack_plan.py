@@ -83,7 +83,7 @@ class PackRequest:
             OptionError: If options do not go together, there is no dataset, or it has other columns than the user wants.
             StorageError: If it cannot be read.
         """
-        check_append(is_append=self.appends, is_new=is_new, checks_keys=self.checks_keys)
+        check_append(is_append=self.appends, is_new=is_new, has_defaults=self.checks_keys)
         base = read_base(ShardNames.parse(self.dest).folder, Storage(self.writing))
         limits = replace(self.limits, columns=base.columns_for(self.limits.columns))
         return replace(self, base=base, limits=limits)

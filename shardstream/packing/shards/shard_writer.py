@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
@@ -50,6 +51,7 @@ class ShardWriter:
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         append: Add the shards to the dataset that is there, as a new version, with its columns. They are in a folder of their own; if the writer
             is killed, the dataset stays as it was. Any number of writers may append at the same time.
+        publish_s: With ``append``: call `publish` from `write`, at most once in so many seconds.
         check_keys: With ``append``: compare the keys with those of the dataset (see `pack`).
         overwrite: Replace an existing dataset, or shards of these names that a killed writer left. Its ``index.json`` is
             removed before the first new shard appears, shards that were not written again at the end.
@@ -70,6 +72,7 @@ class ShardWriter:
         name: str = "",
         columns: ColumnSources | None = None,
         append: bool = False,
+        publish_s: float | None = None,
         check_keys: bool = True,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
@@ -84,8 +87,14 @@ class ShardWriter:
         names = ShardNames.parse(url)
         self._append_to: Storage | None = None
         self._key_prefix = ""
-        if append or not check_keys:
-            check_append(is_append=append, is_new=overwrite or bool(name), checks_keys=check_keys)
+        self._publish_s, self._checks_keys = publish_s, check_keys
+        self._published_s = time.monotonic()
+        self._added: Addition | None = None
+        if append or publish_s is not None or not check_keys:
+            has_defaults = check_keys and publish_s is None
+            check_append(
+                is_append=append, is_new=overwrite or bool(name), has_defaults=has_defaults
+            )
             self._append_to, token = Storage(storage_options, filesystem), uuid.uuid4().hex[:16]
             base = read_base(names.folder, self._append_to)
             names = replace(names, folder=base.folder_for(token))
@@ -109,7 +118,7 @@ class ShardWriter:
             replaces=self._claim.replaces,
             keeps_keys=True,
         )
-        self._part.new_keys = NewKeys() if append and check_keys else None
+        self._part.new_keys = NewKeys() if append else None
 
     @property
     def folder(self) -> str:
@@ -157,6 +166,28 @@ class ShardWriter:
         except SampleError as error:
             raise SampleError(str(error), key=key) from error
         self._part.write(key, fields)
+        if self._publish_s is not None and time.monotonic() > self._published_s + self._publish_s:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish the samples written so far as a version of the dataset that is appended to, and go on.
+
+        The shard that is being written ends there. Each publication is a version, and `gc` removes old ones.
+
+        Raises:
+            OptionError: Without ``append``, or if fields or columns differ from those of the dataset.
+            SourceError: If a key comes twice, or is in the dataset; then the samples since the last publication are not published.
+            StorageError: If a shard or the manifest cannot be written.
+        """
+        if self._append_to is None:
+            raise OptionError(
+                "publish needs append=True: a new dataset is published when it is complete"
+            )
+        self._part.end()
+        self._part.drain()
+        self._claim.check_owner()
+        self._publish_appended(self._append_to)
+        self._published_s = time.monotonic()
 
     def drain(self) -> None:
         """Wait until the shards that are full so far are published.
@@ -192,12 +223,9 @@ class ShardWriter:
                     _log.warning("%s: %s", self.folder, warning)
             self._claim.check_owner()
             self._part.check_in_place()
-            keys = self._part.keys
-            if self._part.new_keys is not None:
-                keys = self._part.new_keys.hashes
-            if keys is not None:
-                refuse_repeated_keys(keys, self._part.shards, self._folder)
             if self._append_to is None:
+                if self._part.keys is not None:
+                    refuse_repeated_keys(self._part.keys, self._part.shards, self._folder)
                 self._publish()
             else:
                 self._publish_appended(self._append_to)
@@ -254,16 +282,26 @@ class ShardWriter:
         self._manifest = manifest
 
     def _publish_appended(self, storage: Storage) -> None:
-        """Publish the next version of the dataset, with the new shards."""
+        """Publish the next version of the dataset, with the shards that it does not list."""
+        part, before = self._part, self._added
+        if before is not None and len(before.shards) == len(part.shards):
+            return
+        assert part.new_keys is not None  # noqa: S101  (set by `__init__`)
+        refuse_repeated_keys(part.new_keys.hashes, part.shards, self._folder)
         added = Addition(
             folder=self._folder.url,
-            shards=self._part.shards,
-            fields=self._part.fields,
+            shards=tuple(part.shards),
+            fields=dict(part.fields),
             classes={},
-            keys=self._part.new_keys,
+            keys=part.new_keys if self._checks_keys else None,
+            before=before,
         )
         added.publish(storage)
-        self._manifest = Manifest(shards=added.relative, fields=dict(self._part.fields))
+        self._added = replace(added, keys=None, before=None)
+        self._manifest = Manifest(shards=added.relative, fields=added.fields)
+        if self._checks_keys:  # later ones are compared with those of the dataset
+            part.new_keys.close()
+            part.new_keys = NewKeys()
 
     def _remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""
