@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing.context import get_spawning_popen
 from operator import itemgetter
 from typing import Any
 
@@ -120,6 +121,10 @@ class BatchDataset(SplitDataset):
     def __len__(self) -> int:
         """Return the samples of this rank in an epoch, for readers of ``loader.dataset``."""
         return len(self.source_dataset)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Workers read one of both, and are started again for the other.
+        return vars(self) | ({} if get_spawning_popen() is None else {"following": None})
 
     def at(self, position: LoaderPosition) -> BatchDataset:
         """Return the batches of the versions that are read at a position: the present ones outside of the rest of an epoch in earlier ones.

@@ -44,14 +44,17 @@ def dataset_of_state(dataset: StreamDataset, state: Any) -> StreamDataset:
     saved, here = state.get("versions"), list(dataset.versions)
     if not isinstance(saved, list) or len(saved) != len(here) or saved == here:
         return dataset
+    problem = (
+        f"the state was saved with version {_shown(saved)} of the dataset, here it is {_shown(here)}, and the dataset cannot be made of "
+        "the earlier one to finish the epoch"
+    )
     try:
-        return dataset._of_versions(iter(saved))
+        made = dataset._of_versions(iter(saved))
     except (OptionError, NotFoundError, ManifestError) as error:
-        raise StateError(
-            f"the state was saved with version {_shown(saved)} of the dataset, here it is {_shown(here)}, and the dataset cannot be made of "
-            f"the earlier one to finish the epoch: {error}",
-            remedy="start without the state",
-        ) from error
+        raise StateError(f"{problem}: {error}", remedy="start without the state") from error
+    if list(made.versions) != saved:  # its samples are of another kind, or were changed
+        raise StateError(f"{problem}; make it in this process, of one URL for each version")
+    return made
 
 
 def reopen(

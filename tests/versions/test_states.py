@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -441,6 +442,41 @@ def test_first_use_needs_the_version_of_the_run(url: str) -> None:
     with pytest.raises(StateError, match=r"other data \(version \[1\]"):
         ss.first_use(ss.ShardLoader(plain(url), 4), state, numbers=[5])
     ss.first_use(ss.ShardLoader(plain(url, version=1), 4), state, numbers=[5])
+
+
+@pytest.mark.parametrize(
+    "options", [{"multiprocessing_context": "spawn"}, {"worker_method": "thread"}]
+)
+def test_other_workers_read_the_rest_and_the_next_epoch(url: str, options: Any) -> None:
+    state = saved(url)
+    ss.delete(url, numbers=range(20, 40))
+    one = ss.ShardLoader(plain(url), 4, num_workers=2, persistent_workers=True, **options)
+    alone = ss.ShardLoader(plain(url), 4)
+    one.load_state_dict(state)
+    alone.load_state_dict(state)
+    for _ in range(2):
+        assert taken(iter(one)) == taken(iter(alone))
+
+
+def test_a_state_that_is_refused_leaves_the_loader_as_it_is(url: str) -> None:
+    state = saved(url)
+    ss.delete(url, numbers=range(20, 40))
+    one = ss.ShardLoader(plain(url), 4)
+    one.load_state_dict(state)
+    batches = iter(one)
+    next(batches)
+    before = one.state_dict()
+    with pytest.raises(StateError):
+        one.load_state_dict({**state, "seed": 9})
+    assert one.state_dict() == before
+
+
+def test_a_dataset_of_another_process_is_not_made_of_earlier_versions(url: str) -> None:
+    state = saved(url)
+    ss.delete(url, numbers=[3])
+    one = ss.ShardLoader(copy.copy(plain(url)), 4)
+    with pytest.raises(StateError, match="make it in this process"):
+        one.load_state_dict(state)
 
 
 def test_replaced_fields_are_those_of_the_version(tmp_path: Path) -> None:
