@@ -28,12 +28,13 @@ from shardstream.pipeline import (
     check_epoch,
     compare_states,
     find_states,
+    parse_state,
     whole_number,
 )
 from shardstream.samples import samples_in_rows
 
 SavedState = Mapping[str, Any] | str | os.PathLike[str]
-"""A state, a checkpoint that holds one, or the file or URL of one."""
+"""A state, a checkpoint that holds one, or the file or URL of one: of torch, or ``.json``, such as ``trainer_state.json`` of a Hugging Face Trainer."""
 _NOT_ORDER = {"past", "steps"}  # differences of states of one order
 
 
@@ -296,7 +297,11 @@ def _state_of(state: SavedState, batches: BatchDataset) -> State:
     """
     url = "" if isinstance(state, Mapping) else os.fspath(state)
     pipeline = batches.source_dataset.pipeline
-    saved = read_values(url, pipeline.storage_for(url)) if url else state
+    storage, saved = pipeline.storage_for(url), state
+    if url.endswith(".json"):
+        saved = parse_state(storage.read_bounded(url).decode(errors="replace"))
+    elif url:
+        saved = read_values(url, storage)
     states = find_states(saved)
     own = [one for one in states if one.get("fingerprint") == pipeline.source.fingerprint]
     if not states or len(own) > 1:

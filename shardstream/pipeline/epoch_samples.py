@@ -193,7 +193,7 @@ class EpochSamples:
         return self._described(StepPlaces(*(column[order] for column in found)), asked)
 
     def keys(self, samples: PlannedSamples) -> list[str | None]:
-        """Return the keys of samples, which are read; None for one that is damaged.
+        """Return the keys of samples, which are read; None for one that is damaged, or was deleted since.
 
         Raises:
             StorageError: If they cannot be read.

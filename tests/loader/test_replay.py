@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import count, islice
 from pathlib import Path
@@ -271,6 +272,20 @@ def test_a_checkpoint_file_has_the_state(folder: Path, tmp_path: Path) -> None:
         ss.replay(asked, 4, state={"model": {}})
     with pytest.raises(StateError, match="kind of pipeline|fingerprint of the dataset"):
         ss.replay(loader_of("subset", folder), 4, state=url)
+
+
+def test_a_file_of_json_has_the_state(folder: Path, tmp_path: Path) -> None:
+    run = loader_of("augmented", folder)
+    state = moved_on(run, 3)
+    run.load_state_dict(state)
+    file = tmp_path / "trainer_state.json"
+    file.write_text(json.dumps({"global_step": 3, "stateful_callbacks": {"states": [state]}}))
+    loader = loader_of("augmented", folder)
+    assert same(ss.replay(loader, 0, state=file), next(iter(run)))
+    assert ss.first_use(loader, [file, run.state_dict()], numbers=range(N)).numbers.size == N
+    file.write_text("{}")
+    with pytest.raises(StateError, match="not a state of a ShardLoader"):
+        ss.replay(loader, 0, state=file)
 
 
 def test_what_cannot_be_made_again_is_an_error(folder: Path) -> None:
