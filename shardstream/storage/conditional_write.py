@@ -19,7 +19,6 @@ import random
 import time
 import warnings
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,7 +45,6 @@ _log = get_logger(__name__)
 _TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
 _LOCK_POLL_S = 0.01
-_READ_TRIES = 20
 _SERVER_ERROR = 500  # from this status on, the file may have been written
 _TRIAL, _NO_ETAG = b"shardstream", "0" * 32
 _pauses = random.SystemRandom()  # a seeded generator would give forked processes the same pauses
@@ -74,16 +72,8 @@ def read_with_version(storage: Storage, url: str) -> tuple[bytes | None, str | N
         file.
 
     Raises:
-        ChangedError: If the file is replaced during each read.
         StorageError: If it cannot be read, or has over 1 GiB.
     """
-    for _ in range(_READ_TRIES - 1):
-        with suppress(ChangedError):  # a response broke off, and the rest was of another file
-            return _read(storage, url)
-    return _read(storage, url)
-
-
-def _read(storage: Storage, url: str) -> tuple[bytes | None, str | None]:
     try:
         data, version = read_whole(storage.uncached(), url, SIDECAR_LIMIT_BYTES + 1)
     except NotFoundError:

@@ -77,24 +77,34 @@ def _read(
     range_read.look_up_version()
     while not range_read.is_complete:
         try:
-            response = storage.read_once(
-                url,
-                range_read.position,
-                end,
-                on_receive=hints.get("on_receive"),
-                cancelled=hints.get("cancelled"),
-                max_bytes=range_read.bytes_left,
-            )
-        except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
-            backoff.wait(error, range_read.error_of_failure)
-            continue
-        range_read.add(response)
-        backoff.note_response()
-        if not range_read.is_complete:
-            if response.data and not range_read.is_slow:
-                backoff.reset()
-            backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
+            _receive(range_read, backoff, **hints)
+        except ChangedError:
+            if not range_read.can_begin_again:
+                raise
+            range_read.begin()
     return range_read
+
+
+def _receive(range_read: _RangeRead, backoff: Backoff, **hints: Unpack[ReadHints]) -> None:
+    """Send one request and add its response; pause if that is not the rest."""
+    try:
+        response = range_read.storage.read_once(
+            range_read.url,
+            range_read.position,
+            range_read.end,
+            on_receive=hints.get("on_receive"),
+            cancelled=hints.get("cancelled"),
+            max_bytes=range_read.bytes_left,
+        )
+    except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
+        backoff.wait(error, range_read.error_of_failure)
+        return
+    range_read.add(response)
+    backoff.note_response()
+    if not range_read.is_complete:
+        if response.data and not range_read.is_slow:
+            backoff.reset()
+        backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
 
 
 def retry_call(
@@ -272,14 +282,24 @@ class _RangeRead:
         self.storage, self.url, self.end = storage, url, end
         self._expected_size = size
         self.max_bytes: int | None = None
+        self._pins = (start, end) != (0, None) or size is not None
+        self._start = start
+        self.is_complete = end is not None and end <= start
+        self._begin = time.monotonic()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the first byte."""
         self._size: int | None = None  # sent by the server
         self.version: str | None = None
         """Version of the file that the bytes are of."""
-        self._pins = (start, end) != (0, None) or size is not None
         self._parts: list[bytes | memoryview] = []
-        self._start = self.position = start
-        self.is_complete = end is not None and end <= start
-        self._begin = time.monotonic()
+        self.position = self._start
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether this is a whole small file, such as a manifest, which may be replaced during the read."""
+        return not self._pins
 
     @property
     def data(self) -> bytes | memoryview:

@@ -181,6 +181,21 @@ def test_ranges_of_two_versions_of_a_file_are_an_error(
                 one.read(url, 100, 200)
 
 
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_small_file_that_is_replaced_during_the_read_is_read_again(client: str) -> None:
+    """As a manifest is, with each version of a dataset: the first response breaks off, the next ones are of another file."""
+    other = DATA[::-1] + b"longer"
+
+    def respond(request: Request) -> bytes:
+        if request.number == 0:
+            return file_response(request, DATA, ETag='"1"')[:-100]
+        return file_response(request, other, ETag='"2"')
+
+    with raw_server(respond) as server:
+        storage, url = open_file(client, server)
+        assert storage.read(url) == other
+
+
 def test_ranges_of_two_versions_in_any_file_system_are_an_error() -> None:
     url, storage = f"memory://{uuid.uuid4().hex}/a.bin", Storage()
     memory = fsspec.filesystem("memory")
