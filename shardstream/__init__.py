@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         join,
         load_checkpoint,
         mix,
+        plan,
         replay,
         save_checkpoint,
         show,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
         Weights,
         WeightSchedule,
         compare_states,
-        plan,
     )
     from shardstream.versions import delete
 
@@ -117,7 +117,7 @@ _LAZY = {
     "pack": "packing",
     "replace_fields": "packing",
     "replay": "loader",
-    "plan": "pipeline",
+    "plan": "loader",
     "reshard": "packing",
     "save_checkpoint": "loader",
     "show": "loader",

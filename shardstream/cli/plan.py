@@ -16,6 +16,10 @@ from shardstream.errors import OptionError
 if TYPE_CHECKING:
     from shardstream.pipeline import EpochSamples, PlannedSamples, State
 
+_Urls = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="URL", help="Folder, tar, quoted pattern or index.json."),
+]
 _Ranks = Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the training.")]
 _Workers = Annotated[int, typer.Option(min=0, metavar="N", help="Loader workers of each rank.")]
 _BatchSize = Annotated[
@@ -61,10 +65,7 @@ _Dataset = Annotated[
 
 
 def plan(  # noqa: PLR0913  (the options of a command)
-    urls: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="URL", help="Folder, tar, quoted pattern or index.json."),
-    ] = None,
+    urls: _Urls = None,
     *,
     ranks: _Ranks = 1,
     workers: _Workers = 0,
@@ -103,10 +104,12 @@ def plan(  # noqa: PLR0913  (the options of a command)
     import shardstream as ss  # noqa: PLC0415  (torch takes over a second)
 
     if dataset is None:
-        known = {"storage_options": options, "version": parse_version(version)}
-        made: Any = _open(urls, shuffle, seed, saved, known)
-    elif urls or (shuffle, seed, version) != (None, None, None):
-        raise typer.BadParameter("--dataset has its own URL, --shuffle, --seed and --version")
+        known = {"version": parse_version(version), "storage_options": options}
+        made: Any = _open(urls, {"shuffle": shuffle, "seed": seed}, saved or {}, known)
+    elif urls or any(one is not None for one in (shuffle, seed, version)) or (option and not state):
+        raise typer.BadParameter(
+            "--dataset has its own URL, --shuffle, --seed, --version, --option"
+        )
     else:
         made = _call(dataset)
     found = ss.plan(
@@ -118,38 +121,31 @@ def plan(  # noqa: PLR0913  (the options of a command)
         drop_last=drop_last,
         state=saved,
     )
-    samples = None
+    rows = None
     if step is not None:
-        samples = found.samples(step, rank)
+        rows = _rows(found, found.samples(step, rank))
     elif key or number:
-        samples = found.where(keys=key or None, numbers=number or None)
-    rows = [] if samples is None else _rows(found, samples)
+        rows = _rows(found, found.where(keys=key or None, numbers=number or None))
     if as_json:
-        typer.echo(json.dumps(_as_json(found, None if samples is None else rows), indent=1))
+        typer.echo(json.dumps(_as_json(found, rows), indent=1))
     else:
-        _show(found, made, rows, is_asked=samples is not None)
+        _show(found, made, rows)
 
 
 def _open(
     urls: list[str] | None,
-    shuffle: bool | None,
-    seed: int | None,
-    state: State | None,
+    order: dict[str, Any],
+    state: State,
     options: dict[str, Any],
 ) -> Any:
-    """Open the dataset of the command, in the order of its options or of a state."""
+    """Open the dataset of the command, in the order of its options, or else of a state."""
     import shardstream as ss  # noqa: PLC0415
 
     if not urls:
         raise typer.BadParameter("give a URL or --dataset")
-    saved = state or {}
-    return ss.ShardDataset(
-        urls,
-        shuffle=bool(saved.get("shuffle", False) if shuffle is None else shuffle),
-        seed=saved.get("seed", 0) if seed is None else seed,
-        **options,
-        read=ss.ReadOptions(index="require"),
-    )
+    own = {name: state.get(name, 0) if value is None else value for name, value in order.items()}
+    own["shuffle"] = bool(own["shuffle"])
+    return ss.ShardDataset(urls, read=ss.ReadOptions(index="require"), **own, **options)
 
 
 def _call(name: str) -> Any:
@@ -166,16 +162,16 @@ def _call(name: str) -> Any:
 
 
 def _read_state(url: str, options: dict[str, Any]) -> State:
-    """Return the state of a loader in a file of JSON, or in a checkpoint, of which nothing is run."""
+    """Return the state of a loader in a file of JSON, in a checkpoint, of which nothing is run, or in the latest one of a folder."""
     from shardstream.pipeline import parse_state, state_in  # noqa: PLC0415
     from shardstream.storage import Storage  # noqa: PLC0415
 
-    options = options if "://" in url else {}
+    storage = Storage(options if "://" in url else None)
     if url.endswith((".pt", ".pth", "/")) or os.path.isdir(url):
-        from shardstream.loader import load_checkpoint  # noqa: PLC0415
+        from shardstream.loader import find_checkpoints, read_values  # noqa: PLC0415
 
-        return state_in(load_checkpoint(url, storage_options=options))
-    return parse_state(Storage(options).read_bounded(url).decode(errors="replace"))
+        return state_in(read_values(find_checkpoints(url, storage)[-1], storage))
+    return parse_state(storage.read_bounded(url).decode(errors="replace"))
 
 
 def _rows(found: EpochSamples, samples: PlannedSamples) -> list[dict[str, Any]]:
@@ -194,14 +190,17 @@ def _rows(found: EpochSamples, samples: PlannedSamples) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _show(found: EpochSamples, dataset: Any, rows: list[dict[str, Any]], *, is_asked: bool) -> None:
+def _show(found: EpochSamples, dataset: Any, rows: list[dict[str, Any]] | None) -> None:
     order = dataset.pipeline.source
     how = f"shuffled with seed {order.seed}" if order.shuffle else "in stored order"
     typer.echo(f"{found.extent}, {how}")
     if not found.is_exact:
-        typer.echo("select or on_error= may leave out or replace some of these samples")
+        typer.echo(
+            "some of these samples may be left out or replaced: by select, on_error=, or as they were deleted since"
+        )
     if not rows:
-        typer.echo("no such sample comes in it" if is_asked else "show one with --step, --key or --number")  # fmt: skip
+        hint = "show one with --step, --key or --number"
+        typer.echo(hint if rows is None else "no such sample comes in it")
         return
     names = [name for name in rows[0] if name != "copy" or any(row["copy"] for row in rows)]
     cells = [tuple(_cell(row[name]) for name in names) for row in rows]

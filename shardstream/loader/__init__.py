@@ -3,7 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from shardstream.loader.catalog_dataset import CatalogDataset
-from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
+from shardstream.loader.checkpoint import (
+    find_checkpoints,
+    load_checkpoint,
+    read_values,
+    save_checkpoint,
+)
 from shardstream.loader.collation import (
     collate,
     cu_seqlens,
@@ -34,7 +39,7 @@ from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset
 from shardstream.loader.option_checks import warn_of_lanes
-from shardstream.loader.past_training import first_use, replay
+from shardstream.loader.past_training import first_use, plan, replay
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
@@ -70,6 +75,7 @@ __all__ = [
     "current_worker_info",
     "decode_sample",
     "fewest_workers",
+    "find_checkpoints",
     "first_use",
     "join",
     "load_checkpoint",
@@ -77,7 +83,9 @@ __all__ = [
     "load_tensors",
     "mix",
     "open_pinned_memory",
+    "plan",
     "prefetch",
+    "read_values",
     "refuse_placement",
     "replay",
     "run_trials",

@@ -222,9 +222,7 @@ class BatchDataset(SplitDataset):
         source, epoch = self.indexed_source, position.epoch
         if source is None:
             planned_source(self.source_dataset.pipeline)
-            raise OptionError(
-                "no plan says which samples make a batch: the loader has batch_size=None"
-            )
+            raise OptionError("no plan says which samples make a batch, as batch_size= is None")
         return EpochSamples(
             source,
             source.plan(self.order(epoch), epoch),

@@ -1,4 +1,4 @@
-"""Look back at a training: make one of its batches again, and find its checkpoint before some samples were used."""
+"""Ask about a training: which samples come when, one of its batches made again, its checkpoint before some samples were used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,18 +17,22 @@ import numpy as np
 from shardstream.catalog import Keys, find_keys
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError, SampleError, StateError
-from shardstream.loader.batch_dataset import BatchDataset
+from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.checkpoint import find_checkpoints, read_values
+from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.loader import ShardLoader
 from shardstream.order import Ints
 from shardstream.pipeline import (
+    EpochSamples,
     LoaderPosition,
     SkipTracker,
     State,
+    check_at_least,
     check_epoch,
     compare_states,
     find_states,
     parse_state,
+    planned_source,
     whole_number,
 )
 from shardstream.samples import samples_in_rows
@@ -36,6 +40,56 @@ from shardstream.samples import samples_in_rows
 SavedState = Mapping[str, Any] | str | os.PathLike[str]
 """A state, a checkpoint that holds one, or the file or URL of one: of torch, or ``.json``, such as ``trainer_state.json`` of a Hugging Face Trainer."""
 _NOT_ORDER = {"past", "steps"}  # differences of states of one order
+
+
+def plan(  # noqa: PLR0913  (the public door)
+    dataset: StreamDataset,
+    epoch: int | None = None,
+    *,
+    ranks: int = 1,
+    workers: int = 0,
+    batch_size: int | None = None,
+    drop_last: bool = False,
+    state: SavedState | None = None,
+) -> EpochSamples:
+    """Return which samples each rank of a training reads at each step of an epoch, and when a sample comes; nothing of the data is read.
+
+        ss.plan(dataset, epoch=3, ranks=8, workers=2, batch_size=64).samples(1200)
+
+    `ShardLoader.plan` returns the same for a loader. Steps are batches of a `ShardLoader`: other loaders order samples otherwise.
+
+    Args:
+        dataset: A `ShardDataset`, `mix`, `join`, ...; its placement does not matter.
+        epoch: From 0; by default that of the state, or 0.
+        ranks: Number of ranks.
+        workers: ``num_workers`` of their loaders, by which the order has its lanes unless ``lanes=`` of `OrderOptions` does.
+        batch_size: Samples of a batch of one rank; None where items are batches, as those of ``batch_by_cost``.
+        drop_last: As in `ShardLoader`.
+        state: A saved ``loader.state_dict()``, or the file or URL of a checkpoint that holds one: its epoch is planned from its position on,
+            also if ``epoch`` names it, and others in its order. Ranks, workers and batches may be others than those of the training that saved it.
+
+    Raises:
+        OptionError: If it is not known before samples are read, because steps change counts or shards have no index; or a number is invalid.
+        StateError: If the dataset cannot continue the state.
+    """
+    check_at_least(1, ranks=ranks, batch_size=batch_size)
+    check_at_least(0, workers=workers)
+    if batch_size is None and not planned_source(dataset.pipeline).yields_batches:
+        raise OptionError("plan needs batch_size=, the samples of a batch of one rank")
+    batches = BatchDataset(
+        dataset,
+        batch_size=batch_size,
+        collate_fn=as_is,
+        num_workers=workers,
+        drop_last=drop_last,
+    )
+    batches.partition_config = replace(batches.partition_config, world_size=ranks)
+    position = LoaderPosition()
+    if state is not None:
+        position = batches.load(_state_of(state, batches), 0)
+    if epoch is not None and epoch != position.epoch:
+        position = LoaderPosition(epoch=check_epoch(epoch))
+    return batches.epoch_samples(position)
 
 
 def replay(

@@ -17,9 +17,6 @@ from shardstream.pipeline.decode import (
 from shardstream.pipeline.epoch_samples import (
     EpochSamples,
     PlannedSamples,
-    Topology,
-    plan,
-    plan_epoch,
     planned_source,
 )
 from shardstream.pipeline.fields import (
@@ -183,7 +180,6 @@ __all__ = [
     "State",
     "Stop",
     "ToTuple",
-    "Topology",
     "Unbatched",
     "WeightSchedule",
     "WeightedSource",
@@ -219,8 +215,6 @@ __all__ = [
     "part_state",
     "partition_config",
     "past_of",
-    "plan",
-    "plan_epoch",
     "plan_state",
     "plan_steps",
     "planned_source",

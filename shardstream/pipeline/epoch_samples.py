@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +16,12 @@ from shardstream.pipeline.indexed_source import (
     LOOK_AHEAD_BYTES,
     IndexedSource,
     numbered_source,
-    partition_config,
 )
-from shardstream.pipeline.loader_state import LoaderPosition, position_in, resumed_source
 from shardstream.pipeline.mix import MixIndexedSource
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.row_source import RowSource
 from shardstream.pipeline.runner import ItemStage
-from shardstream.pipeline.stage import check_at_least, check_epoch, whole_number
+from shardstream.pipeline.stage import whole_number
 from shardstream.samples import (
     Concat,
     FetchOptions,
@@ -34,38 +32,6 @@ from shardstream.samples import (
 )
 
 _AT_ONCE = 1 << 16  # samples that are found together: a bound of the memory
-
-
-class HasPipeline(Protocol):
-    """A dataset with a pipeline."""
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Its source and stages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
-    """Ranks and workers of a training, and the batch of each rank.
-
-    Args:
-        ranks: Number of ranks.
-        workers: Loader workers of each rank; 0 reads in the main process.
-        batch_size: Samples of a batch of one rank.
-        drop_last: As in ``ShardLoader``.
-
-    Raises:
-        OptionError: If a number is out of range.
-    """
-
-    ranks: int
-    workers: int
-    batch_size: int
-    drop_last: bool = False
-
-    def __post_init__(self) -> None:
-        check_at_least(1, ranks=self.ranks, batch_size=self.batch_size)
-        check_at_least(0, workers=self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -254,98 +220,6 @@ def _in_range(name: str, value: Any, end: int) -> int:
         known = f"they are numbered from 0 to {end - 1}" if end else f"the plan has no {name}s"
         raise OptionError(f"there is no {name} {number}: {known}")
     return number
-
-
-def plan_epoch(
-    source: IndexedSource,
-    topology: Topology,
-    epoch: int,
-    *,
-    consumed: int = 0,
-    may_leave_out: bool = False,
-) -> EpochSamples:
-    """Return the samples of an epoch by step, as loaders of this topology read them.
-
-    Args:
-        source: The samples and their order.
-        topology: Ranks, workers and batch.
-        epoch: From 0.
-        consumed: As in `EpochSamples`, as all below.
-        may_leave_out: As in `EpochSamples`.
-
-    Raises:
-        OptionError: If the numbers do not fit together.
-    """
-    config = partition_config(
-        source,
-        ranks=topology.ranks,
-        batch_size=topology.batch_size,
-        drop_last=topology.drop_last,
-    )
-    workers = max(1, topology.workers)
-    order = source.order(
-        batch=source.options.microbatch or topology.batch_size,
-        lanes=config.batches_per_step * workers,
-        epoch=epoch,
-    )
-    return EpochSamples(
-        source,
-        source.plan(order, epoch),
-        config,
-        workers=workers,
-        consumed=consumed,
-        may_leave_out=may_leave_out,
-    )
-
-
-def plan(  # noqa: PLR0913  (the public door)
-    dataset: HasPipeline,
-    epoch: int | None = None,
-    *,
-    ranks: int = 1,
-    workers: int = 0,
-    batch_size: int | None = None,
-    drop_last: bool = False,
-    state: Mapping[str, Any] | None = None,
-) -> EpochSamples:
-    """Return which samples each rank of a training reads at each step of an epoch, and when a sample comes; nothing is read.
-
-        ss.plan(dataset, epoch=3, ranks=8, workers=2, batch_size=64).samples(1200)
-
-    `ShardLoader.plan` returns the same for a loader. Steps are batches of a `ShardLoader`: other loaders order samples otherwise.
-
-    Args:
-        dataset: A `ShardDataset`, `mix`, `join`, ...; its placement does not matter.
-        epoch: From 0; by default that of the state, or 0.
-        ranks: Number of ranks.
-        workers: ``num_workers`` of their loaders, by which the order has its lanes unless ``lanes=`` of `OrderOptions` does.
-        batch_size: Samples of a batch of one rank; None where items are batches, as those of ``batch_by_cost``.
-        drop_last: As in `ShardLoader`.
-        state: A saved ``loader.state_dict()``: its epoch is planned from its position on, also if ``epoch`` names it, and others in its order.
-            Ranks, workers and batches may be others than those of the training that saved it.
-
-    Raises:
-        OptionError: If it is not known before samples are read, because steps change counts or shards have no index; or a number is invalid.
-        StateError: If the dataset cannot continue the state.
-    """
-    pipeline = dataset.pipeline
-    source = planned_source(pipeline)
-    if batch_size is None and not source.yields_batches:
-        raise OptionError("plan needs batch_size=, the samples of a batch of one rank")
-    size = 1 if batch_size is None else batch_size
-    topology = Topology(ranks=ranks, workers=workers, batch_size=size, drop_last=drop_last)
-    position = LoaderPosition()
-    if state is not None:
-        source = resumed_source(source, source.options, state, topology.batch_size)
-        position = position_in(state)
-    epoch = position.epoch if epoch is None else check_epoch(epoch)
-    return plan_epoch(
-        source,
-        topology,
-        epoch,
-        consumed=position.consumed if epoch == position.epoch else 0,
-        may_leave_out=pipeline.may_leave_out,
-    )
 
 
 def planned_source(pipeline: Pipeline) -> IndexedSource:

@@ -23,9 +23,8 @@ from shardstream.pipeline import (
     MixIndexedSource,
     OrderedSource,
     OrderOptions,
-    Topology,
     parse_state,
-    plan_epoch,
+    partition_config,
     resumed_source,
 )
 from shardstream.samples import Numbers, Samples
@@ -144,13 +143,15 @@ class Training:
         balance = source.balance if is_balanced and self.shuffle else None
         source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
         source = _with_balance(_seeded(source, self.seed, shuffle=self.shuffle), balance)
-        topology = Topology(
-            ranks=self.ranks,
-            workers=self.workers,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
+        config = partition_config(
+            source, ranks=self.ranks, batch_size=self.batch_size, drop_last=self.drop_last
         )
-        return plan_epoch(source, topology, self.epoch, consumed=self.consumed).steps
+        order = source.order(
+            batch=self.microbatch or self.batch_size,
+            lanes=config.batches_per_step * max(1, self.workers),
+            epoch=self.epoch,
+        )
+        return EpochSteps(source.plan(order, self.epoch), config, consumed=self.consumed)
 
 
 def _seeded(source: IndexedSource, seed: int, *, shuffle: bool) -> IndexedSource:

@@ -111,6 +111,7 @@ def test_the_dataset_of_a_function(
         (["--step", "0", "--number", "1"], "one of --step, --key and --number"),
         (["--rank", "0"], "--rank needs --step"),
         (["--dataset", "a:b"], "--dataset has its own URL"),
+        (["--dataset", "a:b", "--no-shuffle"], "--dataset has its own URL"),
     ],
 )
 def test_wrong_usage(
