@@ -65,8 +65,9 @@ def refuse_deleted(located: LocatedShards, what: str) -> None:
     is_replaced = located.version is not None and bool(located.version.replaced)
     if located.deleted or is_replaced:
         how = "fields were replaced" if is_replaced else "samples were deleted"
+        rewrite = "reshard" if is_replaced else "compact"
         raise OptionError(
-            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream compact' first",
+            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream {rewrite}' first",
             shard=located.manifest_url or located.shards[0].url,
         )
 

@@ -363,7 +363,7 @@ def _check_totals(
         found |= {f"fields[{name!r}]": count for name, count in fields.items()}
         listed |= {f"fields[{name!r}]": count for name, count in document["fields"].items()}
     replaced = {name for one in (located.version or FIRST_VERSION).replaced for name in one.fields}
-    for name in sorted(found.keys() | listed.keys() - {f"fields[{one!r}]" for one in replaced}):
+    for name in sorted((found.keys() | listed.keys()) - {f"fields[{one!r}]" for one in replaced}):
         if listed.get(name, 0) not in (None, found.get(name, 0)):
             yield Problem(
                 shard=located.manifest_url,

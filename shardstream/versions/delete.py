@@ -52,6 +52,7 @@ def delete(  # noqa: PLR0913  (the public door)
     keys: Keys | None = None,
     where: Where | None = None,
     numbers: Choice | None = None,
+    version: int | None = None,
     missing: Literal["error", "ignore"] = "error",
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
@@ -67,23 +68,27 @@ def delete(  # noqa: PLR0913  (the public door)
             ``index`` and ``pack`` write with ``columns=``, or else from the shards.
         where: A condition on columns, as in `ShardDataset`; with keys or numbers, samples that fulfil both are deleted.
         numbers: Numbers of samples in the current version, as ``subset=`` in `ShardDataset`.
+        version: The version in which ``numbers`` were found: an error if it is not the current one any more.
         missing: Whether keys that no sample has are an error, or left out and reported.
         dry_run: Report what would be deleted, and change nothing.
         storage_options: For fsspec.
 
     Raises:
         OptionError: If there are no such samples, or all would be deleted; if a shard has no index.
-        ChangedError: If another writer has compacted the dataset meanwhile, so that ``numbers`` may be those of other samples.
+        ChangedError: If another writer has published a version meanwhile, or since ``version``, so that ``numbers`` may be those of other samples.
         StorageError: If the dataset cannot be read or written.
     """
     _check_options(keys, where, numbers, missing)
+    if version is not None and numbers is None:
+        raise OptionError("version= is that of numbers=; keys and conditions need none")
     folder, storage = dataset_folder(url), Storage(storage_options)
     report: DeleteReport | None = None
 
     def change(manifest: AnyManifest) -> AnyManifest | None:
         nonlocal report
         before = manifest.dataset_version
-        if numbers is not None and report is not None and report.version != before.number:
+        begun = version if report is None else report.version
+        if numbers is not None and begun not in (None, before.number):
             raise ChangedError(
                 f"another writer has published version {before.number} meanwhile, in which the numbers may be those of other samples; choose them again",
                 shard=folder,

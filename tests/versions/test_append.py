@@ -305,6 +305,17 @@ def test_class_numbers_that_contradict_are_refused(tmp_path: Path) -> None:
         ss.pack(new, unnamed, append=True)
 
 
+def test_class_numbers_of_another_dataset_are_compared(tmp_path: Path) -> None:
+    url, other, longer = (str(tmp_path / name) for name in ("data", "other", "longer"))
+    ss.pack(write_classes(tmp_path / "first", ["bee", "cat"]), url)
+    ss.pack(write_classes(tmp_path / "second", ["ant", "bee"], "b"), other)
+    ss.pack(write_classes(tmp_path / "third", ["bee", "cat", "dog"], "c"), longer)
+    with pytest.raises(OptionError, match="'bee' is class 0 in .*, where samples has 'ant'"):
+        ss.pack(ss.ShardDataset(other), url, append=True)
+    ss.pack(ss.ShardDataset(longer), url, append=True)
+    assert names(url) == ("bee", "cat", "dog")
+
+
 def test_a_writer_that_is_too_late_numbers_its_classes_anew(tmp_path: Path) -> None:
     url, late = str(tmp_path / "data"), write_classes(tmp_path / "late", ["ant"], "b")
     ss.pack(write_classes(tmp_path / "first", ["bee"]), url)

@@ -63,6 +63,15 @@ def test_each_version_has_its_samples(
     assert ss.catalog.read_columns(url)["cls"].to_pylist() == left[-1].tolist()
 
 
+def test_numbers_of_another_version_are_refused(url: str) -> None:
+    ss.delete(url, numbers=[0], version=1)
+    with pytest.raises(ChangedError, match="version 2 meanwhile"):
+        ss.delete(url, numbers=[5], version=1)
+    assert numbers(ss.ShardDataset(url)) == [*range(1, N)]
+    with pytest.raises(OptionError, match="version= is that of numbers="):
+        ss.delete(url, keys=["000005"], version=2)
+
+
 def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     ss.delete(url, numbers=[3, 5, 99])
     assert ss.delete(url, where="cls between 10 and 20").deleted == 11

@@ -184,3 +184,9 @@ def test_fields_of_samples_that_are_appended_meanwhile_stay(url: str) -> None:
     expected = {n: f"mine {n}" for n in range(N)} | {N: "theirs"}
     found = texts(url)
     assert {n: found[n] for n in expected} == expected
+
+
+def test_a_field_that_only_some_tars_have_is_sound(url: str) -> None:
+    ss.replace_fields(url, {"json": {"000003": {"n": 1}}})
+    ss.pack([{**one, "json": {"n": 2}} for one in samples(N, 2)], url, append=True)
+    assert ss.verify(url).errors == ()

@@ -16,6 +16,7 @@ from shardstream.catalog import (
 )
 from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
+from shardstream.packing.sources.samples_source import SamplesSource
 from shardstream.packing.sources.source import Source
 from shardstream.storage import Storage, join_url, parent_url
 
@@ -128,6 +129,8 @@ def continue_class_numbers(
         own, is_free = source.classes, source.classes is not None
         if own is None and CLASSES_NAME in source.extras:  # tars keep their numbers
             own = decode_classes(source.extras[CLASSES_NAME], url=source.name)
+        if isinstance(source, SamplesSource):  # so do samples
+            own = source.named_classes
     if own is None:
         return source, {}
     if known is None:

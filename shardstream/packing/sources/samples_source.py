@@ -49,6 +49,12 @@ class SamplesSource(Source):
         """Text that identifies the samples, if there is one."""
         return self._fingerprint
 
+    @property
+    def named_classes(self) -> tuple[str, ...] | None:
+        """Names of the class numbers that the samples have, where they say so, as a `ShardDataset` does."""
+        found = getattr(self._samples, "classes", None)
+        return found if isinstance(found, tuple) else None
+
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""
         return itertools.starmap(
