@@ -42,7 +42,7 @@ RUN = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             "install", "packing", "training", "decoding", "gpu", "resume", "which-sample", "loose-files", "subsets", "rows", "tuning", "faults",
-            "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer", "from-torch", "from-s3-connector",
+            "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer", "versions", "from-torch", "from-s3-connector",
         )
     ),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
@@ -94,6 +94,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for number in range(_PER_CLASS):
             path = tmp_path / "photos" / name / f"{number:03d}.jpg"
             path.write_bytes(jpeg(label * _PER_CLASS + number))
+        (tmp_path / "new_photos" / name).mkdir(parents=True)
+        (tmp_path / "new_photos" / name / "900.jpg").write_bytes(jpeg(900 + label))
+    (tmp_path / "takedown.txt").write_text("cat/003\nno such key\n")
     with (tmp_path / "captions.csv").open("w", newline="") as stream:
         rows = csv.writer(stream)
         rows.writerow(("path", "caption"))

@@ -203,7 +203,9 @@ def first_use(
             f"the run has read other data (version {last.get('versions')} of the dataset) than the loader (version {[*here.versions]}); "
             "open the dataset with version="
         )
-    _warn_of_difference(last, batches.state_at(position, None), ("topology",))
+    mine = batches.state_at(position, None)
+    others = [one for _, one in saved if one.get("topology", mine["topology"]) != mine["topology"]]
+    _warn_of_difference((others or [last])[-1], mine, ("topology",))
     _check_run([state for _, state in saved])
     wanted = numbers
     if keys is not None and batches.indexed_source is not None:
