@@ -50,7 +50,7 @@ _LIMITS = {
 _FILE_NAME = re.compile(r"shards-[0-9a-f]{16}\.npy|index-pages-[0-9a-f]{16}\.jsonl")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PART = re.compile(r"[0-9a-f]{16}")
-_FOLDER = re.compile(r"(append|compact|fields)-[0-9a-z-]+/")  # in that of the manifest
+_FOLDER = re.compile(r"(append|compact|fields)-[0-9a-f]+/")  # in that of the manifest
 _REMEDY = "run 'shardstream index' to write the manifest again"
 
 Numbers = npt.NDArray[np.int64]

@@ -11,6 +11,7 @@ from shardstream.storage import (
     LazyShards,
     LocatedShards,
     Storage,
+    absolute_url,
     dataset_of_change,
     folder_of_manifest,
     is_journal,
@@ -51,7 +52,7 @@ def find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Probl
     """List files of the folder that do not belong to the dataset."""
     if located.manifest_url is None:
         return
-    folder = folder_of_manifest(located.manifest_url)
+    folder = absolute_url(folder_of_manifest(located.manifest_url))  # as files are listed
     has_versions = located.version not in (None, FIRST_VERSION)
     known: Container[str]
     if has_versions:

@@ -456,3 +456,22 @@ def test_publications_go_by_time_and_beside_others(url: str) -> None:
     new.abort()
     with pytest.raises(OptionError, match="append=True"):
         ss.ShardWriter(f"{url}-new", publish_s=1)
+
+
+def test_the_command_takes_relative_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--key", "key", "--map", "cls=cls", "--map", "txt=txt", "--max-samples", "7"]
+    for name, first, last in (("old", 0, N), ("new", N, 60)):
+        write_table(tmp_path / f"{name}.jsonl", first, last)
+    assert main(["pack", "old.jsonl", "data", *options]) == 0
+    assert main(["pack", "new.jsonl", "data", "--append", *options]) == 0
+    with ss.ShardWriter("data", append=True) as writer:
+        writer.write(samples(60, 61)[0])
+    assert numbers("data") == [*range(61)]
+    capsys.readouterr()
+    assert main(["verify", "data"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["pack", "new.jsonl", "data", "--append", *options]) == 1
+    assert "appended already" in capsys.readouterr().err

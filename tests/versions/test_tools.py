@@ -94,8 +94,8 @@ def test_verify_knows_the_files_of_versions(url: str) -> None:
     assert ss.verify(url).problems == ()
     assert ss.verify(url, version="paper").problems == ()
     assert ss.verify(url, version=1).samples == N
-    (Path(url) / "append-0123").mkdir()
-    for name in ("append-0123/000000.tar", "mine.tar"):
+    (Path(url) / "append-0123456789abcdef").mkdir()
+    for name in ("append-0123456789abcdef/000000.tar", "mine.tar"):
         (Path(url) / name).write_bytes(b"x")
     found = {Path(one.shard).name: one.what for one in ss.verify(url).problems}
     assert "no version lists it" in found["000000.tar"]

@@ -29,6 +29,7 @@ from shardstream.storage import (
     LazyShards,
     LocatedShards,
     Storage,
+    absolute_url,
     change_folder,
     dataset_of_change,
     folder_of_manifest,
@@ -102,6 +103,7 @@ def read_base(url: str, storage: Storage) -> Base:
         ManifestError: If a file of it is damaged.
         StorageError: If it cannot be read.
     """
+    url = absolute_url(url)
     try:
         located = locate_shards(url, storage)
     except NotFoundError as error:
