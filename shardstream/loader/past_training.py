@@ -204,7 +204,7 @@ def first_use(
             "open the dataset with version="
         )
     mine = batches.state_at(position, None)
-    others = [one for _, one in saved if one.get("topology", mine["topology"]) != mine["topology"]]
+    others = [one for _, one in saved if one.get("topology") not in (None, mine.get("topology"))]
     _warn_of_difference((others or [last])[-1], mine, ("topology",))
     _check_run([state for _, state in saved])
     wanted = numbers
