@@ -231,6 +231,19 @@ def append_some(url: str, me: int, count: int, barrier: Any, way: str) -> None:
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])
 def test_two_processes_append_at_once(url: str, how: str) -> None:
+    append_at_once(url, how)
+    assert version(url)["number"] == 11
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_two_processes_append_at_once_to_s3(bucket: str) -> None:
+    url = make_shards(f"{bucket}/data", samples=samples(0, N), per_shard=7)
+    append_at_once(url, "spawn")
+    with pytest.raises(SourceError, match="'001010'"):
+        ss.pack(samples(1010, 1011), url, append=True)
+
+
+def append_at_once(url: str, how: str) -> None:
     context: Any = multiprocessing.get_context(how)
     barrier = context.Barrier(2)
     processes = [
@@ -245,7 +258,41 @@ def test_two_processes_append_at_once(url: str, how: str) -> None:
     found = numbers(url)
     assert found[:N] == [*range(N)]
     assert sorted(found[N:]) == [*range(1000, 1050), *range(2000, 2050)]
-    assert version(url)["number"] == 11
+
+
+KILLED_WRITER = """
+import os, random, signal, sys, threading
+import shardstream as ss
+
+url, first, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def count(frame, event, _):
+    global calls
+    if event == "call" and "shardstream" in frame.f_code.co_filename:
+        calls -= 1
+        if calls == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+threading.setprofile(count)
+sys.setprofile(count)
+with ss.ShardWriter(url, append=True, max_samples=3) as writer:
+    for number in range(first, first + 20):
+        writer.write({"__key__": f"{number:06d}", "cls": number, "txt": "x"})
+        if number == first + 11:
+            writer.publish()
+"""
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_leaves_what_it_has_published(url: str, count: int) -> None:
+    choose = random.Random(count)
+    for first in range(1000, 1000 + 100 * count, 100):
+        calls = choose.randrange(200, 9000)
+        before = numbers(url)
+        command = [sys.executable, "-c", KILLED_WRITER, url, str(first), str(calls)]
+        subprocess.run(command, capture_output=True, timeout=300, check=False)
+        added = [*range(first, first + 20)]
+        assert numbers(url) in (before, before + added[:12], before + added)
 
 
 @pytest.fixture
