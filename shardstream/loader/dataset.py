@@ -440,7 +440,10 @@ class ShardDataset(StreamDataset):
         made = partial(ShardDataset, urls, shuffle=shuffle, seed=seed, order=order, read=read)
         made = partial(made, subset=subset, where=where, weights=weights, fields=fields)
         made = partial(made, storage_options=storage_options, on_error=on_error)
-        self._remake = partial(reopen, partial(made, placement=placement), on_new_version)
+        # A partial would show the secrets of the storage options in `repr(vars(dataset))`.
+        self._remake = lambda dataset, versions: reopen(
+            partial(made, placement=placement), on_new_version, dataset, versions
+        )
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardstream.errors import ChangedError, OptionError, StorageError, redact
+from shardstream.errors import AccessDeniedError, ChangedError, OptionError, StorageError, redact
 from shardstream.format import (
     COLUMNS_SUFFIX,
     INDEX_SUFFIX,
@@ -262,12 +262,19 @@ def _check_folders(
     )  # also of tars named one by one: a manifest would publish all
     folders = dict.fromkeys(dataset_of_change(one) or one for one in _folders(tars))
     for folder in (output, *(output_folder_in(storage, one) for one in folders)):
-        if has_versions(folder, folder.list_files()):
+        if has_versions(folder, _names_in(folder)):
             raise OptionError(
                 "this dataset has versions, or deleted samples, which a new manifest of its tars would lose; write it again with 'shardstream reshard' "
                 "(--columns), and if its index.json is damaged, restore it or copy the last one of versions/",
                 shard=folder.url,
             )
+
+
+def _names_in(folder: OutputFolder) -> Iterable[str]:
+    try:
+        return folder.list_files()
+    except AccessDeniedError:  # a web server that shows no list; its manifest is read
+        return ()
 
 
 def _folders(tars: Sequence[FileInfo]) -> list[str]:
