@@ -95,7 +95,6 @@ class DatasetVersion:
         compactions: How often samples got other numbers.
         class_counts: Where names were added to ``classes.json``: the version that did so, and how many names were there before.
         keys: Files of the keys of its samples, from the first on; later samples may have none.
-        is_open: Whether a writer will publish further samples.
         renumbered: Versions that a compaction made, ascending: it removed all samples that were deleted in the version before.
 
     Raises:
@@ -114,7 +113,6 @@ class DatasetVersion:
     compactions: int = 0
     class_counts: tuple[tuple[int, int], ...] = ()
     keys: tuple[KeyFile, ...] = ()
-    is_open: bool = False
     renumbered: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -132,7 +130,6 @@ class DatasetVersion:
         for file in self.keys:
             _require(_KEYS.fullmatch(file.name) is not None and file.nsamples > 0, "keys")
             _require(_is_count(file.nsamples) and _is_count(file.compactions), "keys")
-        _require(isinstance(self.is_open, bool), "is_open")
         _require(_are_ascending(self.renumbered, self.number), "renumbered")
 
     def has(self, number: int) -> bool:
