@@ -1,0 +1,32 @@
+"""Changes of a dataset on an S3 server."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardstream as ss
+from tests.small_datasets import numbered
+
+pytest.importorskip("pyarrow")
+N = 60
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_delete_compact_and_gc(bucket: str) -> None:
+    url = numbered(f"{bucket}/data", N, 10, columns=["cls"])
+    gone = [0, 5, *range(20, 30), 59]
+    left = [number for number in range(N) if number not in gone]
+    assert ss.delete(url, numbers=gone).version == 2
+    ss.versions.tag(url, "first", 1)
+    assert ss.compact(url).removed == 1
+    for version, expected in ((1, [*range(N)]), (2, left), (None, left)):
+        dataset = ss.ShardDataset(url, version=version)
+        assert [int(sample["cls"]) for sample in dataset] == expected
+    report = ss.versions.gc(url, keep=1, dry_run=False)
+    assert (report.removed, report.kept) == ([], [1, 2, 3])
+    ss.versions.untag(url, "first")
+    report = ss.versions.gc(url, keep=1, dry_run=False)
+    assert (report.removed, report.kept) == ([1, 2], [3])
+    assert any(name == "000000.tar" for name in report.files)
+    assert [int(sample["cls"]) for sample in ss.ShardDataset(url)] == left
+    assert ss.verify(url).problems == ()
