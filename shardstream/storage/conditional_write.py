@@ -22,7 +22,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from shardstream.errors import ChangedError, NotFoundError, StorageError, get_logger
+from shardstream.errors import (
+    ChangedError,
+    ManifestError,
+    NotFoundError,
+    StorageError,
+    get_logger,
+)
 from shardstream.storage.error_messages import classify_error, http_status
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, takes_parts
@@ -166,8 +172,7 @@ def update_file(
         )
     deadline = time.monotonic() + timeout_s
     for number in range(tries):
-        found, token = read_with_version(storage, url)
-        data = change(found)
+        data, token = _apply(storage, url, change)
         if data is None:
             return None
         left_s = deadline - time.monotonic()
@@ -189,6 +194,20 @@ def update_file(
         f"other writers replaced the file each time, {number + 1} times in {timeout_s:.0f} s; run it again when they have ended",
         shard=url,
     )
+
+
+def _apply(
+    storage: Storage, url: str, change: Callable[[bytes | None], bytes | None]
+) -> tuple[bytes | None, str | None]:
+    """Return the new bytes of a file, and the token of the present ones."""
+    while True:  # each time another writer has published
+        found, token = read_with_version(storage, url)
+        try:
+            return change(found), token
+        except (ManifestError, StorageError):
+            # A file that only the old bytes name may be gone: `gc` has removed their version meanwhile.
+            if read_with_version(storage, url)[1] == token:
+                raise
 
 
 def _conditional_sender(storage: Storage, url: str) -> _Sender | None:

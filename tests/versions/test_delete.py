@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import ChangedError, ManifestError, OptionError
+from shardstream.storage import Storage, read_deleted
 from shardstream.testing import make_shards
+from shardstream.versions import next_version, publish_version
 from tests.small_datasets import numbered
 
 pytest.importorskip("pyarrow")
@@ -70,6 +72,23 @@ def test_numbers_of_another_version_are_refused(url: str) -> None:
     assert numbers(ss.ShardDataset(url)) == [*range(1, N)]
     with pytest.raises(OptionError, match="version= is that of numbers="):
         ss.delete(url, keys=["000005"], version=2)
+
+
+def test_a_version_that_gc_removes_during_a_change_is_read_again(url: str) -> None:
+    ss.delete(url, numbers=[0])
+    seen: list[int] = []
+
+    def change(manifest: Any) -> Any:
+        seen.append(manifest.dataset_version.number)
+        if len(seen) == 1:
+            ss.delete(url, numbers=[0])
+            ss.versions.gc(url, keep=1, dry_run=False)
+        read_deleted(manifest, f"{url}/index.json", Storage())
+        return next_version(manifest, "append")
+
+    publish_version(url, Storage(), change)
+    assert seen == [2, 3]
+    assert numbers(ss.ShardDataset(url)) == [*range(2, N)]
 
 
 def test_all_ways_of_reading_leave_them_out(url: str) -> None:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from shardstream.catalog import Classes, ShardCatalog, read_classes
-from shardstream.errors import NotFoundError, OptionError
+from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError
 from shardstream.format import (
     CLASSES_NAME,
     MANIFEST_NAME,
@@ -188,12 +188,15 @@ class Addition:
             StorageError: If it cannot be read or written.
         """
         url = join_url(self.dataset, MANIFEST_NAME)
-        found = decode_manifest(storage.uncached().read(url), url=url)
+        before = decode_manifest(storage.uncached().read(url), url=url)
         # Before it is known that the version is the current one: to read all keys may take long.
-        first = self._next(storage, found)
+        try:
+            made = [self._next(storage, before)]
+        except (ManifestError, StorageError):  # `gc` may have removed the version meanwhile
+            made = []
 
         def change(manifest: AnyManifest) -> AnyManifest | None:
-            return first if manifest == found else self._next(storage, manifest)
+            return made[0] if made and manifest == before else self._next(storage, manifest)
 
         publish_version(self.dataset, storage, change)
 
