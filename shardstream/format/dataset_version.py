@@ -18,7 +18,7 @@ from shardstream.format.shard_info import COUNT_LIMIT
 VERSIONS_FOLDER = "versions"
 """Folder of earlier manifests, in that of ``index.json``."""
 VERSION_KEY = "dataset_version"
-_NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}\.npy")
+_NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}(-[0-9a-f]{8})?\.npy")
 _KEYS = re.compile(r"keys-[0-9a-f]{16}\.npy")
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
 
@@ -32,9 +32,17 @@ def version_name(number: int) -> str:
     return f"{VERSIONS_FOLDER}/{number:06d}.json"
 
 
-def numbers_name(kind: str, data: bytes) -> str:
-    """Return the name of a file of the numbers of samples, such as "deleted" ones, which has a part of its SHA-256."""
-    return f"{kind}-{sha256(data).hexdigest()[:16]}.npy"
+def numbers_name(kind: str, data: bytes, writer: str) -> str:
+    """Return the name of a file of the numbers of samples, such as "deleted" ones.
+
+    It has a part of its SHA-256, and 8 hex digits of its writer: what `gc` removes is never the file of a writer that makes the same change again.
+    """
+    return f"{kind}-{sha256(data).hexdigest()[:16]}-{writer}.npy"
+
+
+def has_digest(name: str, data: bytes) -> bool:
+    """Return whether a file of the numbers of samples has these bytes, by its name."""
+    return sha256(data).hexdigest()[:16] == re.split("[-.]", name)[1]
 
 
 def is_deleted_name(name: str) -> bool:

@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from shardstream.format import (
     DatasetVersion,
     Manifest,
     ShardInfo,
+    has_digest,
     numbers_name,
     version_name,
 )
@@ -132,7 +134,7 @@ def read_numbers(url: str, storage: Storage, count: int, nsamples: int) -> Numbe
 
 
 def _decode_numbers(data: bytes, name: str, count: int, nsamples: int) -> Numbers:
-    if numbers_name(name.partition("-")[0], data) != name:
+    if not has_digest(name, data):
         raise ValueError("its bytes do not match its name")
     found: Numbers = np.load(io.BytesIO(data), allow_pickle=False)
     if found.dtype != np.int64 or found.shape != (count,):
@@ -149,7 +151,7 @@ def encode_numbers(kind: str, numbers: Numbers) -> tuple[str, bytes]:
     file = io.BytesIO()
     np.save(file, numbers.astype(np.int64))
     data = file.getvalue()
-    return numbers_name(kind, data), data
+    return numbers_name(kind, data, uuid4().hex[:8]), data
 
 
 def count_samples(shards: Sequence[ShardInfo]) -> int:
