@@ -148,7 +148,7 @@ def compact(
         return
     wrote = f"wrote {plural(report.shards, 'shard')} ({human_bytes(report.total_bytes)}) again"
     removed = f", left {plural(report.removed, 'shard')} out" * bool(report.removed)
-    gone = f"{plural(report.samples, 'deleted sample')} are in no shard of it"
+    gone = f"no shard of it has the {plural(report.samples, 'deleted sample')}"
     typer.echo(f"version {report.version}: {gone}: {wrote}{removed}")
 
 

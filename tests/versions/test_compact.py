@@ -153,7 +153,7 @@ def test_command(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["delete", url, "--numbers", "3,15-29"]) == 0
     assert main(["compact", url]) == 0
     out = capsys.readouterr().out
-    assert "version 3: 16 deleted samples are in no shard of it" in out
+    assert "version 3: no shard of it has the 16 deleted samples" in out
     assert main(["compact", url]) == 0
     assert "no samples are deleted in version 3" in capsys.readouterr().out
 
