@@ -47,6 +47,7 @@ def replace_fields(
     fields: Mapping[str, Mapping[str, Any] | Iterable[Any]] | None = None,
     *,
     add: AddedUrls | None = None,
+    version: int | None = None,
     max_bytes: int | str = DEFAULT_MAX_BYTES,
     storage_options: Mapping[str, Any] | None = None,
 ) -> int:
@@ -61,21 +62,28 @@ def replace_fields(
     Args:
         url: Folder of the dataset.
         fields: Field -> key -> value, for all samples or some, which leaves the others as they are; or field -> one value for each sample of the
-            current version, in its order. Values are encoded as by `ShardWriter`.
+            current version, in its order: pass ``version``, too. Values are encoded as by `ShardWriter`.
         add: ``{URL: fields}`` of shards or tables, as in `reshard`; they need the keys of all samples or some.
+        version: The version in whose order the values are: an error if it is not the current one any more.
         max_bytes: Maximum size of a shard.
         storage_options: For fsspec.
 
     Raises:
         OptionError: If a key is unknown, values are too few or too many, or a column of the dataset (``columns=``) is made of one of the fields.
         SampleError: If a value cannot be encoded.
-        ChangedError: If another writer publishes a compaction meanwhile.
+        ChangedError: If another writer publishes a compaction meanwhile, or has published a version since ``version``.
         StorageError: If the dataset cannot be read or written.
     """
     if (fields is None) == (add is None):
         raise OptionError("pass either fields= with the values, or add= with their URLs")
     folder, storage = dataset_folder(url), Storage(storage_options)
     located = locate_shards(folder, storage)
+    now = (located.version or FIRST_VERSION).number
+    if version not in (None, now):
+        raise ChangedError(
+            f"the values are in the order of version {version}, but version {now} is the current one; give them by key, or in its order",
+            shard=folder,
+        )
     current = _open_current(located, storage)
     new = _given(current, fields or {}) if add is None else _added(current, add, storage_options)
     _check_columns(located, new.names, storage)

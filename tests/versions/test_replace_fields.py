@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import IndexMismatchError, ManifestError, OptionError, SampleError
+from shardstream.errors import (
+    ChangedError,
+    IndexMismatchError,
+    ManifestError,
+    OptionError,
+    SampleError,
+)
 from shardstream.testing import make_shards
 
 pa = pytest.importorskip("pyarrow")
@@ -84,6 +90,13 @@ def test_some_samples_get_new_values(
     assert texts(url, where=f"cls in ({', '.join(map(str, some))})") == {
         i: models[-1][i] for i in some
     }
+
+
+def test_values_in_the_order_of_an_earlier_version_are_refused(url: str) -> None:
+    ss.delete(url, numbers=[3])
+    with pytest.raises(ChangedError, match="order of version 1, but version 2 is the current one"):
+        ss.replace_fields(url, {"txt": ["new"] * (N - 1)}, version=1)
+    assert ss.replace_fields(url, {"txt": ["new"] * (N - 1)}, version=2) == N - 1
 
 
 def test_a_new_field_of_some_samples(url: str) -> None:
