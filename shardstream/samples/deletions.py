@@ -22,13 +22,13 @@ from shardstream.samples.base import (
     Samples,
     check_numbers,
 )
-from shardstream.samples.view import View, ViewFetcher
+from shardstream.samples.view import View, ViewFetcher, ViewOfOne
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class WithoutDeleted(View):
+class WithoutDeleted(ViewOfOne):
     """The samples that are left, in their order: memory and time depend on the number of deleted ones alone.
 
     Args:
@@ -37,7 +37,7 @@ class WithoutDeleted(View):
     """
 
     def __init__(self, whole: Samples, deleted: Numbers) -> None:
-        super().__init__([whole])
+        super().__init__(whole)
         check_numbers(deleted, len(whole))
         self.deleted = deleted
         # Of the samples that are left, how many come before each deleted one.
@@ -47,16 +47,6 @@ class WithoutDeleted(View):
     def __len__(self) -> int:
         return self._length
 
-    @property
-    def whole(self) -> Samples:
-        """All samples."""
-        return self.inner[0]
-
-    @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all samples, if they are as large as those of the whole in the mean."""
-        return self.whole.total_bytes * self._length // max(1, len(self.whole))
-
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset, and with the samples that are deleted."""
@@ -65,19 +55,10 @@ class WithoutDeleted(View):
         return digest.hexdigest()[:16]
 
     @property
-    def fields(self) -> tuple[str, ...] | None:
-        """Those of the whole."""
-        return self.whole.fields
-
-    @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
         deleted = f"{len(self.deleted):,} deleted"
         return f"{plural(self.num_shards, 'shard')}, {plural(self._length, 'sample')}, {deleted}"
-
-    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return zeros, and the numbers of samples in the whole."""
-        return np.zeros(len(numbers), dtype=np.int64), self.numbers_in(0, numbers)
 
     def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
         """Return the numbers of samples in the whole, shape (n,); a copy is a copy there, too."""
@@ -99,7 +80,7 @@ class WithoutDeleted(View):
         return self.whole.read_columns(names, scans=scans).filter(left)
 
 
-class DeletedSince(View):
+class DeletedSince(ViewOfOne):
     """The samples of an earlier version, of which those that were deleted since are refused and not read.
 
     Numbers and fingerprint are those of the earlier version, so that orders and states are, too.
@@ -110,27 +91,17 @@ class DeletedSince(View):
     """
 
     def __init__(self, whole: Samples, deleted: Numbers) -> None:
-        super().__init__([whole])
+        super().__init__(whole)
         check_numbers(deleted, len(whole))
         self._deleted = deleted
 
     def __len__(self) -> int:
-        return len(self.inner[0])
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all samples of the earlier version."""
-        return self.inner[0].total_bytes
+        return len(self.whole)
 
     @property
     def fingerprint(self) -> str:
         """That of the earlier version."""
-        return self.inner[0].fingerprint
-
-    @property
-    def fields(self) -> tuple[str, ...] | None:
-        """Those of the earlier version."""
-        return self.inner[0].fields
+        return self.whole.fingerprint
 
     def are_deleted(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
         """Return whether each sample was deleted since, shape (n,); copies of it, too."""
@@ -146,7 +117,7 @@ class DeletedSince(View):
 
     def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of all samples of the earlier version; row i is sample i."""
-        return self.inner[0].read_columns(names, scans=scans)
+        return self.whole.read_columns(names, scans=scans)
 
     def open_fetcher(
         self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
 from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples, places_in
-from shardstream.samples.view import View
+from shardstream.samples.view import ViewOfOne
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,7 +28,7 @@ a ``.txt`` file with a key on each line."""
 _NUMBER_BYTES = 16  # of a number in a .npy file, at most
 
 
-class Subset(View):
+class Subset(ViewOfOne):
     """Some samples of others: sample i is the sample ``numbers[i]`` of the whole. Shards keep their numbers.
 
     Args:
@@ -37,7 +37,7 @@ class Subset(View):
     """
 
     def __init__(self, whole: Samples, numbers: Numbers) -> None:
-        super().__init__([whole])
+        super().__init__(whole)
         self._length = len(numbers)
         self._kept: Numbers | None = None  # numbers of these samples, after `restrict_to`
         small = len(whole) <= np.iinfo(np.uint32).max  # half the bytes for each spawned worker
@@ -47,19 +47,9 @@ class Subset(View):
         return self._length
 
     @property
-    def whole(self) -> Samples:
-        """The whole."""
-        return self.inner[0]
-
-    @property
     def numbers(self) -> Numbers:
         """Numbers of the samples in the whole, shape (n,)."""
         return self._numbers.astype(np.int64)
-
-    @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all samples, if they are as large as those of the whole in the mean."""
-        return self.whole.total_bytes * self._length // max(1, len(self.whole))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -67,11 +57,6 @@ class Subset(View):
         digest = hashlib.sha256(f"subset of {self.whole.fingerprint}\n".encode())
         digest.update(self._numbers.astype("<u8").tobytes())
         return digest.hexdigest()[:16]
-
-    @property
-    def fields(self) -> tuple[str, ...] | None:
-        """Those of the whole."""
-        return self.whole.fields
 
     @property
     def summary(self) -> str:
@@ -84,10 +69,6 @@ class Subset(View):
         part._kept = np.unique(numbers % self._length)
         part._numbers = self._numbers[places_in(self._kept, part._kept)]
         return part
-
-    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return zeros, and the numbers of samples in the whole."""
-        return np.zeros(len(numbers), dtype=np.int64), self.whole_numbers(numbers)
 
     def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
         """Return the numbers of samples in the whole, shape (n,)."""

@@ -136,6 +136,36 @@ class View(Samples):
         return found
 
 
+class ViewOfOne(View):
+    """Samples of one other dataset, some or all; columns and shards are its own.
+
+    Args:
+        whole: The other samples.
+    """
+
+    def __init__(self, whole: Samples) -> None:
+        super().__init__([whole])
+
+    @property
+    def whole(self) -> Samples:
+        """The other samples."""
+        return self.inner[0]
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all samples, if they are as large as those of the whole in the mean."""
+        return self.whole.total_bytes * len(self) // max(1, len(self.whole))
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Those of the whole."""
+        return self.whole.fields
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return zeros, and the numbers of samples in the whole."""
+        return np.zeros(len(numbers), dtype=np.int64), self.numbers_in(0, numbers)
+
+
 def leaves_of(samples: Samples) -> list[Samples]:
     """Return the samples that a view consists of, through all views; those that are no view are their own."""
     if not isinstance(samples, View):
