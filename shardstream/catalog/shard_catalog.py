@@ -570,7 +570,9 @@ def open_samples(
         samples = with_replaced(
             samples,
             version.replaced,
-            lambda name: ShardCatalog(locate_shards(join_url(folder, name), storage), storage),
+            lambda name: ShardCatalog(
+                locate_shards(join_url(folder, name), storage), storage, verify
+            ),
             lambda name, count: read_numbers(join_url(folder, name), storage, count, len(catalog)),
             fields,
         )

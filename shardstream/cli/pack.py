@@ -239,8 +239,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     images: dict[str, Any] = {"max_side": max_side, "check": check, "masks": parse_masks(masks)}
     images |= {"quality": quality, "image_format": image_format, "scale_16_bits": scale_16_bits}
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "split": parse_split(split)}
-    order |= {"kind": kind, "name": name, "overwrite": overwrite}
-    order |= {"append": append, "check_keys": key_check}
+    order |= {"kind": kind, "name": name, "overwrite": overwrite, "append": append}
     with report_interruption(), job_bar("packing") as progress:
         packed = ss.pack(
             source,
@@ -252,6 +251,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             **order,
             **_table_options(mapping, root, allow, header),
             classes=classes,
+            check_keys=key_check,
             **images,
             **_executor_options(processes, part, ray=ray, ray_address=ray_address),
             on_error="skip" if skip_errors else "raise",

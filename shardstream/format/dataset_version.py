@@ -18,7 +18,7 @@ from shardstream.format.shard_info import COUNT_LIMIT
 VERSIONS_FOLDER = "versions"
 """Folder of earlier manifests, in that of ``index.json``."""
 VERSION_KEY = "dataset_version"
-_NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}(-[0-9a-f]{8})?\.npy")
+_NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}-[0-9a-f]{8}\.npy")
 _KEYS = re.compile(r"keys-[0-9a-f]{16}\.npy")
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
 
@@ -48,7 +48,7 @@ def has_digest(name: str, data: bytes) -> bool:
 def is_deleted_name(name: str) -> bool:
     """Return whether a file has the numbers of deleted samples, by its name.
 
-    >>> is_deleted_name("deleted-0123456789abcdef.npy"), is_deleted_name("deleted.npy")
+    >>> is_deleted_name("deleted-0123456789abcdef-01234567.npy"), is_deleted_name("deleted.npy")
     (True, False)
     """
     return name.startswith("deleted-") and _NUMBERS.fullmatch(name) is not None
@@ -92,7 +92,7 @@ class DatasetVersion:
 
     Args:
         number: Number of the version, from 1.
-        operation: What made it: "pack", "append", "delete", "compact", "replace_fields", "tag", "gc".
+        operation: What made it: "pack", "append", "delete", "compact" or "replace_fields".
         created: Time in UTC, ISO 8601; of the writer's clock, for display only.
         writer: Differs for any two writers.
         kept: Earlier versions that can be read, as ranges of the first and the last, in order.
@@ -100,7 +100,6 @@ class DatasetVersion:
         deleted: Name of the file with the numbers of the deleted samples; None if there are none.
         ndeleted: How many they are.
         replaced: Fields that other datasets have; the last one that has a field counts.
-        compactions: How often samples got other numbers.
         class_counts: Where names were added to ``classes.json``: the version that did so, and how many names were there before.
         keys: Files of the keys of its samples, from the first on; later samples may have none.
         renumbered: Versions that a compaction made, ascending: it removed all samples that were deleted in the version before.
@@ -118,7 +117,6 @@ class DatasetVersion:
     deleted: str | None = None
     ndeleted: int = 0
     replaced: tuple[ReplacedFields, ...] = ()
-    compactions: int = 0
     class_counts: tuple[tuple[int, int], ...] = ()
     keys: tuple[KeyFile, ...] = ()
     renumbered: tuple[int, ...] = ()
@@ -132,7 +130,6 @@ class DatasetVersion:
         _require(all(_is_count(one) and self.has(one) for one in self.tags.values()), "tags")
         _require(self.deleted is None or _NUMBERS.fullmatch(self.deleted) is not None, "deleted")
         _require(_is_count(self.ndeleted) and (self.ndeleted > 0) == bool(self.deleted), "ndeleted")
-        _require(_is_count(self.compactions), "compactions")
         for one in self.class_counts:
             _require(len([*one]) == 2 and all(map(_is_count, one)), "class_counts")
         for file in self.keys:
@@ -148,6 +145,19 @@ class DatasetVersion:
     def kept_numbers(self) -> list[int]:
         """Earlier versions that can be read, ascending."""
         return [number for first, last in self.kept for number in range(first, last + 1)]
+
+    @property
+    def compactions(self) -> int:
+        """How often samples got other numbers."""
+        return len(self.renumbered)
+
+    def compacted_since(self, number: int) -> tuple[int, ...]:
+        """Return the versions that were compacted since a version, ascending: each was followed by one without its deleted samples.
+
+        >>> DatasetVersion(number=9, renumbered=(3, 7)).compacted_since(4)
+        (6,)
+        """
+        return tuple([made - 1 for made in self.renumbered if made > number])
 
     def num_classes(self, number: int) -> int | None:
         """Return how many names of ``classes.json`` an earlier version had, by its number; None for all."""

@@ -102,12 +102,8 @@ def reopen(
 def _deleted_between(urls: Urls, storage: Storage, number: int, until: int) -> Numbers:
     """Return the samples of an earlier version that were deleted until a later one, by their numbers in a dataset of the earlier one."""
     earlier, later = locate_shards(urls, storage, number), locate_shards(urls, storage, until)
-    renumbered = () if later.version is None else later.version.renumbered
-    removed = [
-        _deleted_in(locate_shards(urls, storage, compaction - 1))
-        for compaction in renumbered
-        if number < compaction
-    ]
+    compacted = () if later.version is None else later.version.compacted_since(number)
+    removed = [_deleted_in(locate_shards(urls, storage, one)) for one in compacted]
     found = deleted_since(_deleted_in(later), removed, count_samples(earlier.shards))
     before = _deleted_in(earlier)
     found = np.setdiff1d(found, before, assume_unique=True)

@@ -362,8 +362,7 @@ def _publish(
             fields=fields,
             dataset_version=now,
         )
-        changes = {"deleted": None, "ndeleted": 0, "compactions": now.compactions + 1}
-        return next_version(after, "compact", **changes)
+        return next_version(after, "compact", deleted=None, ndeleted=0)
 
     after = publish_version(folder, storage, change)
     if not is_published:

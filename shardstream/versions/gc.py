@@ -25,6 +25,7 @@ from shardstream.format import (
     BinaryManifest,
     DatasetVersion,
     decode_manifest,
+    is_deleted_name,
     is_records_name,
     ranges_of,
     version_name,
@@ -40,7 +41,7 @@ from shardstream.storage import (
     publish_bytes,
     remove,
 )
-from shardstream.versions.history import last_before_compactions, read_current, read_kept
+from shardstream.versions.history import read_current, read_kept
 from shardstream.versions.publish_version import (
     AnyManifest,
     all_shards,
@@ -53,9 +54,7 @@ _log = get_logger(__name__)
 _OLD_S = 24 * 3600.0
 _THREADS = 16
 _MANIFEST = re.compile(rf"{VERSIONS_FOLDER}/(\d{{6,18}})\.json")
-_FILE = re.compile(
-    rf"(?:deleted|numbers|shards|keys)-[0-9a-f]{{16}}\.npy|{VERSIONS_FOLDER}/gc-[0-9a-f]{{12}}"
-)
+_FILE = re.compile(rf"(?:shards|keys)-[0-9a-f]{{16}}\.npy|{VERSIONS_FOLDER}/gc-[0-9a-f]{{12}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +106,7 @@ def gc(
 
     def change(manifest: AnyManifest) -> AnyManifest | None:
         version = manifest.dataset_version
-        kept = ranges_of(_choose_kept(manifest, keep, folder, storage))
+        kept = ranges_of(_choose_kept(version, keep))
         if kept == version.kept:
             return None
         return replace(manifest, dataset_version=replace(version, kept=kept))
@@ -152,18 +151,14 @@ def _probe(folder: str, storage: Storage) -> Iterator[str]:
         remove(storage, join_url(folder, name))
 
 
-def _choose_kept(manifest: AnyManifest, keep: int, folder: str, storage: Storage) -> set[int]:
+def _choose_kept(version: DatasetVersion, keep: int) -> set[int]:
     """Return the numbers of the earlier versions to keep."""
-    version = manifest.dataset_version
     numbers = version.kept_numbers
-    chosen = {*numbers[max(0, len(numbers) - keep + 1) :]}
-    chosen = (chosen | {*version.tags.values()}) - {version.number}
-    if not chosen:
-        return chosen
-
-    oldest = read_kept(folder, version, min(chosen), storage)
-    compacted = last_before_compactions(oldest, manifest, version, folder, storage)
-    return chosen | {one.dataset_version.number for one in compacted}
+    chosen = {*numbers[max(0, len(numbers) - keep + 1) :], *version.tags.values()}
+    chosen -= {version.number}
+    if chosen:
+        chosen |= {*version.compacted_since(min(chosen))}.intersection(numbers)
+    return chosen
 
 
 class VersionFiles:
@@ -257,7 +252,7 @@ def _is_removed(name: str, current: DatasetVersion) -> bool:
 def _is_of_killed_writer(name: str) -> bool:
     """Return whether a file that no version lists may only be one of a writer that was killed.
 
-    >>> [_is_of_killed_writer(name) for name in ("deleted-0123456789abcdef.npy", "index.json.part-0123456789ab", "a.npy")]
+    >>> [_is_of_killed_writer(name) for name in ("keys-0123456789abcdef.npy", "index.json.part-0123456789ab", "a.npy")]
     [True, True, False]
     """
     final = final_name(name)
@@ -267,7 +262,7 @@ def _is_of_killed_writer(name: str) -> bool:
             or _MANIFEST.fullmatch(final) is not None
             or _is_of_killed_writer(final)
         )
-    return _FILE.fullmatch(name) is not None
+    return is_deleted_name(name) or _FILE.fullmatch(name) is not None
 
 
 def _delete(urls: Sequence[str], storage: Storage) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import numpy as np
 from shardstream.catalog import open_samples
 from shardstream.errors import ManifestError, NotFoundError, OptionError
 from shardstream.format import KEY_COLUMN, MANIFEST_NAME, DatasetVersion, decode_manifest
-from shardstream.samples import Numbers, WithoutDeleted
+from shardstream.samples import Numbers, WithoutDeleted, deleted_since
 from shardstream.storage import (
     Storage,
     Urls,
@@ -183,50 +182,16 @@ def _removed_between(
     folder: str,
     storage: Storage,
 ) -> tuple[Numbers, int]:
-    """Return the samples of a version that a later one does not have, by their numbers of all samples; and how many it has in addition.
-
-    A compaction removes the samples that the version before it leaves out, and gives the others new numbers.
-    """
-    steps = [*last_before_compactions(before, after, current, folder, storage), after]
-    gone: Numbers = np.empty(0, dtype=np.int64)  # numbers as if there had been no compaction
-    compacted = 0
-    for manifest in steps:
-        compacted = len(gone)
-        numbers = _deleted(manifest, folder, storage)
-        numbers += np.searchsorted(gone - np.arange(len(gone)), numbers, side="right")
-        gone = np.sort(np.concatenate((gone, numbers)))
-    num_before = before.nsamples
-    added = after.nsamples + compacted - num_before - int((gone >= num_before).sum())
-    removed = np.setdiff1d(gone[gone < num_before], _deleted(before, folder, storage))
-    return removed, added
-
-
-def last_before_compactions(
-    before: AnyManifest,
-    after: AnyManifest,
-    current: DatasetVersion,
-    folder: str,
-    storage: Storage,
-) -> list[AnyManifest]:
-    """Return, for each compaction between two versions, the version that it has compacted.
-
-    Raises:
-        ManifestError: If one is missing or damaged.
-    """
-
-    def read(number: int) -> AnyManifest:
-        return read_kept(folder, current, number, storage)
-
+    """Return the samples of a version that a later one does not have, by their numbers of all samples; and how many it has in addition."""
     first, last = before.dataset_version, after.dataset_version
-    numbers = [one for one in [*current.kept_numbers, current.number] if one >= first.number]
-    return [
-        read(
-            numbers[
-                bisect_right(numbers, count, key=lambda n: read(n).dataset_version.compactions) - 1
-            ]
-        )
-        for count in range(first.compactions, last.compactions)
+    compacted = [
+        _deleted(read_kept(folder, current, number, storage), folder, storage)
+        for number in last.compacted_since(first.number)
     ]
+    gone = deleted_since(_deleted(after, folder, storage), compacted, before.nsamples)
+    removed = np.setdiff1d(gone, _deleted(before, folder, storage))
+    left = before.nsamples - first.ndeleted - len(removed)
+    return removed, after.nsamples - last.ndeleted - left
 
 
 def _deleted(manifest: AnyManifest, folder: str, storage: Storage) -> Numbers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,7 @@ class Training:
     folder: str
     run: Path
     without: tuple[int, ...] = ()
+    epochs: int = EPOCHS
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,7 +73,7 @@ class Training:
 
     def train(self) -> Training:
         self.save()
-        for epoch in range(self.loaders[0].epoch, EPOCHS):
+        for epoch in range(self.loaders[0].epoch, self.epochs):
             for loader in self.loaders:
                 loader.set_epoch(epoch)
             for batches in zip(*self.loaders, strict=True):
@@ -124,6 +126,22 @@ def test_weights_are_those_of_a_training_that_never_had_the_samples(
     states = [ss.load_checkpoint(one.run)["loader"] for one in (whole, never, repaired)]
     assert set(ss.compare_states(states[0], states[1])) == {"steps"}
     assert set(ss.compare_states(states[1], states[2])) == {"past"}
+
+
+def test_a_sample_that_is_deleted_leaves_the_weights_of_the_epoch(
+    folder: str, tmp_path: Path
+) -> None:
+    data = str(shutil.copytree(folder, tmp_path / "data"))
+    whole = Training(data, tmp_path / "whole", epochs=1).train()
+    never = Training(data, tmp_path / "never", without=(SPIKE,), epochs=1).train()
+    found = ss.first_use(whole.loader_of(0), whole.run, numbers=[SPIKE])
+    assert found.checkpoint is not None
+    assert not found.checkpoint.endswith("step-00000000.pt")
+    ss.delete(data, keys=[f"{SPIKE:03d}"])
+    repaired = Training(data, tmp_path / "repaired", epochs=1)
+    repaired.load(found.checkpoint)  # of version 1, whose epoch it finishes
+    assert repaired.train().bits() == never.bits()
+    assert repaired.bits() != whole.bits()
 
 
 def test_a_spike_of_the_loss_leads_to_its_sample(folder: str, tmp_path: Path) -> None:

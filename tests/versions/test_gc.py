@@ -12,6 +12,7 @@ import pytest
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import ManifestError, OptionError
+from shardstream.storage import encode_numbers
 from tests.small_datasets import numbered
 
 pytest.importorskip("pyarrow")
@@ -95,7 +96,7 @@ def test_files_of_killed_writers_are_deleted_when_they_are_old(url: str) -> None
     names = [
         "append-0123456789abcdef/000000.tar",
         "append-0123456789abcdef/.shardstream-pack-000000.json",
-        "deleted-0123456789abcdef.npy",
+        encode_numbers("deleted", np.arange(3))[0],
         "index.json.part-0123456789ab",
         "compact-000002/000009-0123456789ab.tar",
     ]

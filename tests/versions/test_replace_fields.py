@@ -124,6 +124,15 @@ def test_values_of_a_table_and_of_shards(url: str, tmp_path: Path) -> None:
     assert texts(url) == expected
 
 
+def test_bytes_of_replaced_fields_are_compared_with_their_checksums(url: str) -> None:
+    ss.replace_fields(url, {"txt": ["new text"] * N})
+    tar = next(Path(url).glob("fields-*/000000.tar"))
+    tar.write_bytes(tar.read_bytes().replace(b"new text", b"bad text", 1))
+    assert "bad text" in texts(url).values()
+    with pytest.raises(IndexMismatchError, match="sha256"):
+        texts(url, read=ss.ReadOptions(verify="sha256"))
+
+
 def test_a_reader_compares_the_keys(url: str) -> None:
     ss.replace_fields(url, {"txt": ["new"] * N})
     manifest = json.loads((Path(url) / "index.json").read_text())
