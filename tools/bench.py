@@ -3,7 +3,7 @@
     python tools/bench.py [--quick] [--only ROW] [--json FILE] [--plot FILE.png]
     python tools/bench.py --render FILE.json
 
-Peers: pip install -e ".[s3,bench]" -c constraints.txt; missing peers and servers are reported. docs/benchmarks.md has the method.
+Peers: pip install -e ".[s3,bench]" -c constraints.txt; missing peers and servers are reported. docs/benchmarks-method.md has the method.
 """
 
 from __future__ import annotations
