@@ -21,6 +21,7 @@ from shardstream.catalog.conditions import (
     read_columns,
     samples_with_keys,
 )
+from shardstream.catalog.doctor import examine_dataset, examine_machine
 from shardstream.catalog.inspect import (
     Listing,
     class_name,
@@ -57,6 +58,8 @@ __all__ = [
     "class_name",
     "common_classes",
     "deleted_by_shard",
+    "examine_dataset",
+    "examine_machine",
     "find_difference",
     "find_keys",
     "find_where",

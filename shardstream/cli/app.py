@@ -16,7 +16,17 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from shardstream.cli import bench, index_verify, ls_cat, pack, plan, reshard_merge, versions, view
+from shardstream.cli import (
+    bench,
+    doctor,
+    index_verify,
+    ls_cat,
+    pack,
+    plan,
+    reshard_merge,
+    versions,
+    view,
+)
 from shardstream.cli.options import help_of
 from shardstream.cli.terminal_text import printable
 from shardstream.errors import ShardStreamError
@@ -43,6 +53,7 @@ for command in (
     view.view,
     plan.plan,
     bench.bench,
+    doctor.doctor,
     versions.delete,
     versions.compact,
     versions.log,
