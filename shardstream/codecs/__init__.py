@@ -20,7 +20,13 @@ from shardstream.codecs.plain_values import (
     parse_json,
 )
 from shardstream.codecs.properties import properties_of, read_property
-from shardstream.codecs.raw_images import LossyDecodeError
+from shardstream.codecs.raw_images import (
+    BitDepth,
+    LossyDecodeError,
+    is_rendered,
+    scale_to_8_bits,
+    stored_depth,
+)
 from shardstream.codecs.tenbin import decode_buffer, encode_buffer
 from shardstream.codecs.value_parts import length_of, part_of
 from shardstream.codecs.video import VIDEO_EXTENSIONS, Video, VideoDecoder
@@ -30,6 +36,7 @@ __all__ = [
     "VIDEO_EXTENSIONS",
     "Audio",
     "AudioDecoder",
+    "BitDepth",
     "ImageDecoder",
     "LossyDecodeError",
     "Video",
@@ -53,6 +60,7 @@ __all__ = [
     "has_only_pixels",
     "import_extra",
     "installed_decoders",
+    "is_rendered",
     "iter_npz",
     "iter_tsv",
     "length_of",
@@ -60,5 +68,7 @@ __all__ = [
     "part_of",
     "properties_of",
     "read_property",
+    "scale_to_8_bits",
     "sound_peaks",
+    "stored_depth",
 ]

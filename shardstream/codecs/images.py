@@ -14,19 +14,17 @@ import PIL.ImageOps
 
 from shardstream.codecs.jpeg import decode_jpeg, has_only_pixels, jpeg_size
 from shardstream.codecs.raw_images import (
+    BitDepth,
     LossyDecodeError,
+    is_rendered,
     read_mask,
     read_stored,
-    shrink_to_nearest,
-)
-from shardstream.errors import ImageWarning, OptionError
-from shardstream.format import (
-    PILLOW_FORMATS,
-    BitDepth,
-    is_rendered,
     scale_to_8_bits,
+    shrink_to_nearest,
     stored_depth,
 )
+from shardstream.errors import ImageWarning, OptionError
+from shardstream.format import PILLOW_FORMATS
 
 # name -> (library, type, mode), as in webdataset.autodecode
 _SPECS: dict[str, tuple[str, str, str]] = {

@@ -8,46 +8,39 @@ from shardstream.format.binary_manifest import (
     is_records_name,
     shards_of,
 )
-from shardstream.format.bit_depth import (
-    BitDepth,
-    is_inverted,
-    is_rendered,
-    scale_to_8_bits,
-    stored_depth,
-    stored_maximum,
-)
-from shardstream.format.classes_json import CLASSES_NAME, decode_classes, encode_classes
 from shardstream.format.column_file import (
     KEY_COLUMN,
     Column,
     ColumnSources,
+    column_chunks,
     columns_in_file,
     decode_column_file,
     encode_column_file,
     filter_column_file,
+    import_parquet,
     is_reserved_column,
     key_array,
+    least_bytes,
+    limit_of_rows,
     parse_columns,
-)
-from shardstream.format.columnar import (
-    ShardSlice,
-    find_samples,
-    is_worth_vectorizing,
-    read_one,
-    read_samples,
+    read_parquet,
 )
 from shardstream.format.columns import (
     Columns,
     JoinedFields,
     LazyColumns,
     Rows,
+    ShardSlice,
     TupleColumns,
     Values,
     as_rows,
+    find_samples,
     from_rows,
+    is_worth_vectorizing,
+    read_one,
+    read_samples,
     restore_order,
 )
-from shardstream.format.dali_index import decode_member_index, encode_member_index
 from shardstream.format.dataset_version import (
     FIRST_VERSION,
     VERSIONS_FOLDER,
@@ -84,16 +77,21 @@ from shardstream.format.index import (
     ShardScan,
     check_extent,
     decode_index,
+    decode_member_index,
     encode_index,
+    encode_member_index,
     num_samples,
     scan_members,
     scan_shard,
 )
 from shardstream.format.manifest import (
+    CLASSES_NAME,
     KIND,
     MANIFEST_NAME,
     Manifest,
+    decode_classes,
     decode_manifest,
+    encode_classes,
     encode_manifest,
     encode_manifest_files,
 )
@@ -107,13 +105,6 @@ from shardstream.format.names import (
     is_name,
     member_name,
     split_member_name,
-)
-from shardstream.format.parquet import (
-    column_chunks,
-    import_parquet,
-    least_bytes,
-    limit_of_rows,
-    read_parquet,
 )
 from shardstream.format.samples import (
     FIELDS_LIMIT,
@@ -167,7 +158,6 @@ __all__ = [
     "UNSUPPORTED_IMAGES",
     "VERSIONS_FOLDER",
     "BinaryManifest",
-    "BitDepth",
     "Buffer",
     "Column",
     "ColumnSources",
@@ -227,12 +217,10 @@ __all__ = [
     "is_deleted_name",
     "is_image_field",
     "is_image_name",
-    "is_inverted",
     "is_meta_name",
     "is_name",
     "is_plain_jpeg",
     "is_records_name",
-    "is_rendered",
     "is_reserved_column",
     "is_worth_vectorizing",
     "iter_groups",
@@ -256,13 +244,10 @@ __all__ = [
     "read_sample",
     "read_samples",
     "restore_order",
-    "scale_to_8_bits",
     "scan_members",
     "scan_shard",
     "shards_of",
     "split_member_name",
-    "stored_depth",
-    "stored_maximum",
     "version_name",
     "words_of",
 ]

@@ -1,4 +1,4 @@
-"""Encode and decode the manifest ``index.json``: shards with their counts, sizes and checksums.
+"""Encode and decode the manifest ``index.json``, shards with their counts, sizes and checksums; and ``classes.json``, the names of classes.
 
 The format is ``wids-shard-index-v1`` of WebDataset's "wids" with additional keys (`version`, `fields`,
 `total_bytes`, `dataset_version` where it was changed since it was packed, and for a shard its `sha256`, and `index` where that is not next
@@ -39,6 +39,7 @@ KIND = "wids-shard-index-v1"
 VERSION = 1
 _REMEDY = "run 'shardstream index' to write it again"
 _KEYS = ("url", "nsamples", "filesize", "sha256", "index")  # of a shard
+CLASSES_NAME = "classes.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +195,42 @@ def _invalid(message: str, url: str, remedy: str = _REMEDY) -> ManifestError:
     return ManifestError(message, remedy=remedy, shard=url)
 
 
-def _encode(document: Mapping[str, Any]) -> bytes:
+def _encode(document: Any) -> bytes:
     try:
         return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # names that are not valid UTF-8
         return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def encode_classes(names: Sequence[str]) -> bytes:
+    r"""Return the bytes of ``classes.json``, a JSON list in which item n is the name of class n; equal names give equal bytes.
+
+    >>> encode_classes(["ant", "bee"])
+    b'[\n "ant",\n "bee"\n]\n'
+    """
+    return _encode(list(names))
+
+
+def decode_classes(data: bytes, *, url: str) -> tuple[str, ...]:
+    """Read the bytes of a ``classes.json``.
+
+    Raises:
+        ManifestError: If they are not a list of unique names.
+    """
+    try:
+        names = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(
+            f"not JSON: {error}", remedy="write a list of class names", shard=url
+        ) from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ManifestError(
+            f"not a list of class names: {reprlib.repr(names)}",
+            remedy='write ["cat", "dog"]',
+            shard=url,
+        )
+    if (twice := find_repeated(names)) is not None:
+        raise ManifestError(
+            f"the class {twice!r} is listed twice", remedy="list each once", shard=url
+        )
+    return tuple(names)

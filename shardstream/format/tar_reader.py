@@ -3,6 +3,9 @@
 Formats: POSIX.1-2017 "pax" section (ustar and pax) and the GNU tar manual, "Basic Tar Format". Python's ``tarfile`` takes
 35 us per member. Almost every member of a shard is a plain file with a short name, so that case has a fast path of a few
 slices, and all other entries take the general path.
+
+If extended headers (pax, and the long names of GNU tar) contradict each other, some readers take the first and some the last. Ambiguous
+headers are refused, so that all readers see the same files in a shard.
 """
 
 from __future__ import annotations
@@ -13,24 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from shardstream.errors import ShardError
-from shardstream.format.pax import (
-    SIZE_LIMIT_BYTES,
-    extend,
-    extended_name,
-    extended_size,
-    records_of,
-)
 from shardstream.format.tar_diagnostics import TarDiagnostics
 
 BLOCK_BYTES = 512
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
-_HEADER_TEXT_LIMIT_BYTES = (
-    1 << 20
-)  # of one pax header or long name; real ones have hundreds of bytes
+# Of one pax header or long name; real ones have hundreds of bytes.
+_HEADER_TEXT_LIMIT_BYTES = 1 << 20
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
 _ADLER_BASE = 65521
 _RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in units of this size, the last one padded
 _TAIL_CHUNK_BYTES = 1 << 20
+_SIZE_LIMIT_BYTES = 1 << 60  # of one member: sums of offsets stay below 2**63
+_NAME_LIMIT = 1 << 16  # characters; Linux accepts paths of 4,096 bytes
 _FILE, _FOLDER, _CONTINUATION = b"0", b"5", b"M"
 _COMPRESSED = (
     (b"\x1f\x8b", "gzip", ".gz"),
@@ -254,7 +251,7 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
         if kind not in b"xgLKX" or kind == b"":
             break
         text = _read_header_text(read, body, size, position, shard)
-        extend(extended, records_of(kind, text, position, shard), position, shard)
+        _extend(extended, _records_of(kind, text, position, shard), position, shard)
         position = body + (size + 511 & -512)
         if kind == b"g" and not extended:
             return kind, ("", start, body, size), position
@@ -266,7 +263,7 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
             )
         block = read(position, BLOCK_BYTES)
     if "size" in extended:
-        size = extended_size(extended["size"], start, shard)
+        size = _extended_size(extended["size"], start, shard)
     _refuse_partial(kind, extended, start, shard)
     if kind == b"\0" and block[:100].split(b"\0", 1)[0][-1:] == b"/":
         kind = _FOLDER
@@ -275,7 +272,7 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
         # Links, devices and folders have no body, whatever their size field holds (as in tarfile).
         return kind, (name, start, body, 0), body
     if "path" in extended:
-        name = extended_name(name, start, shard)
+        name = _extended_name(name, start, shard)
     kind = _FILE if kind in b"0\x007" else kind
     return kind, (name, start, body, size), body + (size + 511 & -512)
 
@@ -335,7 +332,7 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
             offset=position,
         )
     size = _number(block[124:136])
-    if size is None or not 0 <= size < SIZE_LIMIT_BYTES:
+    if size is None or not 0 <= size < _SIZE_LIMIT_BYTES:
         raise ShardError(
             f"a header gives a size of {block[124:136]!r}", shard=shard, offset=position
         )
@@ -399,3 +396,84 @@ def _cut_body(member: Member, end: int, shard: str) -> ShardError:
         shard=shard,
         offset=start,
     )
+
+
+def _records_of(kind: bytes, text: bytes, position: int, shard: str) -> dict[str, str]:
+    """Return the records of an extended header for the member after it."""
+    if kind == b"K":  # the target of a link
+        return {}
+    if kind == b"L":
+        return {"path": text.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")}
+    records = _pax_records(text, position, shard)
+    if kind == b"g":
+        _refuse_for_all(records, position, shard)
+        return {}
+    return records
+
+
+def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
+    """Parse records ``LENGTH KEYWORD=VALUE`` with a line feed; the length counts the whole record."""
+    records: dict[str, str] = {}
+    at = 0
+    while at < len(text) and text[at] != 0:
+        blank = text.find(b" ", at, at + 20)
+        length = int(text[at:blank]) if blank > 0 and text[at:blank].isdigit() else 0
+        record = text[blank + 1 : at + length]
+        if length <= 0 or at + length > len(text) or record[-1:] != b"\n" or record.find(b"=") < 1:
+            raise ShardError("a pax header has a malformed record", shard=shard, offset=position)
+        keyword, value = record[:-1].split(b"=", 1)
+        records[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        at += length
+    return records
+
+
+def _refuse_for_all(records: dict[str, str], position: int, shard: str) -> None:
+    """Refuse a global header that sets the name or size of all members after it: readers interpret it differently."""
+    for keyword in records:
+        if keyword in ("path", "size") or keyword.startswith("GNU.sparse."):
+            raise ShardError(
+                f"a global pax header gives all members a {keyword!r}",
+                remedy="write the shard again",
+                shard=shard,
+                offset=position,
+            )
+
+
+def _extend(known: dict[str, str], more: dict[str, str], position: int, shard: str) -> None:
+    """Add the records of another header; refuse a second, different name or size."""
+    for keyword in ("path", "size"):
+        if keyword in more and known.get(keyword, more[keyword]) != more[keyword]:
+            raise ShardError(
+                f"two extended headers of one member give it different values of {keyword!r}",
+                remedy="write the shard again",
+                shard=shard,
+                offset=position,
+            )
+    known |= more
+
+
+def _extended_name(name: str, position: int, shard: str) -> str:
+    """Return the name of a file in an extended header, if all readers interpret it equally."""
+    if not name or "\0" in name or name.endswith("/") or len(name) > _NAME_LIMIT:
+        raise ShardError(
+            f"an extended header gives a file the invalid name {name[:80]!r} ({len(name)} characters)",
+            remedy="write the shard again",
+            shard=shard,
+            offset=position,
+        )
+    return name
+
+
+def _extended_size(text: str, position: int, shard: str) -> int:
+    """Return the size in a pax header; leading zeros are padding."""
+    digits = text.lstrip("0") or text[-1:]
+    if not (
+        digits.isascii()
+        and digits.isdigit()
+        and len(digits) < 20
+        and int(digits) < _SIZE_LIMIT_BYTES
+    ):
+        raise ShardError(
+            f"a pax header gives the invalid size {text[:40]!r}", shard=shard, offset=position
+        )
+    return int(digits)

@@ -14,19 +14,16 @@ import numpy as np
 import PIL
 from PIL import Image, UnidentifiedImageError
 
+from shardstream.codecs import BitDepth, is_rendered, scale_to_8_bits, stored_depth
 from shardstream.errors import ImageWarning, OptionError, SampleError, SourceError
 from shardstream.format import (
     IMAGE_FORMATS,
     PILLOW_FORMATS,
-    BitDepth,
     check_masks,
     has_mask_word,
     is_image_field,
     is_plain_jpeg,
-    is_rendered,
     mask_fields,
-    scale_to_8_bits,
-    stored_depth,
 )
 
 REENCODED = ("jpg", "png", "webp")
