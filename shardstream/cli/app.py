@@ -16,19 +16,22 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from shardstream.cli import (
-    bench,
+from shardstream.cli.maintain_dataset import (
+    compact,
+    delete,
+    diff,
     doctor,
-    index_verify,
-    ls_cat,
-    pack,
-    plan,
-    reshard_merge,
-    versions,
-    view,
+    gc,
+    index,
+    log,
+    tag,
+    verify,
 )
-from shardstream.cli.options import help_of
-from shardstream.cli.terminal_text import printable
+from shardstream.cli.options import describe_options, help_of
+from shardstream.cli.plan_bench import bench, plan
+from shardstream.cli.show_dataset import cat, ls, view
+from shardstream.cli.terminal import printable
+from shardstream.cli.write_shards import merge, pack, reshard
 from shardstream.errors import ShardStreamError
 
 EXIT_INTERRUPTED = 130
@@ -42,25 +45,9 @@ app = typer.Typer(
     # Markup off: brackets in URLs and keys would be parsed as markup.
     rich_markup_mode=None,
 )
-for command in (
-    pack.pack,
-    reshard_merge.reshard,
-    reshard_merge.merge,
-    index_verify.index,
-    index_verify.verify,
-    ls_cat.ls,
-    ls_cat.cat,
-    view.view,
-    plan.plan,
-    bench.bench,
-    doctor.doctor,
-    versions.delete,
-    versions.compact,
-    versions.log,
-    versions.diff,
-    versions.tag,
-    versions.gc,
-):
+_READERS = (index, verify, ls, cat, view, plan, bench, doctor)
+_CHANGES = (delete, compact, log, diff, tag, gc)
+for command in (pack, reshard, merge, *_READERS, *_CHANGES):
     text = help_of(command.__doc__)
     app.command(help=text, short_help=text.partition("\n")[0])(command)
 
@@ -94,7 +81,10 @@ def command_tree() -> Any:
     """Return all commands as typer's group, for tools that list them."""
     tree: Any = get_command(app)
     for command in tree.commands.values():
+        described = describe_options(command.callback.__doc__)
         for parameter in command.params:
+            if parameter.name in described:
+                parameter.metavar, parameter.help = described[parameter.name]
             if parameter.param_type_name == "argument":
                 parameter.display_type = lambda ctx: ""  # noqa: ARG005  ("<list[str]>" helps nobody)
     return tree

@@ -6,15 +6,12 @@ import inspect
 import json
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardstream.cli.terminal_text import printable
+from shardstream.cli.terminal import printable
 from shardstream.errors import OptionError, plural
 
 if TYPE_CHECKING:
@@ -24,6 +21,10 @@ Urls = Annotated[
     list[str],
     typer.Argument(metavar="URL", help="Folder, tar, quoted pattern or index.json."),
 ]
+Dataset = Annotated[str, typer.Argument(metavar="URL", help="Folder of the dataset.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
+FromZero = Annotated[int | None, typer.Option(min=0)]
+FromOne = Annotated[int | None, typer.Option(min=1)]
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -118,6 +119,8 @@ RayAddress = Annotated[
 ]
 
 _EXAMPLES = re.compile(r"(?m)^(Examples?:\n)")
+_OPTIONS = "\n\nOptions:\n"
+_OPTION = re.compile(r"(?m)^  (\w+)(?: \(([^)]*)\))?: (.+(?:\n {4}.+)*)")
 # The values of these stay text even if they look like numbers.
 _TEXT_OPTIONS = frozenset({"key", "secret", "token", "username", "password"})
 
@@ -166,13 +169,27 @@ def state_of_parts(unfinished: int, folder: str) -> str:
 
 
 def help_of(docstring: str | None) -> str:
-    r"""Return the docstring of a command as help text, with the line breaks of its examples.
+    r"""Return the docstring of a command as help text, without its options, with the line breaks of its examples.
 
-    >>> help_of("List.\n\n    Example:\n      shardstream ls data/")
+    >>> help_of("List.\n\n    Example:\n      shardstream ls data/\n\n    Options:\n      name: Name.")
     'List.\n\n\x08\nExample:\n  shardstream ls data/'
     """
+    text, _, _ = inspect.cleandoc(docstring or "").partition(_OPTIONS)
     # A line with only a backspace: click does not rewrap the paragraph after it.
-    return _EXAMPLES.sub("\b\n\\1", inspect.cleandoc(docstring or ""))
+    return _EXAMPLES.sub("\b\n\\1", text)
+
+
+def describe_options(docstring: str | None) -> dict[str, tuple[str | None, str]]:
+    r"""Return the metavar and help of the options that the docstring of a command describes, by parameter.
+
+    >>> describe_options("List.\n\n    Options:\n      key (KEY): Key of\n        the sample.\n      yes: Delete.")
+    {'key': ('KEY', 'Key of the sample.'), 'yes': (None, 'Delete.')}
+    """
+    _, _, section = inspect.cleandoc(docstring or "").partition(_OPTIONS)
+    return {
+        name: (metavar or None, " ".join(text.split()))
+        for name, metavar, text in _OPTION.findall(section)
+    }
 
 
 def parse_options(options: Sequence[str] | None, *urls: str) -> dict[str, Any]:
@@ -227,35 +244,3 @@ def _json_or_text(value: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-@contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show bytes done, rate and time left on a terminal's stderr; yields its update function, else None."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
-
-    with terminal_bar(title, DownloadColumn(), TransferSpeedColumn()) as update:
-        yield lambda done, total: update(completed=done, total=total or None)
-
-
-@contextmanager
-def terminal_bar(title: str, *columns: Any, **fields: Any) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr while the block runs.
-
-    Args:
-        title: Text before the bar.
-        columns: Columns of ``rich.progress`` between the bar and the time left.
-        fields: Initial values of the columns' ``task.fields``.
-
-    Yields:
-        ``update(completed=, total=, **fields)``.
-    """
-    from rich.console import Console  # noqa: PLC0415  (50 ms that not every command needs)
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    shown = (TextColumn(title, markup=False), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
-        yield partial(bar.update, bar.add_task(title, total=None, **fields))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.cli import main
+from shardstream.cli import command_tree, describe_options, main
 from shardstream.errors import ShardError
 from tests.small_tars import make_dataset
 from tests.static_server import serve_files
@@ -52,6 +52,13 @@ def test_help_shows_no_types_of_python(capsys: pytest.CaptureFixture[str]) -> No
     for command in ("pack", "ls", "view"):
         assert main([command, "--help"]) == 0
         assert "list[" not in capsys.readouterr().out
+
+
+def test_docstrings_describe_all_options_and_no_others() -> None:
+    for name, command in command_tree().commands.items():
+        described = describe_options(command.callback.__doc__)
+        assert described.keys() <= {parameter.name for parameter in command.params}, name
+        assert all(parameter.help for parameter in command.params if parameter.name != "help")
 
 
 def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,25 +1,27 @@
-"""``shardstream ls`` and ``shardstream cat``."""
+"""``shardstream ls``, ``cat`` and ``view``: show the shards and samples of a dataset."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardstream.cli.options import (
+    AsJson,
+    FromZero,
     StorageOption,
     Urls,
     Version,
     parse_options,
     parse_version,
-    progress_bar,
 )
-from shardstream.cli.terminal_text import aligned, printable, shortened
-from shardstream.errors import OptionError, StorageError, human_bytes, plural
+from shardstream.cli.terminal import aligned, printable, progress_bar, shortened
+from shardstream.errors import OptionError, StorageError, how_to_install, human_bytes, plural
 
 if TYPE_CHECKING:
     from shardstream.catalog import Listing
@@ -28,30 +30,11 @@ _HEADINGS = ("shard", "samples", "size", "index")
 _RIGHT = frozenset({1, 2})
 _CLASSES_CHARACTERS = 100
 
-_Number = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Number of the sample, from 0; by default 0."),
-]
-_Key = Annotated[
-    str | None,
-    typer.Option(metavar="KEY", help="Key of the sample; searches shard by shard."),
-]
-_Field = Annotated[
-    str | None, typer.Option(metavar="FIELD", help="Show only this field, text in full.")
-]
-_Output = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="With --field: write its bytes to this file, replacing it; - is standard output.",
-    ),
-]
-
 
 def ls(
     urls: Urls,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_json: AsJson = False,
     version: Version = None,
     option: StorageOption = None,
 ) -> None:
@@ -115,10 +98,10 @@ def _list(listing: Listing) -> None:
 def cat(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
-    number: _Number = None,
-    key: _Key = None,
-    field: _Field = None,
-    output: _Output = None,
+    number: FromZero = None,
+    key: str | None = None,
+    field: str | None = None,
+    output: str | None = None,
     version: Version = None,
     option: StorageOption = None,
 ) -> None:
@@ -128,6 +111,12 @@ def cat(  # noqa: PLR0913  (the options of a command)
       shardstream cat data/train/ --number 5
       shardstream cat data/train/ --key 0001
       shardstream cat s3://bucket/train/ --number 5 --field png --output 5.png
+
+    Options:
+      number (N): Number of the sample, from 0; by default 0.
+      key (KEY): Key of the sample; searches shard by shard.
+      field (FIELD): Show only this field, text in full.
+      output (FILE): With --field: write its bytes to this file, replacing it; - is standard output.
     """
     if number is not None and key is not None:
         raise typer.BadParameter("give --number or --key, not both")
@@ -169,7 +158,7 @@ def _extract(data: bytes, output: str) -> None:
 
 
 def _show(sample: dict[str, Any], field: str | None, class_name: str | None) -> None:
-    from shardstream.cli.field_preview import describe  # noqa: PLC0415  (Pillow, numpy)
+    from shardstream.cli.terminal import describe  # noqa: PLC0415  (Pillow, numpy)
 
     if field is not None:
         typer.echo(describe(field, sample[field], limit=None))
@@ -258,3 +247,68 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
+
+
+def view(  # noqa: PLR0913  (the options of a command)
+    urls: Urls,
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    host: str = "127.0.0.1",
+    no_browser: Annotated[bool, typer.Option("--no-browser")] = False,
+    bad: Annotated[list[str] | None, typer.Option("--bad")] = None,
+    decode: str | None = None,
+    dataset: str | None = None,
+    version: Version = None,
+    option: StorageOption = None,
+) -> None:
+    """Look at a dataset in the browser: samples, histograms, epochs, bad samples.
+
+    Reads the samples that are shown by range requests and downloads no tar. The page is served to this machine alone, at an
+    address with a secret token. Ctrl-C ends it.
+
+    Examples:
+      shardstream view data/train/
+      shardstream view s3://bucket/train/ --port 8900 --no-browser
+      shardstream view data/train/ --bad bad.jsonl --decode my_formats:decode_dicom
+      shardstream view data/photos/ data/drawings/ --dataset train:make_dataset
+
+    Options:
+      port (N): Port; 0 takes a free one.
+      host (ADDRESS): Address to listen at. Any other than 127.0.0.1 can be reached from the network, without
+        encryption.
+      no_browser: Only print the address, open no browser.
+      bad (FILE): Report of bad samples, written by SkipBudget(report=); may be repeated.
+      decode (MODULE:FUNCTION): Function that makes a dict of values of a sample, a dict of bytes; pictures and arrays
+        among them are shown.
+      dataset (MODULE:FUNCTION): Function that returns the dataset of a training (a mix, a join, weights, a subset,
+        ...), whose epochs are shown. Imports torch.
+    """
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise OptionError(f"the viewer needs {' and '.join(missing)}: {how_to_install('view')}")
+    from shardstream.viewer import Address, ViewOptions, load_function, open_source, serve  # noqa: PLC0415
+
+    if decode is not None or dataset is not None:
+        sys.path.insert(0, "")  # functions in the folder where the command runs
+    options = ViewOptions(
+        urls=tuple(urls),
+        storage_options=parse_options(option, *urls, *(bad or ())),
+        version=parse_version(version),
+        bad=tuple(bad or ()),
+        decode=None if decode is None else load_function(decode, "--decode"),
+        training=None if dataset is None else open_source(load_function(dataset, "--dataset")),
+    )
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        typer.echo(
+            f"warning: the page can be reached from the network at {printable(host)}, without encryption",
+            err=True,
+        )
+
+    def say(page: str) -> None:
+        typer.echo(f"{page}\npress Ctrl-C to stop")
+        sys.stdout.flush()
+
+    try:
+        serve(options, Address(host=host, port=port, opens_browser=not no_browser), say)
+    except KeyboardInterrupt:
+        typer.echo("stopped")

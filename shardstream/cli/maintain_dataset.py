@@ -1,59 +1,192 @@
-"""``shardstream delete``, ``compact``, ``log``, ``diff``, ``tag`` and ``gc``."""
+"""``shardstream doctor``, ``index``, ``verify``, ``delete``, ``compact``, ``log``, ``diff``, ``tag`` and ``gc``: maintain a dataset."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import chain
 from typing import Annotated
 
 import typer
 
 from shardstream.cli.options import (
+    AsJson,
+    Columns,
+    Dataset,
+    FromOne,
+    Name,
+    Part,
     Ray,
     RayAddress,
     StorageOption,
     TaskProcesses,
     Threads,
+    Urls,
+    Version,
     executor_of,
     parse_options,
     parse_version,
 )
-from shardstream.cli.pack_progress import job_bar
-from shardstream.cli.terminal_text import aligned, printable
+from shardstream.cli.terminal import aligned, job_bar, print_warnings, printable
 from shardstream.errors import human_bytes, plural
 
 _NAMED = 5
+_MARKS = {"ok": "ok   ", "warning": "WARN ", "error": "ERROR"}
 
-Dataset = Annotated[str, typer.Argument(metavar="URL", help="Folder of the dataset.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
+
+def doctor(
+    url: Annotated[str | None, typer.Argument()] = None,
+    *,
+    seconds: Annotated[float, typer.Option(min=0.1)] = 5.0,
+    as_json: AsJson = False,
+    option: StorageOption = None,
+) -> None:
+    """Examine this machine, and a dataset with its store; name the cure of each finding.
+
+    Looks at Python, packages, cores, /dev/shm, open files and AWS_ variables (never the values of secrets); of a dataset at the
+    clock, manifest, indexes, one sample, latency and bandwidth. Writes nothing. The exit code is 1 if something does not work.
+
+    Examples:
+      shardstream doctor
+      shardstream doctor s3://bucket/train/
+
+    Options:
+      url (URL): Also examine this dataset and its store.
+      seconds (S): Time for measuring the bandwidth.
+    """
+    from shardstream.catalog import (  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+        examine_dataset,
+        examine_machine,
+    )
+
+    options = parse_options(option, *([url] if url else []))
+    of_dataset = examine_dataset(url, seconds=seconds, storage_options=options) if url else ()
+    findings = []
+    for finding in chain(examine_machine(), of_dataset):
+        findings.append(finding)
+        if not as_json:
+            typer.echo(f"{_MARKS[finding.level]} {finding.subject}: {printable(finding.text)}")
+            if finding.cure:
+                typer.echo(f"        -> {printable(finding.cure)}")
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def index(  # noqa: PLR0913  (the options of a command)
+    urls: Urls,
+    *,
+    name: Name = "",
+    to: str | None = None,
+    sha256: Annotated[bool, typer.Option("--sha256/--no-sha256")] = True,
+    members: Annotated[bool, typer.Option("--members")] = False,
+    columns: Columns = None,
+    threads: Threads = None,
+    processes: TaskProcesses = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
+    option: StorageOption = None,
+) -> None:
+    """Index existing tars for shuffled, resumable reading.
+
+    Reads every tar once and writes NAME.tar.idx next to it, then index.json for all of them. No tar is changed. Use it
+    for shards of other tools; 'shardstream pack' writes its own index.
+
+    Examples:
+      shardstream index data/train/
+      shardstream index "s3://bucket/train/{000000..000099}.tar"
+      shardstream index data/train/ --columns cls,json.width
+      shardstream index https://example.org/tars/{00..31}.tar --to mine/ --no-sha256
+
+    Options:
+      to (FOLDER): Write indexes and manifest there, for tars in a place that you may only read.
+      sha256: Hash the tars; without, only headers of large samples are read.
+      members: Also write NAME.idx with the place of each field, so that fields= fetches large samples in part; NVIDIA
+        DALI reads it, too.
+    """
+    import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+
+    with job_bar("indexing") as progress:
+        report = ss.index(
+            urls,
+            to=to,
+            sha256=sha256,
+            storage_options=parse_options(option, *urls, *([to] if to else [])),
+            threads=threads,
+            name=name,
+            members=members,
+            columns=columns,
+            progress=progress,
+            executor=executor_of(processes, None, ray=ray, ray_address=ray_address),
+        )
+    print_warnings(report.warnings)
+    made = report.manifest
+    counts = _counts(len(made.shards), made.nsamples, made.total_bytes)
+    typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")
+
+
+def verify(  # noqa: PLR0913  (the options of a command)
+    urls: Urls,
+    *,
+    decode: Annotated[bool, typer.Option("--decode")] = False,
+    version: Version = None,
+    threads: Threads = None,
+    processes: TaskProcesses = None,
+    part: Part = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
+    option: StorageOption = None,
+) -> None:
+    """Read every byte of a dataset and list all problems.
+
+    Compares each tar's length, checksum and samples with index.json and its index, and finds duplicate keys and unexpected
+    files. Exit code 0: sound (warnings are possible), 1: errors. With --part, repeated keys are found within the part only.
+
+    Examples:
+      shardstream verify s3://bucket/train/
+      shardstream verify packed/train/ --decode --processes 8
+
+    Options:
+      decode: Also decode every image, and list those that cannot be; --processes uses all cores.
+    """
+    import shardstream as ss  # noqa: PLC0415
+
+    with job_bar("verifying") as progress:
+        report = ss.verify(
+            urls,
+            version=parse_version(version),
+            decode=decode,
+            storage_options=parse_options(option, *urls),
+            threads=threads,
+            progress=progress,
+            executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
+        )
+    for problem in report.problems:
+        typer.echo(f"{problem.severity}: {printable(str(problem))}")
+    errors = len(report.errors)
+    warnings = len(report.problems) - errors
+    verdict = plural(errors, "error") if errors else "sound"
+    if warnings:
+        verdict += f", {plural(warnings, 'warning')}"
+    checked = _counts(report.shards - report.unchecked, report.samples, report.bytes)
+    typer.echo(f"{checked}: {verdict}" if part is None else f"part {part}: {checked}: {verdict}")
+    if errors:
+        raise typer.Exit(1)
+
+
+def _counts(shards: int, samples: int, nbytes: int) -> str:
+    return f"{plural(shards, 'shard')}, {plural(samples, 'sample')}, {human_bytes(nbytes)}"
 
 
 def delete(  # noqa: PLR0913  (the options of a command)
     url: Dataset,
     *,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keys",
-            metavar="FILE|KEY",
-            help="A text file (.txt) with a key on each line, or a key; may be repeated.",
-        ),
-    ] = None,
-    where: Annotated[
-        str | None,
-        typer.Option(metavar="SQL", help='A condition on columns, such as "cls = 3".'),
-    ] = None,
-    numbers: Annotated[
-        str | None,
-        typer.Option(metavar="N,N-N", help="Numbers of samples, and ranges with both ends."),
-    ] = None,
-    missing: Annotated[
-        str,
-        typer.Option(metavar="error|ignore", help="What to do with keys that no sample has."),
-    ] = "error",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Count the samples, and change nothing.")
-    ] = False,
+    keys: Annotated[list[str] | None, typer.Option("--keys")] = None,
+    where: str | None = None,
+    numbers: str | None = None,
+    missing: str = "error",
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
     option: StorageOption = None,
 ) -> None:
     """Delete samples, as a new version of the dataset.
@@ -65,6 +198,13 @@ def delete(  # noqa: PLR0913  (the options of a command)
       shardstream delete s3://bucket/train/ --keys takedown.txt --missing ignore
       shardstream delete data/train/ --where "width < 64" --dry-run
       shardstream delete data/train/ --numbers 5,100-199
+
+    Options:
+      keys (FILE|KEY): A text file (.txt) with a key on each line, or a key; may be repeated.
+      where (SQL): A condition on columns, such as "cls = 3".
+      numbers (N,N-N): Numbers of samples, and ranges with both ends.
+      missing (error|ignore): What to do with keys that no sample has.
+      dry_run: Count the samples, and change nothing.
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
@@ -155,9 +295,7 @@ def compact(
 def log(
     url: Dataset,
     *,
-    limit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Show the latest ones only.")
-    ] = None,
+    limit: FromOne = None,
     as_json: AsJson = False,
     option: StorageOption = None,
 ) -> None:
@@ -166,6 +304,9 @@ def log(
     Examples:
       shardstream log data/train/
       shardstream log s3://bucket/train/ --limit 10 --json
+
+    Options:
+      limit (N): Show the latest ones only.
     """
     import shardstream as ss  # noqa: PLC0415
 
@@ -193,15 +334,10 @@ def log(
 
 def diff(
     url: Dataset,
-    a: Annotated[str, typer.Argument(metavar="A", help="Number or name of a version.")],
-    b: Annotated[
-        str | None,
-        typer.Argument(metavar="[B]", help="Another one; by default the current version."),
-    ] = None,
+    a: str,
+    b: Annotated[str | None, typer.Argument()] = None,
     *,
-    keys: Annotated[
-        bool, typer.Option("--keys", help="Also list the keys of the deleted samples.")
-    ] = False,
+    keys: Annotated[bool, typer.Option("--keys")] = False,
     as_json: AsJson = False,
     option: StorageOption = None,
 ) -> None:
@@ -210,6 +346,11 @@ def diff(
     Examples:
       shardstream diff data/train/ 1
       shardstream diff data/train/ paper 12 --keys --json
+
+    Options:
+      a (A): Number or name of a version.
+      b ([B]): Another one; by default the current version.
+      keys: Also list the keys of the deleted samples.
     """
     import shardstream as ss  # noqa: PLC0415
 
@@ -236,17 +377,10 @@ def diff(
 
 def tag(
     url: Dataset,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the version.")],
-    version: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[VERSION]", help="Number or name of the version; by default the current one."
-        ),
-    ] = None,
+    name: str,
+    version: Annotated[str | None, typer.Argument()] = None,
     *,
-    remove: Annotated[
-        bool, typer.Option("--remove", help="Remove the name; the version stays.")
-    ] = False,
+    remove: Annotated[bool, typer.Option("--remove")] = False,
     option: StorageOption = None,
 ) -> None:
     """Give a version of a dataset a name, which 'shardstream gc' keeps it for.
@@ -255,6 +389,11 @@ def tag(
       shardstream tag data/train/ paper
       shardstream tag data/train/ paper 12
       shardstream tag data/train/ paper --remove
+
+    Options:
+      name (NAME): Name of the version.
+      version ([VERSION]): Number or name of the version; by default the current one.
+      remove: Remove the name; the version stays.
     """
     import shardstream as ss  # noqa: PLC0415
 
@@ -270,10 +409,8 @@ def tag(
 def gc(
     url: Dataset,
     *,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Latest versions to keep, with the current one.")
-    ] = 5,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete; without, only print.")] = False,
+    keep: Annotated[int, typer.Option(min=1)] = 5,
+    yes: Annotated[bool, typer.Option("--yes")] = False,
     as_json: AsJson = False,
     option: StorageOption = None,
 ) -> None:
@@ -284,6 +421,10 @@ def gc(
     Examples:
       shardstream gc data/train/
       shardstream gc s3://bucket/train/ --keep 2 --yes
+
+    Options:
+      keep (N): Latest versions to keep, with the current one.
+      yes: Delete; without, only print.
     """
     import shardstream as ss  # noqa: PLC0415
 

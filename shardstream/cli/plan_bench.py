@@ -1,0 +1,357 @@
+"""``shardstream plan`` and ``bench``: the samples that a training reads, and how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardstream.cli.options import (
+    AsJson,
+    FromOne,
+    FromZero,
+    StorageOption,
+    Urls,
+    Version,
+    parse_options,
+    parse_version,
+)
+from shardstream.cli.terminal import aligned, printable, terminal_bar
+from shardstream.errors import OptionError, plural
+
+if TYPE_CHECKING:
+    from shardstream.loader import Trial
+    from shardstream.pipeline import EpochSamples, PlannedSamples, State
+
+
+def plan(  # noqa: PLR0913  (the options of a command)
+    urls: Annotated[list[str] | None, typer.Argument()] = None,
+    *,
+    ranks: Annotated[int, typer.Option(min=1)] = 1,
+    workers: Annotated[int, typer.Option(min=0)] = 0,
+    batch_size: FromOne = None,
+    drop_last: Annotated[bool, typer.Option("--drop-last")] = False,
+    shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle")] = None,
+    seed: int | None = None,
+    epoch: FromZero = None,
+    step: FromZero = None,
+    rank: FromZero = None,
+    key: Annotated[list[str] | None, typer.Option("--key")] = None,
+    number: Annotated[list[int] | None, typer.Option("--number")] = None,
+    state: str | None = None,
+    dataset: str | None = None,
+    version: Version = None,
+    as_json: AsJson = False,
+    option: StorageOption = None,
+) -> None:
+    """Show which samples a training reads at a step, or when samples come.
+
+    Ranks, workers and batch size are those of the ShardLoaders of a training. Computed from the order alone; only the keys that are shown
+    are read from the shards. Without --step, --key and --number the number of steps is shown.
+
+    Examples:
+      shardstream plan data/train/ --shuffle --ranks 8 --workers 2 --batch-size 64 --epoch 3 --step 1200
+      shardstream plan data/train/ --shuffle --ranks 8 --workers 2 --batch-size 64 --key 0001234
+      shardstream plan data/train/ --ranks 4 --batch-size 64 --state run/step-00001200.pt --step 0 --json
+      shardstream plan --dataset train:make_dataset --ranks 8 --batch-size 64 --step 1200 --rank 3
+
+    Options:
+      urls (URL): Folder, tar, quoted pattern or index.json.
+      ranks (N): Ranks of the training.
+      workers (N): Loader workers of each rank.
+      batch_size (N): Samples of a batch of one rank.
+      drop_last: As in ShardLoader.
+      shuffle: As in ShardDataset; with --state that of it.
+      seed (N): As in ShardDataset, 0; with --state that of it.
+      epoch (N): Epoch, from 0; by default 0 or that of --state.
+      step (N): Show the samples of this step, from 0.
+      rank (N): Of --step: this rank only.
+      key (KEY): Show when this sample comes; may be repeated.
+      number (N): As --key, by number; may be repeated.
+      state (FILE): Begin where this state of a loader does, also in steps: its JSON, or a checkpoint of
+        save_checkpoint (.pt).
+      dataset (MODULE:FUNCTION): Function that returns the dataset of the training (a mix, weights, order=, ...), in
+        place of URL. Imports torch.
+    """
+    if (step is not None) + bool(key) + bool(number) > 1:
+        raise typer.BadParameter("give one of --step, --key and --number")
+    if rank is not None and step is None:
+        raise typer.BadParameter("--rank needs --step")
+    options = parse_options(option, *(urls or ()), *([state] if state else ()))
+    saved = None if state is None else _read_state(state, options)
+    import shardstream as ss  # noqa: PLC0415  (torch takes over a second)
+
+    if dataset is None:
+        known = {"version": parse_version(version), "storage_options": options}
+        made: Any = _open(urls, {"shuffle": shuffle, "seed": seed}, saved or {}, known)
+    elif urls or any(one is not None for one in (shuffle, seed, version)) or (option and not state):
+        raise typer.BadParameter(
+            "--dataset has its own URL, --shuffle, --seed, --version, --option"
+        )
+    else:
+        made = _call(dataset)
+    found = ss.plan(
+        made,
+        epoch,
+        ranks=ranks,
+        workers=workers,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        state=saved,
+    )
+    rows = None
+    if step is not None:
+        rows = _rows(found, found.samples(step, rank))
+    elif key or number:
+        rows = _rows(found, found.where(keys=key or None, numbers=number or None))
+    if as_json:
+        typer.echo(json.dumps(_plan_json(found, rows), indent=1))
+    else:
+        _show_plan(found, made, rows)
+
+
+def _open(
+    urls: list[str] | None,
+    order: dict[str, Any],
+    state: State,
+    options: dict[str, Any],
+) -> Any:
+    """Open the dataset of the command, in the order of its options, or else of a state."""
+    import shardstream as ss  # noqa: PLC0415
+
+    if not urls:
+        raise typer.BadParameter("give a URL or --dataset")
+    own = {name: state.get(name, 0) if value is None else value for name, value in order.items()}
+    own["shuffle"] = bool(own["shuffle"])
+    return ss.ShardDataset(urls, read=ss.ReadOptions(index="require"), **own, **options)
+
+
+def _call(name: str) -> Any:
+    """Return the dataset that the function of ``--dataset`` makes."""
+    from shardstream.viewer import load_function  # noqa: PLC0415
+
+    sys.path.insert(0, "")  # functions in the folder where the command runs
+    made = load_function(name, "--dataset")()
+    if not hasattr(made, "pipeline"):
+        raise OptionError(
+            f"the function of --dataset returned {type(made).__name__}; it must return a ShardDataset, mix or join"
+        )
+    return made
+
+
+def _read_state(url: str, options: dict[str, Any]) -> State:
+    """Return the state of a loader in a file of JSON, in a checkpoint, of which nothing is run, or in the latest one of a folder."""
+    from shardstream.pipeline import parse_state, state_in  # noqa: PLC0415
+    from shardstream.storage import Storage  # noqa: PLC0415
+
+    storage = Storage(options if "://" in url else None)
+    if url.endswith((".pt", ".pth", "/")) or os.path.isdir(url):
+        from shardstream.loader import find_checkpoints, read_values  # noqa: PLC0415
+
+        return state_in(read_values(find_checkpoints(url, storage)[-1], storage))
+    return parse_state(storage.read_bounded(url).decode(errors="replace"))
+
+
+def _rows(found: EpochSamples, samples: PlannedSamples) -> list[dict[str, Any]]:
+    columns: dict[str, list[Any]] = {
+        "step": samples.steps.tolist(),
+        "rank": samples.ranks.tolist(),
+        "worker": samples.workers.tolist(),
+        "place": samples.places.tolist(),
+        "number": samples.numbers.tolist(),
+        "copy": samples.copies.tolist(),
+        "key": found.keys(samples),
+    }
+    datasets = found.datasets(samples)
+    if any(datasets):
+        columns["dataset"] = datasets
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _show_plan(found: EpochSamples, dataset: Any, rows: list[dict[str, Any]] | None) -> None:
+    order = dataset.pipeline.source
+    how = f"shuffled with seed {order.seed}" if order.shuffle else "in stored order"
+    typer.echo(f"{found.extent}, {how}")
+    if not found.is_exact:
+        typer.echo(
+            "some of these samples may be left out or replaced: by select, on_error=, or as they were deleted since"
+        )
+    if not rows:
+        hint = "show one with --step, --key or --number"
+        typer.echo(hint if rows is None else "no such sample comes in it")
+        return
+    names = [name for name in rows[0] if name != "copy" or any(row["copy"] for row in rows)]
+    cells = [tuple(_cell(row[name]) for name in names) for row in rows]
+    right = frozenset(range(names.index("key")))
+    for line in aligned([tuple(names), *cells], right=right):
+        typer.echo(line)
+
+
+def _cell(value: Any) -> str:
+    return "?" if value is None else printable(str(value))
+
+
+def _plan_json(found: EpochSamples, rows: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """Return a plan as JSON values; with samples, if some were asked for."""
+    shown = {
+        "epoch": found.epoch,
+        "consumed": found.steps.consumed,
+        "steps": found.num_steps,
+        "ranks": found.num_ranks,
+        "is_exact": found.is_exact,
+    }
+    return shown if rows is None else shown | {"samples": rows}
+
+
+_BAR_CHARACTERS = 30
+_ANY_NUMBER = 1 << 30
+_HEADINGS = ("workers", "samples/s", "MB/s", "first batch", "")
+
+
+def bench(  # noqa: PLR0913  (a command's options)
+    urls: Urls,
+    *,
+    workers: Annotated[int | None, typer.Option(min=0, max=256)] = None,
+    decode: list[str] | None = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1)] = 5.0,
+    in_order: Annotated[bool, typer.Option("--in-order")] = False,
+    plot: Path | None = None,
+    as_json: AsJson = False,
+    version: Version = None,
+    option: StorageOption = None,
+) -> None:
+    """Measure how fast a dataset is read on this machine, and recommend the number of workers.
+
+    Reads shuffled batches with 0, 1, 2, 4, ... workers, a few seconds each, says what limits the fastest, and what to change.
+    Samples that differ in size are measured without stacking them; bad samples are skipped and counted.
+    Bytes of local shards come from the page cache if they were read before.
+
+    Examples:
+      shardstream bench data/train/ --decode rgb8
+      shardstream bench s3://bucket/train/ --workers 8 --plot rates.png
+
+    Options:
+      workers (N): Most workers to try: 0, 1, 2, 4, ... N; by default the CPU cores.
+      decode (NAME): What decode() gets: rgb8, torchrgb, audio, video, ...; may be repeated. By default fields stay
+        bytes.
+      batch_size (N): Samples of a batch.
+      seconds (S): Time for each number of workers.
+      in_order: Read in the order of the shards, not shuffled.
+      plot (FILE): Draw the rates (PNG, SVG); needs matplotlib.
+    """
+    from shardstream.loader import (  # noqa: PLC0415  (torch takes over a second)
+        ShardDataset,
+        fewest_workers,
+        run_trials,
+    )
+    from shardstream.pipeline import SkipBudget  # noqa: PLC0415
+
+    if plot is not None:
+        _check_can_plot()
+    most = len(os.sched_getaffinity(0)) if workers is None else workers
+    numbers = sorted({0, most, *(2**power for power in range(9) if 2**power < most)})
+    dataset = ShardDataset(
+        list(urls),
+        shuffle=not in_order,
+        on_error=SkipBudget(samples=_ANY_NUMBER),  # they are counted
+        storage_options=parse_options(option, *urls),
+        version=parse_version(version),
+    )
+    if decode:
+        dataset = dataset.decode(*decode)
+    trials = []
+    with _progress() as update:
+        for trial in run_trials(dataset, workers=numbers, batch_size=batch_size, seconds=seconds):
+            trials.append(trial)
+            update(completed=len(trials), total=len(numbers))
+    chosen = fewest_workers(trials)
+    if as_json:
+        typer.echo(json.dumps(_trials_json(trials, chosen), indent=1))
+    else:
+        _show_trials(trials, chosen)
+    if plot is not None:
+        _draw(trials, chosen, plot)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[..., None]]:
+    if not sys.stderr.isatty():
+        yield lambda **_: None
+        return
+    with terminal_bar("measuring") as update:
+        yield update
+
+
+def _show_trials(trials: Sequence[Trial], chosen: Trial) -> None:
+    best = max(trial.samples_per_s for trial in trials)
+    rows = [_HEADINGS]
+    for trial in trials:
+        bar = "█" * max(1, round(_BAR_CHARACTERS * trial.samples_per_s / best))
+        rows.append(
+            (
+                str(trial.workers),
+                f"{trial.samples_per_s:,.0f}",
+                "?" if trial.mb_per_s is None else f"{trial.mb_per_s:,.1f}",
+                f"{trial.first_batch_s:.2f} s",
+                bar + (" recommended" if trial is chosen else ""),
+            )
+        )
+    for line in aligned(rows, right=frozenset({0, 1, 2, 3})):
+        typer.echo(line)
+    if (bad := max(trial.bad_samples for trial in trials)) > 0:
+        typer.echo(f"\n{plural(bad, 'bad sample')} skipped: 'shardstream verify' names them")
+    typer.echo(f"\nnum_workers={chosen.workers} is recommended for this dataset on this machine.")
+    if (verdict := chosen.stats.verdict) is not None:
+        typer.echo(str(replace(verdict, workers=None)))  # their number was measured
+
+
+def _trials_json(trials: Sequence[Trial], chosen: Trial) -> dict[str, Any]:
+    verdict = chosen.stats.verdict
+    return {
+        "trials": [
+            {
+                "workers": trial.workers,
+                "samples_per_s": trial.samples_per_s,
+                "mb_per_s": trial.mb_per_s,
+                "first_batch_s": trial.first_batch_s,
+                "bad_samples": trial.bad_samples,
+            }
+            for trial in trials
+        ],
+        "recommended_workers": chosen.workers,
+        "bottleneck": None if verdict is None else verdict.bottleneck,
+        "advice": [] if verdict is None else [verdict.sentence, *verdict.advice],
+    }
+
+
+def _check_can_plot() -> None:
+    try:
+        import matplotlib  # noqa: F401, PLC0415  (optional)
+    except ImportError:
+        raise OptionError("--plot needs matplotlib: pip install matplotlib") from None
+
+
+def _draw(trials: Sequence[Trial], chosen: Trial, path: Path) -> None:
+    from matplotlib.figure import Figure  # noqa: PLC0415  (optional)
+
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.bar(
+        [str(trial.workers) for trial in trials],
+        [trial.samples_per_s for trial in trials],
+        color=["#2f6fde" if trial is chosen else "#b7c6e0" for trial in trials],
+    )
+    axes.bar_label(bars, fmt="{:,.0f}")
+    axes.set_xlabel("num_workers")
+    axes.set_ylabel("samples/s")
+    axes.set_title(f"{plural(chosen.workers, 'worker')} recommended")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
