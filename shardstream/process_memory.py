@@ -1,4 +1,4 @@
-"""Garbage collector and malloc settings for loader workers."""
+"""The cores of this process, and garbage collector and malloc settings for loader workers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ TRIM_AFTER_BYTES = 1 << 30
 """Bytes that a worker reads until free pages are returned: new pages for each short epoch took a tenth of its time."""
 _trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a tuned worker
 _read_bytes = [0]  # of the process, since the last trim
+
+
+def num_cores() -> int:
+    """Return how many CPU cores this process may use (`os.process_cpu_count` of Python 3.13)."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 @contextmanager

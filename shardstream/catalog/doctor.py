@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import shutil
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -23,6 +22,7 @@ from typing import Any, Literal
 from shardstream.catalog.inspect import Listing, list_shards, read_one
 from shardstream.errors import ShardStreamError, human_bytes, plural
 from shardstream.format import ShardInfo
+from shardstream.process_memory import num_cores
 from shardstream.storage import Storage, protocol_of
 
 Level = Literal["ok", "warning", "error"]
@@ -84,7 +84,7 @@ def examine_machine() -> Iterator[Finding]:
         text=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
     )
     yield _packages()
-    yield Finding(level="ok", subject="CPU cores", text=f"{_num_cores()} for this process")
+    yield Finding(level="ok", subject="CPU cores", text=f"{num_cores()} for this process")
     yield from _shared_memory()
     yield from _open_files()
     yield _environment(os.environ)
@@ -160,15 +160,11 @@ def _version(distribution: str) -> str:
         return "of unknown version"
 
 
-def _num_cores() -> int:
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-
-
 def _shared_memory() -> Iterator[Finding]:
-    if sys.platform != "linux":
+    try:
+        usage = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:  # not on this system
         return
-    usage = shutil.disk_usage(_SHARED_MEMORY)
     small = usage.total < _SMALL_SHM_BYTES
     yield Finding(
         level="warning" if small else "ok",

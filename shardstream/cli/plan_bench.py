@@ -25,6 +25,7 @@ from shardstream.cli.options import (
 )
 from shardstream.cli.terminal import aligned, printable, terminal_bar
 from shardstream.errors import OptionError, plural
+from shardstream.process_memory import num_cores
 
 if TYPE_CHECKING:
     from shardstream.loader import Trial
@@ -256,7 +257,7 @@ def bench(  # noqa: PLR0913  (a command's options)
 
     if plot is not None:
         _check_can_plot()
-    most = len(os.sched_getaffinity(0)) if workers is None else workers
+    most = num_cores() if workers is None else workers
     numbers = sorted({0, most, *(2**power for power in range(9) if 2**power < most)})
     dataset = ShardDataset(
         list(urls),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -10,6 +9,7 @@ from shardstream.display import Bars, bars_html
 from shardstream.errors import plural
 from shardstream.loader.stats_advice import Load, Verdict, judge
 from shardstream.loader.worker_timings import WorkerTimings, sum_timings
+from shardstream.process_memory import num_cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class Stopwatch:
             loop_wait_s=self.wait_s,
             first_wait_s=self.first_wait_s,
             workers=self.workers,
-            cores=len(os.sched_getaffinity(0)),
+            cores=num_cores(),
             timings=sum_timings(list(self._timings.values())),  # a thread of an exporter may ask
             warm_up=warm_up,
         )

@@ -233,7 +233,8 @@ class _RemoteFile(PendingFile):
         filesystem, path = self._storage.resolve(self._url)
         with self._storage.translate_errors(self._url):
             # Clients of fsspec send a file by its path; this is one of a file without a name.
-            _send(filesystem, Path(f"/proc/self/fd/{self.stream.fileno()}"), path)
+            self.stream.seek(0)  # macOS opens it at the offset where it is
+            _send(filesystem, Path(f"/dev/fd/{self.stream.fileno()}"), path)
         sent = self._storage.info(self._url).size
         if sent != size:
             raise StorageError(f"{sent} of {size} bytes arrived; pack it again", shard=self._url)
