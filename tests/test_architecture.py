@@ -252,12 +252,16 @@ def test_there_are_no_import_circles() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def exports(room: str) -> set[str]:
-    """Return the names in ``__all__`` of a room."""
+@cache
+def exports(room: str) -> frozenset[str]:
+    """Return the names that a room exports: those in ``__all__``, and those imported as themselves (``from m import A as A``)."""
+    found = set[str]()
     for node in parse(PACKAGE / room / "__init__.py").body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return set(ast.literal_eval(node.value))
-    return set()
+            found.update(ast.literal_eval(node.value))
+        elif isinstance(node, ast.ImportFrom):
+            found.update(alias.name for alias in node.names if alias.asname == alias.name)
+    return frozenset(found)
 
 
 @cache

@@ -1,66 +1,36 @@
 """Compute the order of samples from sizes, seed and epoch."""
 
-from shardstream.order.balanced_plan import BalancedEpochPlan, StepBalance
-from shardstream.order.cost_batches import BatchLimits, CostBatches
-from shardstream.order.epoch_plan import (
-    CopyPlan,
-    EpochOrder,
-    EpochPlan,
-    Places,
-    default_block,
-    default_window,
-)
-from shardstream.order.mix_schedule import MixSchedule, SteppedMixSchedule
-from shardstream.order.node_plan import NodeEpochPlan
-from shardstream.order.packed_rows import BestFitRows, ConcatRows, Long
-from shardstream.order.partition import (
-    EpochSteps,
-    PartitionConfig,
-    RankPartition,
-    Remainder,
-    StepPlaces,
-    WorkerSteps,
-    find_even_lane_counts,
-    uneven_effect,
-)
-from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
-from shardstream.order.row_plan import RowParts, RowPlan
-from shardstream.order.weighted_plan import WeightedDraw, WeightedEpochPlan, draw_by_weight
-from shardstream.order.window_rows import WindowRows
-
-__all__ = [
-    "BalancedEpochPlan",
-    "BatchLimits",
-    "BestFitRows",
-    "ConcatRows",
-    "CopyPlan",
-    "CostBatches",
-    "EpochOrder",
-    "EpochPlan",
-    "EpochSteps",
-    "Ints",
-    "Long",
-    "MixSchedule",
-    "NodeEpochPlan",
-    "PartitionConfig",
-    "Places",
-    "RankPartition",
-    "Remainder",
-    "RowParts",
-    "RowPlan",
-    "StepBalance",
-    "StepPlaces",
-    "SteppedMixSchedule",
-    "WeightedDraw",
-    "WeightedEpochPlan",
-    "WindowRows",
-    "WorkerSteps",
-    "default_block",
-    "default_window",
-    "derive_key",
-    "derive_keys",
-    "draw_by_weight",
-    "find_even_lane_counts",
-    "permute",
-    "uneven_effect",
-]
+from shardstream.order.balanced_plan import BalancedEpochPlan as BalancedEpochPlan
+from shardstream.order.balanced_plan import StepBalance as StepBalance
+from shardstream.order.epoch_plan import CopyPlan as CopyPlan
+from shardstream.order.epoch_plan import EpochOrder as EpochOrder
+from shardstream.order.epoch_plan import EpochPlan as EpochPlan
+from shardstream.order.epoch_plan import NodeEpochPlan as NodeEpochPlan
+from shardstream.order.epoch_plan import Places as Places
+from shardstream.order.epoch_plan import default_block as default_block
+from shardstream.order.epoch_plan import default_window as default_window
+from shardstream.order.mix_schedule import MixSchedule as MixSchedule
+from shardstream.order.mix_schedule import SteppedMixSchedule as SteppedMixSchedule
+from shardstream.order.packed_rows import BatchLimits as BatchLimits
+from shardstream.order.packed_rows import BestFitRows as BestFitRows
+from shardstream.order.packed_rows import ConcatRows as ConcatRows
+from shardstream.order.packed_rows import CostBatches as CostBatches
+from shardstream.order.packed_rows import Long as Long
+from shardstream.order.partition import EpochSteps as EpochSteps
+from shardstream.order.partition import PartitionConfig as PartitionConfig
+from shardstream.order.partition import RankPartition as RankPartition
+from shardstream.order.partition import Remainder as Remainder
+from shardstream.order.partition import StepPlaces as StepPlaces
+from shardstream.order.partition import WorkerSteps as WorkerSteps
+from shardstream.order.partition import find_even_lane_counts as find_even_lane_counts
+from shardstream.order.partition import uneven_effect as uneven_effect
+from shardstream.order.permutation import Ints as Ints
+from shardstream.order.permutation import derive_key as derive_key
+from shardstream.order.permutation import derive_keys as derive_keys
+from shardstream.order.permutation import permute as permute
+from shardstream.order.row_plan import RowParts as RowParts
+from shardstream.order.row_plan import RowPlan as RowPlan
+from shardstream.order.row_plan import WindowRows as WindowRows
+from shardstream.order.weighted_plan import WeightedDraw as WeightedDraw
+from shardstream.order.weighted_plan import WeightedEpochPlan as WeightedEpochPlan
+from shardstream.order.weighted_plan import draw_by_weight as draw_by_weight

@@ -1,234 +1,112 @@
 """Stages and runs that turn field bytes into batches. No file here imports torch."""
 
-from shardstream.pipeline.bad_sample_report import (
-    BadSample,
-    BadSampleReport,
-    warn_or_raise,
-)
-from shardstream.pipeline.bad_samples import OnError, SkipBudget, SkipTracker
-from shardstream.pipeline.balance import Balance, balance_of
-from shardstream.pipeline.batch import Batched, Unbatched, split_batch
-from shardstream.pipeline.decode import (
-    BASIC,
-    Decode,
-    Decoder,
-    Handler,
-)
-from shardstream.pipeline.epoch_samples import (
-    EpochSamples,
-    PlannedSamples,
-    planned_source,
-)
-from shardstream.pipeline.fields import (
-    KeepFields,
-    OpenFields,
-    check_fields,
-    field_names,
-    first_stages,
-    keep_fields,
-)
-from shardstream.pipeline.group_batch import GroupBatched
-from shardstream.pipeline.indexed_source import (
-    LOOK_AHEAD_BYTES,
-    IndexedRun,
-    IndexedSource,
-    OrderedSource,
-    SamplesSource,
-    default_partition,
-    group_by_window,
-    numbered_source,
-    partition_config,
-    plan_steps,
-)
-from shardstream.pipeline.loader_state import (
-    VERSION,
-    LoaderPosition,
-    check_state,
-    compare_states,
-    data_identity,
-    find_states,
-    parse_state,
-    part_state,
-    past_of,
-    plan_state,
-    position_in,
-    resumed_source,
-    seal_state,
-    state_digest,
-    state_in,
-)
-from shardstream.pipeline.map import (
-    Map,
-    MapDict,
-    MapTuple,
-    Rename,
-    Select,
-    ToTuple,
-    find_field,
-    like_tuple,
-)
-from shardstream.pipeline.mix import (
-    MixIndexedSource,
-    MixRecipe,
-    MixWeights,
-    Stop,
-    WeightSchedule,
-)
-from shardstream.pipeline.options import (
-    OrderOptions,
-    ReadOptions,
-    options_or_default,
-    refuse_options,
-)
-from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.read_shard import read_shard
-from shardstream.pipeline.records import Records, records_of
-from shardstream.pipeline.row_makers import Batches, SampleWindows, Windows
-from shardstream.pipeline.row_source import RowMaker, row_pipeline, rowable_source
-from shardstream.pipeline.runner import ItemFunction, ItemStage, Runner, open_runner
-from shardstream.pipeline.sequence_packing import (
-    PackedRows,
-    Packing,
-    PackSequences,
-    check_packing,
-    check_row_fields,
-)
-from shardstream.pipeline.sequential_source import (
-    SequentialRun,
-    SequentialSource,
-    open_sequential_source,
-)
-from shardstream.pipeline.source import Source
-from shardstream.pipeline.stage import (
-    Context,
-    Run,
-    SourceRun,
-    Stage,
-    State,
-    check_at_least,
-    check_epoch,
-    check_stage,
-    open_stages,
-    whole_number,
-)
-from shardstream.pipeline.step_signatures import describe, function_name
-from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
-from shardstream.pipeline.weighted_source import (
-    SampleWeights,
-    WeightedSource,
-    Weights,
-    draw_samples,
-)
-
-__all__ = [
-    "BASIC",
-    "LOOK_AHEAD_BYTES",
-    "VERSION",
-    "BadSample",
-    "BadSampleReport",
-    "Balance",
-    "Batched",
-    "Batches",
-    "Compose",
-    "Context",
-    "Decode",
-    "Decoder",
-    "EpochSamples",
-    "GroupBatched",
-    "Handler",
-    "IndexedRun",
-    "IndexedSource",
-    "ItemFunction",
-    "ItemStage",
-    "KeepFields",
-    "LoaderPosition",
-    "Map",
-    "MapDict",
-    "MapTuple",
-    "MixIndexedSource",
-    "MixRecipe",
-    "MixWeights",
-    "OnError",
-    "OpenFields",
-    "OrderOptions",
-    "OrderedSource",
-    "PackSequences",
-    "PackedRows",
-    "Packing",
-    "Pipeline",
-    "PlannedSamples",
-    "ReadOptions",
-    "Records",
-    "Rename",
-    "Repeat",
-    "RowMaker",
-    "Run",
-    "Runner",
-    "SampleWeights",
-    "SampleWindows",
-    "SamplesSource",
-    "Select",
-    "SequentialRun",
-    "SequentialSource",
-    "Shuffle",
-    "SkipBudget",
-    "SkipTracker",
-    "Slice",
-    "Source",
-    "SourceRun",
-    "Stage",
-    "State",
-    "Stop",
-    "ToTuple",
-    "Unbatched",
-    "WeightSchedule",
-    "WeightedSource",
-    "Weights",
-    "Windows",
-    "balance_of",
-    "check_at_least",
-    "check_epoch",
-    "check_fields",
-    "check_packing",
-    "check_row_fields",
-    "check_stage",
-    "check_state",
-    "compare_states",
-    "data_identity",
-    "default_partition",
-    "describe",
-    "draw_samples",
-    "field_names",
-    "find_field",
-    "find_states",
-    "first_stages",
-    "function_name",
-    "group_by_window",
-    "keep_fields",
-    "like_tuple",
-    "numbered_source",
-    "open_runner",
-    "open_sequential_source",
-    "open_stages",
-    "options_or_default",
-    "parse_state",
-    "part_state",
-    "partition_config",
-    "past_of",
-    "plan_state",
-    "plan_steps",
-    "planned_source",
-    "position_in",
-    "read_shard",
-    "records_of",
-    "refuse_options",
-    "resumed_source",
-    "row_pipeline",
-    "rowable_source",
-    "seal_state",
-    "split_batch",
-    "state_digest",
-    "state_in",
-    "warn_or_raise",
-    "whole_number",
-]
+from shardstream.pipeline.bad_sample_report import BadSample as BadSample
+from shardstream.pipeline.bad_sample_report import BadSampleReport as BadSampleReport
+from shardstream.pipeline.bad_sample_report import warn_or_raise as warn_or_raise
+from shardstream.pipeline.bad_samples import OnError as OnError
+from shardstream.pipeline.bad_samples import SkipBudget as SkipBudget
+from shardstream.pipeline.bad_samples import SkipTracker as SkipTracker
+from shardstream.pipeline.balance import Balance as Balance
+from shardstream.pipeline.balance import balance_of as balance_of
+from shardstream.pipeline.batch import Batched as Batched
+from shardstream.pipeline.batch import Unbatched as Unbatched
+from shardstream.pipeline.batch import split_batch as split_batch
+from shardstream.pipeline.decode import BASIC as BASIC
+from shardstream.pipeline.decode import Decode as Decode
+from shardstream.pipeline.decode import Decoder as Decoder
+from shardstream.pipeline.decode import Handler as Handler
+from shardstream.pipeline.epoch_samples import EpochSamples as EpochSamples
+from shardstream.pipeline.epoch_samples import PlannedSamples as PlannedSamples
+from shardstream.pipeline.epoch_samples import planned_source as planned_source
+from shardstream.pipeline.fields import KeepFields as KeepFields
+from shardstream.pipeline.fields import OpenFields as OpenFields
+from shardstream.pipeline.fields import check_fields as check_fields
+from shardstream.pipeline.fields import field_names as field_names
+from shardstream.pipeline.fields import first_stages as first_stages
+from shardstream.pipeline.fields import keep_fields as keep_fields
+from shardstream.pipeline.group_batch import GroupBatched as GroupBatched
+from shardstream.pipeline.indexed_source import LOOK_AHEAD_BYTES as LOOK_AHEAD_BYTES
+from shardstream.pipeline.indexed_source import IndexedRun as IndexedRun
+from shardstream.pipeline.indexed_source import IndexedSource as IndexedSource
+from shardstream.pipeline.indexed_source import OrderedSource as OrderedSource
+from shardstream.pipeline.indexed_source import SamplesSource as SamplesSource
+from shardstream.pipeline.indexed_source import default_partition as default_partition
+from shardstream.pipeline.indexed_source import group_by_window as group_by_window
+from shardstream.pipeline.indexed_source import numbered_source as numbered_source
+from shardstream.pipeline.indexed_source import partition_config as partition_config
+from shardstream.pipeline.indexed_source import plan_steps as plan_steps
+from shardstream.pipeline.loader_state import VERSION as VERSION
+from shardstream.pipeline.loader_state import LoaderPosition as LoaderPosition
+from shardstream.pipeline.loader_state import check_state as check_state
+from shardstream.pipeline.loader_state import compare_states as compare_states
+from shardstream.pipeline.loader_state import data_identity as data_identity
+from shardstream.pipeline.loader_state import find_states as find_states
+from shardstream.pipeline.loader_state import parse_state as parse_state
+from shardstream.pipeline.loader_state import part_state as part_state
+from shardstream.pipeline.loader_state import past_of as past_of
+from shardstream.pipeline.loader_state import plan_state as plan_state
+from shardstream.pipeline.loader_state import position_in as position_in
+from shardstream.pipeline.loader_state import resumed_source as resumed_source
+from shardstream.pipeline.loader_state import seal_state as seal_state
+from shardstream.pipeline.loader_state import state_digest as state_digest
+from shardstream.pipeline.loader_state import state_in as state_in
+from shardstream.pipeline.map import Map as Map
+from shardstream.pipeline.map import MapDict as MapDict
+from shardstream.pipeline.map import MapTuple as MapTuple
+from shardstream.pipeline.map import Rename as Rename
+from shardstream.pipeline.map import Select as Select
+from shardstream.pipeline.map import ToTuple as ToTuple
+from shardstream.pipeline.map import find_field as find_field
+from shardstream.pipeline.map import like_tuple as like_tuple
+from shardstream.pipeline.mix import MixIndexedSource as MixIndexedSource
+from shardstream.pipeline.mix import MixRecipe as MixRecipe
+from shardstream.pipeline.mix import MixWeights as MixWeights
+from shardstream.pipeline.mix import Stop as Stop
+from shardstream.pipeline.mix import WeightSchedule as WeightSchedule
+from shardstream.pipeline.options import OrderOptions as OrderOptions
+from shardstream.pipeline.options import ReadOptions as ReadOptions
+from shardstream.pipeline.options import options_or_default as options_or_default
+from shardstream.pipeline.options import refuse_options as refuse_options
+from shardstream.pipeline.pipeline import Pipeline as Pipeline
+from shardstream.pipeline.read_shard import read_shard as read_shard
+from shardstream.pipeline.records import Records as Records
+from shardstream.pipeline.records import records_of as records_of
+from shardstream.pipeline.row_makers import Batches as Batches
+from shardstream.pipeline.row_makers import SampleWindows as SampleWindows
+from shardstream.pipeline.row_makers import Windows as Windows
+from shardstream.pipeline.row_source import RowMaker as RowMaker
+from shardstream.pipeline.row_source import row_pipeline as row_pipeline
+from shardstream.pipeline.row_source import rowable_source as rowable_source
+from shardstream.pipeline.runner import ItemFunction as ItemFunction
+from shardstream.pipeline.runner import ItemStage as ItemStage
+from shardstream.pipeline.runner import Runner as Runner
+from shardstream.pipeline.runner import open_runner as open_runner
+from shardstream.pipeline.sequence_packing import PackedRows as PackedRows
+from shardstream.pipeline.sequence_packing import Packing as Packing
+from shardstream.pipeline.sequence_packing import PackSequences as PackSequences
+from shardstream.pipeline.sequence_packing import check_packing as check_packing
+from shardstream.pipeline.sequence_packing import check_row_fields as check_row_fields
+from shardstream.pipeline.sequential_source import SequentialRun as SequentialRun
+from shardstream.pipeline.sequential_source import SequentialSource as SequentialSource
+from shardstream.pipeline.sequential_source import open_sequential_source as open_sequential_source
+from shardstream.pipeline.source import Source as Source
+from shardstream.pipeline.stage import Context as Context
+from shardstream.pipeline.stage import Run as Run
+from shardstream.pipeline.stage import SourceRun as SourceRun
+from shardstream.pipeline.stage import Stage as Stage
+from shardstream.pipeline.stage import State as State
+from shardstream.pipeline.stage import check_at_least as check_at_least
+from shardstream.pipeline.stage import check_epoch as check_epoch
+from shardstream.pipeline.stage import check_stage as check_stage
+from shardstream.pipeline.stage import open_stages as open_stages
+from shardstream.pipeline.stage import whole_number as whole_number
+from shardstream.pipeline.step_signatures import describe as describe
+from shardstream.pipeline.step_signatures import function_name as function_name
+from shardstream.pipeline.stream_ops import Compose as Compose
+from shardstream.pipeline.stream_ops import Repeat as Repeat
+from shardstream.pipeline.stream_ops import Shuffle as Shuffle
+from shardstream.pipeline.stream_ops import Slice as Slice
+from shardstream.pipeline.weighted_source import SampleWeights as SampleWeights
+from shardstream.pipeline.weighted_source import WeightedSource as WeightedSource
+from shardstream.pipeline.weighted_source import Weights as Weights
+from shardstream.pipeline.weighted_source import draw_samples as draw_samples

@@ -1,94 +1,44 @@
 """Samples by number: all that orders, pipelines and loaders know of a dataset, and views that are made of other samples."""
 
-from shardstream.samples.base import (
-    Fetcher,
-    FetchOptions,
-    FieldChoice,
-    MappedSamples,
-    Numbers,
-    RefusedError,
-    Samples,
-    check_numbers,
-    chunk_steps,
-    places_in,
-    split_by_step,
-)
-from shardstream.samples.concat import Concat
-from shardstream.samples.deletions import (
-    DeletedSince,
-    WithoutDeleted,
-    deleted_since,
-    has_deleted_since,
-)
-from shardstream.samples.join import Join, JoinPart
-from shardstream.samples.join_samples import (
-    JoinBy,
-    JoinMissing,
-    check_missing,
-    join_samples,
-    open_part,
-)
-from shardstream.samples.key_matching import match_keys
-from shardstream.samples.lengths import (
-    CostFunction,
-    Lengths,
-    costs_of,
-    lengths_of,
-    run_lengths,
-    values_of,
-)
-from shardstream.samples.row_samples import (
-    RowItem,
-    RowSamples,
-    parts_in_rows,
-    rows_with,
-    samples_in_rows,
-)
-from shardstream.samples.subset import Choice, Subset, select_subset
-from shardstream.samples.table import Table
-from shardstream.samples.view import View, leaves_of, replace_leaves
-
-__all__ = [
-    "Choice",
-    "Concat",
-    "CostFunction",
-    "DeletedSince",
-    "FetchOptions",
-    "Fetcher",
-    "FieldChoice",
-    "Join",
-    "JoinBy",
-    "JoinMissing",
-    "JoinPart",
-    "Lengths",
-    "MappedSamples",
-    "Numbers",
-    "RefusedError",
-    "RowItem",
-    "RowSamples",
-    "Samples",
-    "Subset",
-    "Table",
-    "View",
-    "WithoutDeleted",
-    "check_missing",
-    "check_numbers",
-    "chunk_steps",
-    "costs_of",
-    "deleted_since",
-    "has_deleted_since",
-    "join_samples",
-    "leaves_of",
-    "lengths_of",
-    "match_keys",
-    "open_part",
-    "parts_in_rows",
-    "places_in",
-    "replace_leaves",
-    "rows_with",
-    "run_lengths",
-    "samples_in_rows",
-    "select_subset",
-    "split_by_step",
-    "values_of",
-]
+from shardstream.samples.base import Fetcher as Fetcher
+from shardstream.samples.base import FetchOptions as FetchOptions
+from shardstream.samples.base import FieldChoice as FieldChoice
+from shardstream.samples.base import MappedSamples as MappedSamples
+from shardstream.samples.base import Numbers as Numbers
+from shardstream.samples.base import RefusedError as RefusedError
+from shardstream.samples.base import Samples as Samples
+from shardstream.samples.base import check_numbers as check_numbers
+from shardstream.samples.base import chunk_steps as chunk_steps
+from shardstream.samples.base import places_in as places_in
+from shardstream.samples.base import split_by_step as split_by_step
+from shardstream.samples.concat import Concat as Concat
+from shardstream.samples.deletions import DeletedSince as DeletedSince
+from shardstream.samples.deletions import WithoutDeleted as WithoutDeleted
+from shardstream.samples.deletions import deleted_since as deleted_since
+from shardstream.samples.deletions import has_deleted_since as has_deleted_since
+from shardstream.samples.join import Join as Join
+from shardstream.samples.join import JoinPart as JoinPart
+from shardstream.samples.join_samples import JoinBy as JoinBy
+from shardstream.samples.join_samples import JoinMissing as JoinMissing
+from shardstream.samples.join_samples import check_missing as check_missing
+from shardstream.samples.join_samples import join_samples as join_samples
+from shardstream.samples.join_samples import open_part as open_part
+from shardstream.samples.key_matching import match_keys as match_keys
+from shardstream.samples.lengths import CostFunction as CostFunction
+from shardstream.samples.lengths import Lengths as Lengths
+from shardstream.samples.lengths import costs_of as costs_of
+from shardstream.samples.lengths import lengths_of as lengths_of
+from shardstream.samples.lengths import run_lengths as run_lengths
+from shardstream.samples.lengths import values_of as values_of
+from shardstream.samples.row_samples import RowItem as RowItem
+from shardstream.samples.row_samples import RowSamples as RowSamples
+from shardstream.samples.row_samples import parts_in_rows as parts_in_rows
+from shardstream.samples.row_samples import rows_with as rows_with
+from shardstream.samples.row_samples import samples_in_rows as samples_in_rows
+from shardstream.samples.subset import Choice as Choice
+from shardstream.samples.subset import Subset as Subset
+from shardstream.samples.subset import select_subset as select_subset
+from shardstream.samples.table import Table as Table
+from shardstream.samples.view import View as View
+from shardstream.samples.view import leaves_of as leaves_of
+from shardstream.samples.view import replace_leaves as replace_leaves
