@@ -19,6 +19,7 @@ VERSIONS_FOLDER = "versions"
 """Folder of earlier manifests, in that of ``index.json``."""
 VERSION_KEY = "dataset_version"
 _NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}-[0-9a-f]{8}\.npy")
+_REPLACED = re.compile(r"fields-[0-9a-f]{12}-[0-9a-f]{16}\.json")
 _KEYS = re.compile(r"keys-[0-9a-f]{16}\.npy")
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
 
@@ -45,13 +46,22 @@ def has_digest(name: str, data: bytes) -> bool:
     return sha256(data).hexdigest()[:16] == re.split("[-.]", name)[1]
 
 
-def is_deleted_name(name: str) -> bool:
-    """Return whether a file has the numbers of deleted samples, by its name.
+def is_numbers_name(name: str) -> bool:
+    """Return whether a file in the folder of a dataset has numbers of samples, by its name.
 
-    >>> is_deleted_name("deleted-0123456789abcdef-01234567.npy"), is_deleted_name("deleted.npy")
+    >>> is_numbers_name("deleted-0123456789abcdef-01234567.npy"), is_numbers_name("deleted.npy")
     (True, False)
     """
-    return name.startswith("deleted-") and _NUMBERS.fullmatch(name) is not None
+    return "/" not in name and _NUMBERS.fullmatch(name) is not None
+
+
+def is_replaced_name(name: str) -> bool:
+    """Return whether a file is the manifest of replaced fields that were compacted, by its name.
+
+    >>> is_replaced_name("fields-0123456789ab-0123456789abcdef.json"), is_replaced_name("fields.json")
+    (True, False)
+    """
+    return _REPLACED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +79,31 @@ class ReplacedFields:
     url: str
     nsamples: int
     numbers: str | None = None
+
+    @property
+    def change(self) -> str:
+        """Name of the folder that the change has made, which stays in compactions.
+
+        >>> ReplacedFields(fields=("txt",), url="fields-0123456789ab-0123456789abcdef.json", nsamples=1).change
+        'fields-0123456789ab'
+        """
+        return self.url[: len("fields-") + 12]
+
+    def manifest_name(self, data: bytes) -> str:
+        """Return the name of the manifest of these fields after a compaction, by its bytes."""
+        return f"{self.change}-{sha256(data).hexdigest()[:16]}.json"
+
+
+def count_fields(counts: Mapping[str, int], replaced: Iterable[ReplacedFields]) -> dict[str, int]:
+    """Return field -> number of samples that have it: of those that replaced fields add at least so many.
+
+    >>> count_fields({"txt": 9}, [ReplacedFields(fields=("npy", "txt"), url="fields-0123456789ab/index.json", nsamples=5)])
+    {'txt': 9, 'npy': 5}
+    """
+    found = dict(counts)
+    for one in replaced if counts else ():  # without counts, the fields are unknown
+        found |= {name: max(found.get(name, 0), one.nsamples) for name in one.fields}
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Write the shards that have deleted samples again without them, as the next version of a dataset.
 
-The bytes of the samples that are left are copied as they are. The new shards go to a folder ``compact-…`` of the dataset; their names have a digest
-of the samples that are left out, so that a run that was killed is continued, and runs at the same time write the same bytes.
+The bytes of the samples that are left are copied as they are, also those of the shards of replaced fields. The new shards go to a folder ``compact-…`` of the
+dataset; their names have a digest of the samples that are left out, so that a run that was killed is continued, and runs at the same time write
+the same bytes.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from functools import reduce
+from itertools import islice, pairwise
+from operator import or_
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +30,13 @@ from shardstream.format import (
     DatasetVersion,
     Manifest,
     Offsets,
+    ReplacedFields,
     ShardInfo,
+    count_fields,
+    decode_manifest,
     decode_member_index,
     encode_index,
+    encode_manifest,
     encode_member_index,
     filter_column_file,
     iter_groups,
@@ -54,11 +61,16 @@ from shardstream.storage import (
     Storage,
     change_folder,
     commit_all,
+    count_samples,
+    encode_numbers,
     is_part_record,
     join_url,
     locate_shards,
     output_folder_in,
+    parent_url,
     part_record_name,
+    publish_bytes,
+    read_numbers,
 )
 from shardstream.tasks import JSON, Executor, Parts
 from shardstream.versions import (
@@ -81,7 +93,7 @@ class CompactReport:
     Args:
         version: Number of the version without deleted samples.
         samples: Deleted samples that its shards do not have any more.
-        shards: Shards that were written again.
+        shards: Shards that were written again, with those of replaced fields.
         removed: Shards that had no other samples.
         total_bytes: Bytes of the shards that were written.
     """
@@ -103,9 +115,10 @@ def compact(
 ) -> CompactReport:
     """Write the shards that have deleted samples again without them, as a new version.
 
-    The order and the bytes of the other samples stay, and so do shards without deleted ones. Earlier versions stay readable, with the
-    deleted samples, until `gc` removes them. Other writers may append meanwhile; after a deletion the shards that it touches are
-    written once more. A run that was killed leaves the version as it was, and the same call continues it.
+    The order and the bytes of the other samples stay, and so do shards without deleted ones. Shards of replaced fields are written in the same way.
+    Earlier versions stay readable, with the deleted samples, until `gc` removes them. Other writers may append meanwhile; after a
+    deletion the shards that it touches are written once more. A run that was killed leaves the version as it was, and the same call
+    continues it.
 
     Args:
         url: Folder of the dataset.
@@ -115,9 +128,9 @@ def compact(
         executor: Executor that writes the shards, instead of ``threads`` threads of this process.
 
     Raises:
-        OptionError: If fields were replaced, or the executor is `Parts`.
+        OptionError: If the executor is `Parts`.
         ShardError: If a shard is damaged; then nothing is published.
-        ChangedError: If another writer compacts or replaces the dataset, or others delete samples again and again.
+        ChangedError: If others delete samples or replace fields again and again.
         StorageError: If a file cannot be read or written.
     """
     check_threads(threads, executor)
@@ -127,30 +140,57 @@ def compact(
     for _ in range(_TRIES):
         located = locate_shards(folder, storage)
         version = located.version or DatasetVersion()
-        if version.replaced:
-            raise OptionError(
-                "fields of this dataset were replaced, by the numbers of its samples; write it again with 'shardstream reshard'",
-                shard=folder,
-            )
         if version.deleted is None:
             return CompactReport(version=version.number)
         output = output_folder_in(
             storage, join_url(folder, change_folder("compact", f"{version.compactions + 1:06d}"))
         )
-        tasks = _plan(located, storage, output)
+        replaced = [_find_replaced(one, located, folder, storage) for one in version.replaced]
+        plans = [
+            _plan(one, storage, output) for one in (located, *(one.located for one in replaced))
+        ]
+        tasks = [task for plan in plans for task in plan]
         total = sum(task.shard.filesize or 0 for task in tasks)
         meter = ProgressMeter(f"compact {folder}", total, progress, executor)
         if executor is None:
             tasks = [replace(task, meter=meter) for task in tasks]
         with locked(output_folder_in(storage, output.url)), KeyHashes() as no_keys:
             found = scan_shards(tasks, no_keys, executor, threads=threads, meter=meter)
-            report = _publish(
-                folder, storage, version, dict(zip(tasks, found.values(), strict=True))
-            )
+            results = iter(zip(tasks, found.values(), strict=True))
+            written = [_Written(output, dict(islice(results, len(plan)))) for plan in plans]
+            report = _publish(folder, storage, version, replaced, written)
             if report is not None:
                 _tidy(output, {task.name for task in tasks})
                 return report
-    raise ChangedError("others delete samples again and again; run it again later", shard=folder)
+    raise ChangedError(
+        "others delete samples or replace fields again and again; run it again later", shard=folder
+    )
+
+
+class _Replaced(NamedTuple):
+    """Fields that were replaced, and what a compaction leaves of them."""
+
+    entry: ReplacedFields
+    located: LocatedShards
+    """Their shards, whose deleted samples are those of the dataset."""
+    numbers: Numbers
+    """The numbers of their other samples in the compacted dataset, ascending."""
+
+
+def _find_replaced(
+    entry: ReplacedFields, dataset: LocatedShards, folder: str, storage: Storage
+) -> _Replaced:
+    """Find the samples of replaced fields that are deleted in their dataset, and the new numbers of the others."""
+    numbers: Numbers = np.arange(entry.nsamples)
+    if entry.numbers is not None:
+        url, total = join_url(folder, entry.numbers), count_samples(dataset.shards)
+        numbers = read_numbers(url, storage, entry.nsamples, total)
+    [(_, deleted)] = dataset.deleted
+    before = np.searchsorted(deleted, numbers)
+    are_gone = np.append(deleted, -1)[before] == numbers
+    located = locate_shards(join_url(folder, entry.url), storage)
+    gone = ((0, np.flatnonzero(are_gone)),) if are_gone.any() else ()
+    return _Replaced(entry, replace(located, deleted=gone), (numbers - before)[~are_gone])
 
 
 def _tidy(output: OutputFolder, names: set[str]) -> None:
@@ -321,57 +361,111 @@ class CompactShard:
         return self.storage.read_bounded(url) if self.storage.exists(url) else None
 
 
+class _Written:
+    """The shards that take the place of those with deleted samples.
+
+    Args:
+        output: Their folder.
+        results: The tasks that wrote them, and their results.
+    """
+
+    def __init__(self, output: OutputFolder, results: Mapping[CompactShard, ShardResult]) -> None:
+        folder = output.url.rpartition("/")[2]
+        self.gone = sum((Counter(one.fields) for one in results.values()), Counter[str]())
+        """Field -> deleted samples that had it."""
+        self.shards = {
+            task.place: ShardInfo(
+                url=f"{folder}/{task.name}",
+                nsamples=result.nsamples,
+                filesize=result.nbytes,
+                sha256=result.sha256,
+            )
+            for task, result in results.items()
+        }
+        """Place of a shard -> the one without deleted samples, which may have none."""
+
+    def replace_in(self, shards: Iterable[ShardInfo]) -> tuple[ShardInfo, ...]:
+        """Return shards with these in their places."""
+        found = (self.shards.get(place, one) for place, one in enumerate(shards))
+        return tuple(one for one in found if one.nsamples)
+
+
 def _publish(
     folder: str,
     storage: Storage,
     begun: DatasetVersion,
-    results: Mapping[CompactShard, ShardResult],
+    replaced: Sequence[_Replaced],
+    written: Sequence[_Written],
 ) -> CompactReport | None:
-    """Publish the version with the new shards; None if samples were deleted meanwhile."""
-    gone = sum((Counter(one.fields) for one in results.values()), Counter[str]())
-    new = {
-        task.place: ShardInfo(
-            url=f"{task.output.url.rpartition('/')[2]}/{task.name}",
-            nsamples=result.nsamples,
-            filesize=result.nbytes,
-            sha256=result.sha256,
-        )
-        for task, result in results.items()
-    }
+    """Publish the version with the new shards; None if samples were deleted or fields replaced meanwhile.
+
+    Args:
+        folder: Folder of the dataset.
+        storage: Where it is.
+        begun: The version that is compacted.
+        replaced: Its replaced fields.
+        written: The new shards of the dataset, and of each of these fields.
+    """
+    entries = [
+        _publish_replaced(one, new, folder, storage)
+        for one, new in zip(replaced, written[1:], strict=True)
+        if len(one.numbers)
+    ]
     is_published = False
 
     def change(manifest: AnyManifest) -> AnyManifest | None:
         nonlocal is_published
         now = manifest.dataset_version
-        is_published = (now.deleted, now.compactions) == (begun.deleted, begun.compactions)
+        is_published = all(
+            getattr(now, name) == getattr(begun, name)
+            for name in ("deleted", "renumbered", "replaced")
+        )
         if not is_published:
             return None
-        if now.replaced:
-            raise ChangedError("another writer has replaced fields meanwhile", shard=folder)
-        shards = [
-            new.get(place, one) for place, one in enumerate(all_shards(manifest, folder, storage))
-        ]
-        fields = {
-            name: count - gone[name]
-            for name, count in manifest.fields.items()
-            if count > gone[name]
-        }
+        gone = reduce(or_, (one.gone for one in written))  # a sample may have a field twice
+        counts = Counter(manifest.fields) - gone
         after = Manifest(
-            shards=tuple(one for one in shards if one.nsamples),
+            shards=written[0].replace_in(all_shards(manifest, folder, storage)),
             name=manifest.name,
-            fields=fields,
+            fields=count_fields(counts, entries),
             dataset_version=now,
         )
-        return next_version(after, "compact", deleted=None, ndeleted=0)
+        return next_version(after, "compact", deleted=None, ndeleted=0, replaced=tuple(entries))
 
     after = publish_version(folder, storage, change)
     if not is_published:
         return None
-    written = [one for one in new.values() if one.nsamples]
+    new = [one for some in written for one in some.shards.values()]
+    left = [one for one in new if one.nsamples]
     return CompactReport(
         version=after.dataset_version.number,
         samples=begun.ndeleted,
-        shards=len(written),
-        removed=len(new) - len(written),
-        total_bytes=sum(one.filesize or 0 for one in written),
+        shards=len(left),
+        removed=len(new) - len(left),
+        total_bytes=sum(one.filesize or 0 for one in left),
     )
+
+
+def _publish_replaced(
+    before: _Replaced, written: _Written, folder: str, storage: Storage
+) -> ReplacedFields:
+    """Write the manifest of replaced fields without deleted samples, and the numbers of the others."""
+    entry = replace(before.entry, nsamples=len(before.numbers))
+    if written.shards:
+        url = join_url(folder, entry.url)
+        name = entry.url.rpartition("/")[0]  # "" if it was compacted before
+        old = decode_manifest(storage.read_bounded(url), url=url)
+        listed = [
+            replace(one, url=join_url(name, one.url) if name else one.url)
+            for one in all_shards(old, parent_url(url), storage)
+        ]
+        counts = dict(Counter(old.fields) - written.gone)
+        after = Manifest(shards=written.replace_in(listed), name=old.name, fields=counts)
+        data = encode_manifest(after)
+        entry = replace(entry, url=entry.manifest_name(data))
+        publish_bytes(storage, join_url(folder, entry.url), data)
+    if entry.numbers is not None:
+        file, data = encode_numbers("numbers", before.numbers)
+        publish_bytes(storage, join_url(folder, file), data)
+        entry = replace(entry, numbers=file)
+    return entry

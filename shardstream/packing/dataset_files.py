@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from shardstream.errors import ManifestError
-from shardstream.format import FIRST_VERSION, MANIFEST_NAME, is_records_name
+from shardstream.format import FIRST_VERSION, MANIFEST_NAME, is_records_name, is_replaced_name
 from shardstream.packing.shards.shard_scan import Problem, noted
 from shardstream.storage import (
     LazyShards,
@@ -50,9 +50,10 @@ def problems_of_versions(
 
 def find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
     """List files of the folder that do not belong to the dataset."""
-    if located.manifest_url is None:
+    url = located.manifest_url or ""
+    if not url or is_replaced_name(url.rpartition("/")[2]):  # in the folder of the whole dataset
         return
-    folder = absolute_url(folder_of_manifest(located.manifest_url))  # as files are listed
+    folder = absolute_url(folder_of_manifest(url))  # as files are listed
     has_versions = located.version not in (None, FIRST_VERSION)
     known: Container[str]
     if has_versions:

@@ -21,6 +21,7 @@ from shardstream.format import (
     Sample,
     as_rows,
     columns_in_file,
+    count_fields,
     import_parquet,
 )
 from shardstream.packing.reshard import AddedUrls, open_added_part
@@ -252,8 +253,7 @@ def _publish(folder: str, storage: Storage, located: LocatedShards, entry: Repla
             ):  # others may have been appended since this began
                 left = tuple(name for name in one.fields if name not in entry.fields)
             before += [replace(one, fields=left)] if left else []
-        counts = {**dict.fromkeys(entry.fields, entry.nsamples), **manifest.fields}
-        after = replace(manifest, fields=counts)
+        after = replace(manifest, fields=count_fields(manifest.fields, [entry]))
         return next_version(after, "replace_fields", replaced=(*before, entry))
 
     publish_version(folder, storage, change)

@@ -25,8 +25,9 @@ from shardstream.format import (
     BinaryManifest,
     DatasetVersion,
     decode_manifest,
-    is_deleted_name,
+    is_numbers_name,
     is_records_name,
+    is_replaced_name,
     ranges_of,
     version_name,
 )
@@ -172,16 +173,27 @@ class VersionFiles:
         return name in self._names or str(name).partition("/")[0] in self._folders
 
     def add(self, manifest: AnyManifest, folder: str, storage: Storage) -> None:
-        """Add the files that the manifest of a version names; of replaced fields, their whole folders."""
+        """Add the files that the manifest of a version names; of replaced fields that were not compacted, their whole folders."""
         version = manifest.dataset_version
-        self._folders.update(one.url.partition("/")[0] for one in version.replaced)
         names = [version_name(version.number), version.deleted or ""]
         names += [one.name for one in version.keys]
         if isinstance(manifest, BinaryManifest):
             names += [one.records for one in manifest.files]
+        self._names.update(names)
+        self._add_shards(manifest, folder, storage)
+        for replaced in version.replaced:
+            self._names.update((replaced.url, replaced.numbers or ""))
+            if is_replaced_name(replaced.url):
+                url = join_url(folder, replaced.url)
+                found = decode_manifest(storage.read_bounded(url), url=url)
+                self._add_shards(found, folder, storage)
+            else:
+                self._folders.add(replaced.change)
+
+    def _add_shards(self, manifest: AnyManifest, folder: str, storage: Storage) -> None:
         for one in all_shards(manifest, folder, storage):
-            names += (one.url, one.index_url, one.columns_url, one.members_url)
-        self._names.update(name.removeprefix("./") for name in names)
+            names = one.url, one.index_url, one.columns_url, one.members_url
+            self._names.update(name.removeprefix("./") for name in names)
 
 
 def files_of_versions(
@@ -234,13 +246,14 @@ def _unneeded(
         if is_inside and dataset_of_change(join_url(folder, change)) is not None:
             return name in removed or now - used[change] > _OLD_S
         if name in removed:
-            return is_tar(name) or name.endswith((INDEX_SUFFIX, COLUMNS_SUFFIX, ".npy"))
+            suffixes = INDEX_SUFFIX, COLUMNS_SUFFIX, ".npy"
+            return is_tar(name) or is_replaced_name(name) or name.endswith(suffixes)
         is_old = file.modified is not None and now - file.modified > _OLD_S
         return is_old and _is_of_killed_writer(name)
 
     unneeded = [name for name, file in listed.items() if is_unneeded(name, file)]
-    data = [name for name in unneeded if not is_records_name(name)]
-    return [data, [name for name in unneeded if is_records_name(name)], manifests]
+    lists = {name for name in unneeded if is_records_name(name) or is_replaced_name(name)}
+    return [[name for name in unneeded if name not in lists], sorted(lists), manifests]
 
 
 def _is_removed(name: str, current: DatasetVersion) -> bool:
@@ -262,7 +275,7 @@ def _is_of_killed_writer(name: str) -> bool:
             or _MANIFEST.fullmatch(final) is not None
             or _is_of_killed_writer(final)
         )
-    return is_deleted_name(name) or _FILE.fullmatch(name) is not None
+    return is_numbers_name(name) or is_replaced_name(name) or _FILE.fullmatch(name) is not None
 
 
 def _delete(urls: Sequence[str], storage: Storage) -> None:

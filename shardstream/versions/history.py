@@ -154,7 +154,8 @@ def diff(
         dict.fromkeys(one.url for one in all_shards(manifest, folder, storage))
         for manifest in (before, after)
     )
-    replaced = after.dataset_version.replaced[len(before.dataset_version.replaced) :]
+    known = {one.change for one in before.dataset_version.replaced}
+    replaced = [one for one in after.dataset_version.replaced if one.change not in known]
     fields = {*after.fields} - {*before.fields} | {name for one in replaced for name in one.fields}
     found = None
     if keys:

@@ -6,7 +6,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -19,10 +19,12 @@ from shardstream.catalog import (
     Classes,
     ShardCatalog,
     common_classes,
-    deleted_by_shard,
     lacks_index,
     read_all_classes,
     stream_samples,
+)
+from shardstream.catalog import (
+    open_samples as open_by_number,
 )
 from shardstream.errors import (
     OptionError,
@@ -33,12 +35,11 @@ from shardstream.fetch import coalesce
 from shardstream.format import (
     Buffer,
     Group,
-    ReplacedFields,
     iter_groups,
     iter_members,
     read_sample,
 )
-from shardstream.samples import Numbers, RowSamples, Samples, View, WithoutDeleted
+from shardstream.samples import Join, Numbers, RowSamples, Samples, View, WithoutDeleted
 from shardstream.storage import (
     LocatedShards,
     Storage,
@@ -94,12 +95,14 @@ class FoundSample:
         key: Its ``__key__``.
         fields: Field -> offset and size of its bytes in the shard.
         bodies: Field -> bytes, of the fields that were read along.
+        shards: Field -> the shard with its bytes, and the catalog that has it; of fields that were replaced.
     """
 
     place: Place
     key: str
     fields: Mapping[str, tuple[int, int]]
     bodies: Mapping[str, Buffer] = field(repr=False)
+    shards: Mapping[str, tuple[ShardCatalog, int]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +130,9 @@ class ViewedSamples(ABC):
     """
 
     catalog: ShardCatalog | None = None
-    """The samples by number; None if they can only be read in order."""
+    """The stored samples by number; None if they can only be read in order."""
+    samples: Samples | None = None
+    """Those that readers see, by number; numbers on the page are of these."""
     hint = ""
     """What the user should know about this dataset."""
 
@@ -184,22 +189,22 @@ class IndexedSamples(ViewedSamples):
     Args:
         located: The shards.
         storage: Their storage.
+        samples: Their samples, if they are open.
     """
 
-    def __init__(self, located: LocatedShards, storage: Storage) -> None:
+    def __init__(
+        self, located: LocatedShards, storage: Storage, samples: Samples | None = None
+    ) -> None:
         super().__init__(located, storage)
-        self.catalog: ShardCatalog = ShardCatalog(located, storage)
-        self.samples: Samples = self.catalog
-        """Those that readers see; numbers on the page are of these."""
-        if located.deleted:
-            deleted = deleted_by_shard(located)
-            firsts = self.catalog.first_samples([*deleted])
-            whole = [one + first for one, first in zip(deleted.values(), firsts, strict=True)]
-            self.samples = WithoutDeleted(self.catalog, np.concatenate(whole))
-        replaced = {name for one in _replaced_of(located) for name in one.fields}
-        if replaced:
-            names = ", ".join(sorted(replaced))
-            self.hint = f"The fields {names} were replaced: here are those of before. ShardDataset and 'shardstream cat' return the new ones."
+        self.samples: Samples = open_by_number(located, storage) if samples is None else samples
+        whole = self.samples
+        if isinstance(whole, WithoutDeleted):
+            whole = whole.whole
+        parts = whole.parts if isinstance(whole, Join) else ()
+        self._replaced = [(one, IndexedSamples(located, storage, one.samples)) for one in parts]
+        stored = whole.first if isinstance(whole, Join) else whole
+        assert isinstance(stored, ShardCatalog)  # noqa: S101  (of shards)
+        self.catalog: ShardCatalog = stored
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-view")
         self._kept: OrderedDict[int, FoundSample] = OrderedDict()
         self._kept_bytes = 0
@@ -210,12 +215,19 @@ class IndexedSamples(ViewedSamples):
 
     def find(self, numbers: Sequence[int]) -> list[Shown]:
         """Return samples by number: neighbours with one request, of large samples the headers only."""
-        if not isinstance(self.samples, WithoutDeleted):
-            return self._find(numbers)
-        whole = self.samples.numbers_in(0, np.array(numbers, dtype=np.int64))
+        whole = np.array(numbers, dtype=np.int64)
+        if isinstance(self.samples, WithoutDeleted):
+            whole = self.samples.numbers_in(0, whole)
+        found = self._find(whole.tolist())
+        for part, others in self._replaced:
+            theirs = part.numbers_of(whole, len(self.catalog))
+            mine = np.flatnonzero(theirs >= 0)
+            new = others.find(theirs[mine].tolist())
+            for place, one in zip(mine.tolist(), new, strict=True):
+                found[place] = _with_fields(found[place], one, part.fields or {}, others.catalog)
         return [
             replace(one, place=replace(one.place, number=number))
-            for number, one in zip(numbers, self._find(whole.tolist()), strict=True)
+            for number, one in zip(numbers, found, strict=True)
         ]
 
     def numbers_here(self, whole: Numbers) -> Numbers:
@@ -246,8 +258,11 @@ class IndexedSamples(ViewedSamples):
         if kept is not None:
             return bytes(kept[start:end])
         offset = sample.fields[name][0]
-        shard = int(self.samples.find_shards(np.array([sample.place.number]))[0])
-        return bytes(self.catalog.fetch(shard, offset + start, offset + end))
+        if name in sample.shards:
+            catalog, shard = sample.shards[name]
+        else:
+            catalog, shard = self.catalog, _shard_of(self.samples, sample)
+        return bytes(catalog.fetch(shard, offset + start, offset + end))
 
     def number_at(self, url: str, offset: int) -> int | None:
         """Return the number of the sample at an offset of a shard; None if there is no such shard."""
@@ -433,8 +448,28 @@ def open_samples(
     return StreamedSamples(located, storage, unindexed)
 
 
-def _replaced_of(located: LocatedShards) -> Sequence[ReplacedFields]:
-    return () if located.version is None else located.version.replaced
+def _shard_of(samples: Samples, one: Shown) -> int:
+    return int(samples.find_shards(np.array([one.place.number]))[0])
+
+
+def _with_fields(one: Shown, other: Shown, names: Collection[str], catalog: ShardCatalog) -> Shown:
+    """Return a sample with fields of another one, which replace its own, as readers join them."""
+    if isinstance(one, BrokenSample):
+        return one
+    if isinstance(other, BrokenSample):
+        return BrokenSample(place=one.place, message=f"its replaced fields: {other.message}")
+    if other.key != one.key:
+        message = f"its replaced fields are those of {other.key!r}: they are not in the same order"
+        return BrokenSample(place=one.place, message=message)
+    new = {name: other.fields[name] for name in names if name in other.fields}
+    kept = {name: body for name, body in one.bodies.items() if name not in new}
+    shard = catalog, _shard_of(catalog, other)
+    return replace(
+        one,
+        fields={**one.fields, **new},
+        bodies=kept | {name: body for name, body in other.bodies.items() if name in new},
+        shards={**one.shards, **dict.fromkeys(new, shard)},
+    )
 
 
 def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None:

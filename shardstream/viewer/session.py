@@ -302,7 +302,7 @@ class Session:
             shown["balance"] = balance.costs
         hint = "" if classes is not None else f"Classes are unknown: {NO_COLUMNS}."
         is_given = self.options.training is not None
-        is_of_all = source.samples is self.samples.catalog and source.balance is None
+        is_of_all = source.samples is self.samples.samples and source.balance is None
         if is_of_all and (arguments := training.plan_arguments()):
             found["command"] = self._command("plan", *arguments)
         more = {"training": shown, "hint": hint, "of_samples": len(self.samples)}

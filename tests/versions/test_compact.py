@@ -91,6 +91,66 @@ def test_a_compacted_dataset_is_changed_again(url: str) -> None:
     assert names[0].count("-") == 2
 
 
+def texts(url: str, **options: Any) -> dict[int, str | None]:
+    dataset = ss.ShardDataset(url, **options).decode()
+    return {int(sample["cls"]): sample.get("txt") for sample in dataset}
+
+
+def stored(url: str, text: str) -> list[str]:
+    return sorted(
+        str(file.relative_to(url))
+        for file in Path(url).rglob("*.tar")
+        if text.encode() in file.read_bytes()
+    )
+
+
+def test_replaced_fields_stay_and_those_of_deleted_samples_are_gone(url: str) -> None:
+    ss.replace_fields(url, {"txt": [f"all {n:02d}" for n in range(N)]}, max_bytes=20_480)
+    ss.replace_fields(url, {"txt": {f"{n:06d}": f"some {n:02d}" for n in range(0, N, 7)}})
+    ss.replace_fields(url, {"npy": {"000003": np.zeros(3)}, "txt": {"000003": "gone soon"}})
+    expected = texts(url)
+    assert (expected[14], expected[15], expected[3]) == ("some 14", "all 15", "gone soon")
+    gone = {3, 14, 15, *range(30, 46)}
+    report = ss.packing.CompactReport(version=0)
+    for some in (gone, {0, 99}):
+        ss.delete(url, keys=[f"{n:06d}" for n in some])
+        before = [s | {"__url__": ""} for s in ss.ShardDataset(url)]
+        report = ss.compact(url, executor=ss.tasks.LocalExecutor(processes=2))
+        assert [s | {"__url__": ""} for s in ss.ShardDataset(url)] == before
+        expected = {n: text for n, text in expected.items() if n not in some}
+        assert texts(url) == expected
+    assert len(entry(url)["dataset_version"]["replaced"]) == 2
+    assert entry(url)["fields"] == {"cls": N - 21, "npy": N - 21, "txt": N - 21}
+    assert report.shards >= 5
+    found = ss.versions.diff(url, report.version - 2)
+    assert (found.deleted, found.fields) == (2, [])
+    assert "txt" in ss.versions.diff(url, 1).fields
+    assert stored(url, "all 31")
+    assert stored(url, "gone soon")
+    kept = stored(url, "all 60")
+    ss.versions.gc(url, 1, dry_run=False)
+    assert not stored(url, "all 31")
+    assert not stored(url, "gone soon")
+    assert stored(url, "all 60") == kept
+    assert texts(url) == expected
+    assert ss.verify(url).problems == ()
+
+
+def test_fields_that_are_replaced_meanwhile_are_not_lost(url: str) -> None:
+    ss.delete(url, numbers=[3])
+    others = iter(["first", "second"])
+
+    def replace_more(_: object) -> None:
+        for text in others:
+            ss.replace_fields(url, {"txt": {"000050": text}})
+            break
+
+    assert ss.compact(url, threads=1, progress=replace_more).samples == 1
+    assert texts(url)[50] == "second"
+    assert len(numbers(url)) == N - 1
+    assert ss.verify(url).problems == ()
+
+
 def test_damaged_shards_are_not_copied(url: str) -> None:
     ss.delete(url, numbers=[3])
     file = Path(url) / "000000.tar"
@@ -143,10 +203,6 @@ def test_refusals(url: str) -> None:
         ss.compact(url, executor=ss.tasks.Parts(1, 2))
     with pytest.raises(OptionError, match="name the folder of one dataset"):
         ss.compact(f"{url}/000000.tar")
-    ss.replace_fields(url, {"txt": {"000003": "new"}})
-    ss.delete(url, numbers=[3])
-    with pytest.raises(OptionError, match="fields of this dataset were replaced"):
-        ss.compact(url)
 
 
 def test_command(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ N = 40
 CHANGES = st.one_of(
     st.tuples(st.just("delete"), st.sets(st.integers(0, N - 1), min_size=1, max_size=8)),
     st.tuples(st.just("append"), st.integers(1, 6)),
+    st.tuples(st.just("replace"), st.sets(st.integers(0, N - 1), min_size=1, max_size=30)),
     st.tuples(st.just("compact"), st.none()),
     st.tuples(st.just("tag"), st.integers(0, 9)),
     st.tuples(st.just("gc"), st.integers(1, 4)),
@@ -27,10 +29,11 @@ CHANGES = st.one_of(
 
 
 class Model:
-    """The numbers (``cls``) of the samples of each version, and names."""
+    """The numbers (``cls``) of the samples of each version, and names; the texts of some samples of each."""
 
     def __init__(self) -> None:
         self.versions = {1: [*range(N)]}
+        self.texts: dict[int, dict[int, str]] = {1: {}}
         self.tags: dict[str, int] = {}
         self.has_deleted = False
         self.next_key = N
@@ -39,8 +42,10 @@ class Model:
     def current(self) -> list[int]:
         return self.versions[max(self.versions)]
 
-    def publish(self, samples: list[int]) -> None:
-        self.versions[max(self.versions) + 1] = samples
+    def publish(self, samples: list[int], texts: dict[int, str] | None = None) -> None:
+        number = max(self.versions)
+        self.versions[number + 1] = samples
+        self.texts[number + 1] = self.texts[number] | (texts or {})
 
 
 def apply(url: str, model: Model, change: str, value: Any) -> None:
@@ -54,12 +59,9 @@ def apply(url: str, model: Model, change: str, value: Any) -> None:
         model.publish(np.delete(model.current, gone).tolist())
         model.has_deleted = True
     elif change == "append":
-        new = [*range(model.next_key, model.next_key + value)]
-        with ss.ShardWriter(url, append=True, max_samples=4, columns="cls") as writer:
-            for one in new:
-                writer.write({"__key__": f"{one:06d}", "cls": one, "npy": np.full((2, 3), one)})
-        model.next_key += value
-        model.publish([*model.current, *new])
+        append(url, model, value)
+    elif change == "replace":
+        replace(url, model, value)
     elif change == "compact":
         ss.compact(url)
         if model.has_deleted:
@@ -67,14 +69,36 @@ def apply(url: str, model: Model, change: str, value: Any) -> None:
         model.has_deleted = False
     elif change == "tag":
         names = sorted(model.versions)
-        chosen = names[value % len(names)]
-        ss.versions.tag(url, f"t{value}", chosen)
-        model.tags[f"t{value}"] = chosen
+        tagged = names[value % len(names)]
+        ss.versions.tag(url, f"t{value}", tagged)
+        model.tags[f"t{value}"] = tagged
     else:
         report = ss.versions.gc(url, value, dry_run=False)
         latest = sorted(model.versions)[-value:]
         assert {*latest, *model.tags.values()} <= {*report.kept} <= {*model.versions}
         model.versions = {one: model.versions[one] for one in report.kept}
+
+
+def append(url: str, model: Model, value: int) -> None:
+    new = [*range(model.next_key, model.next_key + value)]
+    fields = json.loads((Path(url) / "index.json").read_text())["fields"]
+    texts = {one: f"new {one}" for one in new if "txt" in fields}
+    with ss.ShardWriter(url, append=True, max_samples=4, columns="cls") as writer:
+        for one in new:
+            sample = {"__key__": f"{one:06d}", "cls": one, "npy": np.full((2, 3), one)}
+            writer.write(sample | ({"txt": texts[one]} if texts else {}))
+    model.next_key += value
+    model.publish([*model.current, *new], texts)
+
+
+def replace(url: str, model: Model, value: set[int]) -> None:
+    number = max(model.versions)
+    chosen = sorted({model.current[one % len(model.current)] for one in value})
+    is_of_all = len(chosen) > 20
+    texts = {one: f"{number} {one}" for one in (model.current if is_of_all else chosen)}
+    by_key = {f"{one:06d}": text for one, text in texts.items()}
+    ss.replace_fields(url, {"txt": [*texts.values()] if is_of_all else by_key}, max_bytes=9000)
+    model.publish(model.current, texts)
 
 
 def check(url: str, model: Model) -> None:
@@ -84,7 +108,11 @@ def check(url: str, model: Model) -> None:
         expected = model.versions[record.number]
         assert record.samples == len(expected)
         dataset = ss.ShardDataset(url, version=record.number)
-        assert [int(sample["cls"]) for sample in dataset] == expected
+        samples = list(dataset)
+        assert [int(sample["cls"]) for sample in samples] == expected
+        texts = {int(s["cls"]): bytes(s["txt"]).decode() for s in samples if "txt" in s}
+        all_texts = model.texts[record.number]
+        assert texts == {one: all_texts[one] for one in expected if one in all_texts}
     for name, number in model.tags.items():
         assert len(ss.ShardDataset(url, version=name)) == len(model.versions[number])
     expected = model.current

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardstream as ss
@@ -35,6 +37,10 @@ def test_the_exact_plan_of_webdataset(url: str) -> None:
 
 def keys_of(page: dict[str, Any]) -> list[int]:
     return [int(one["key"]) for one in page["samples"]]
+
+
+def fields_of(viewed: Session, number: int) -> list[str]:
+    return [one["name"] for one in viewed.details(number)["fields"]]
 
 
 def session(url: str, **options: Any) -> Session:
@@ -72,9 +78,23 @@ def test_the_viewer_searches_headers_without_columns(tmp_path: Path) -> None:
     assert keys_of(page) == [2, *range(22, 30)]
 
 
-def test_the_viewer_says_that_fields_were_replaced(url: str) -> None:
-    ss.replace_fields(url, {"txt": {"000001": "new"}})
-    assert "The fields txt were replaced" in session(url).dataset()["hint"]
+@pytest.mark.parametrize("size", [10, 6000])
+def test_the_viewer_shows_replaced_fields(url: str, size: int) -> None:
+    new = {f"{n:06d}": f"{n} is new".ljust(size) for n in (LEFT[0], LEFT[5], LEFT[-1])}
+    ss.replace_fields(url, {"txt": new})
+    ss.replace_fields(url, {"npy": [np.full(size // 4, number) for number in LEFT]})
+    viewed = session(url)
+    assert viewed.dataset()["hint"] == ""
+    found: dict[str, str] = {}
+    for number in range(len(LEFT)):
+        key, names = viewed.details(number)["key"], fields_of(viewed, number)
+        values = [viewed.part(number, place) for place in range(len(names))]
+        read = {name: viewed.samples.read_field(one, name) for one, name, _ in values}
+        assert np.load(io.BytesIO(read["npy"])).tolist() == [LEFT[number]] * (size // 4)
+        found |= {key: read["txt"].decode()} if "txt" in read else {}
+    assert found == new
+    assert fields_of(viewed, 0) == ["cls", "npy", "txt"]
+    assert fields_of(session(url, version=1), 1) == ["cls", "npy"]
 
 
 def _all(count: int) -> Any:

@@ -30,7 +30,7 @@ from shardstream.format import (
     decode_all_shards,
     decode_manifest,
     encode_manifest_files,
-    is_deleted_name,
+    is_numbers_name,
     is_records_name,
     version_name,
 )
@@ -342,7 +342,7 @@ def has_versions(folder: OutputFolder, names: Iterable[str]) -> bool:
         folder: The folder.
         names: Names of the files in it.
     """
-    if any(is_deleted_name(name) for name in names):
+    if any(is_numbers_name(name) for name in names):
         return True
     if read_old_manifest(folder).dataset_version != FIRST_VERSION:
         return True
