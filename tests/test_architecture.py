@@ -134,7 +134,7 @@ HOMES = {
         "loader/pinned_memory.py",
         "loader/seeded_function.py",
         "loader/worker_errors.py",
-        "ray/collate.py",
+        "ray/read_dataset.py",
         "webdataset/",
     ),
     "ray": ("ray/",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,10 @@ from shardstream.errors import OptionError, how_to_install
 
 if TYPE_CHECKING:
     from shardstream.ray.arrow_columns import rows_table
-    from shardstream.ray.collate import Collate
     from shardstream.ray.executor import RayExecutor
-    from shardstream.ray.read_dataset import plan_read, read
-    from shardstream.ray.read_plan import cut_by_bytes, cut_rows
-    from shardstream.ray.write import write
+    from shardstream.ray.read_dataset import Collate, plan_read, read
+    from shardstream.ray.read_task import cut_by_bytes, cut_rows
+    from shardstream.ray.write_dataset import write
 
 __all__ = [
     "Collate",
@@ -28,14 +26,14 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Collate": "collate",
+    "Collate": "read_dataset",
     "RayExecutor": "executor",
-    "cut_by_bytes": "read_plan",
-    "cut_rows": "read_plan",
+    "cut_by_bytes": "read_task",
+    "cut_rows": "read_task",
     "plan_read": "read_dataset",
     "read": "read_dataset",
     "rows_table": "arrow_columns",
-    "write": "write",
+    "write": "write_dataset",
 }
 
 
@@ -51,13 +49,7 @@ def __getattr__(name: str) -> Any:
             f"ss.ray.{name} needs Ray, and {error.name} is not installed",
             remedy=how_to_install("ray"),
         ) from error
-    import_module(f"{__name__}.{_LAZY[name]}")
-    # Importing `read` and `write`, also by one another, binds their names to the modules.
-    for other, home in _LAZY.items():
-        module = sys.modules.get(f"{__name__}.{home}")
-        if module is not None and hasattr(module, other):
-            globals()[other] = getattr(module, other)
-    return globals()[name]
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -51,7 +51,7 @@ class RayExecutor:
     Args:
         address: Address of the cluster, e.g. "10.0.0.5:6379" or "ray://host:10001", or "auto"; by default that in ``RAY_ADDRESS``, else
             Ray is started on this machine.
-        num_cpus: CPUs of each task.
+        num_cpus: CPUs of each task; 0, with ``in_flight``, runs tasks whatever CPUs are free.
         memory: Bytes of memory that Ray reserves for each task; None reserves none.
         max_retries: How often a task is run again when its worker dies or runs out of memory.
         in_flight: Maximum of submitted tasks; by default two for each that can run at a time.
@@ -71,8 +71,8 @@ class RayExecutor:
         in_flight: int | None = None,
         runtime_env: Mapping[str, Any] | None = None,
     ) -> None:
-        if num_cpus <= 0:
-            raise OptionError(f"num_cpus must be over 0, not {num_cpus}")
+        if num_cpus < 0 or (num_cpus == 0 and in_flight is None):
+            raise OptionError(f"num_cpus must be over 0, or 0 with in_flight=, not {num_cpus}")
         if max_retries < 0:
             raise OptionError(f"max_retries must be 0 or more, not {max_retries}")
         if in_flight is not None and in_flight < 1:
@@ -101,16 +101,44 @@ class RayExecutor:
             OptionError: If no node of the cluster can run a task, or a task cannot be sent to a worker.
             WorkerError: If workers die more often than ``max_retries``, or lack this package.
         """
+        in_flight: dict[Any, _Running] = {}
         with self._connected():
             submit = ray.remote(run_task).options(**self._options).remote
             most = self._in_flight or _TASKS_PER_SLOT * self._slots()
-            run_tasks(submit, tasks, done, most, Retries(self._max_retries, self._count_retry))
+            # After an error the rest is not cancelled: in Ray 2.60, ray.cancel of a task that just ends may abort the driver
+            # ("Tried to complete task that was not pending"). What is submitted runs on, and changes nothing that a second run would not.
+            for task in tasks:
+                while len(in_flight) >= most:
+                    self._collect(in_flight, submit, done)
+                in_flight[_submit(submit, task)] = _Running(task, 0)
+            while in_flight:
+                self._collect(in_flight, submit, done)
 
-    def _count_retry(self, task: Task, error: Exception) -> None:
-        self.retries += 1
-        _log.warning(
-            "the worker of task %r died (%s); the task is run again", task.name, first_line(error)
-        )
+    def _collect(
+        self,
+        in_flight: dict[Any, _Running],
+        submit: Callable[[Task], Any],
+        done: Callable[[Task, Mapping[str, JSON]], None],
+    ) -> None:
+        """Wait for a task to end, and hand over the results of all that have ended; run tasks again whose worker has died."""
+        # Without fetch_local=False, `wait` fetches the results, which are small.
+        ready, _ = ray.wait(list(in_flight), num_returns=1)
+        for reference in ready:
+            task, attempts = in_flight.pop(reference)
+            try:
+                result = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                if attempts >= self._max_retries or not isinstance(error, _DEATHS):
+                    raise_own_error(error, task.name)
+                self.retries += 1
+                cause = first_line(error)
+                _log.warning(
+                    "the worker of task %r died (%s); the task is run again", task.name, cause
+                )
+                time.sleep(_RETRY_WAIT_S)
+                in_flight[_submit(submit, task)] = _Running(task, attempts + 1)
+            else:
+                done(task, result)
 
     def _slots(self) -> int:
         """Return how many tasks the cluster can run at a time.
@@ -153,42 +181,6 @@ class RayExecutor:
             ray.shutdown()
 
 
-class Retries(NamedTuple):
-    """How tasks are run again whose worker dies."""
-
-    limit: int
-    """Maximum for each task."""
-    on_retry: Callable[[Task, Exception], object]
-    """Called before a task is run again."""
-
-
-def run_tasks(
-    submit: Callable[[Task], Any],
-    tasks: Iterable[Task],
-    done: Callable[[Task, Mapping[str, JSON]], None],
-    most: int,
-    retries: Retries | None = None,
-) -> None:
-    """Run tasks on the cluster that this process is connected to (see `Executor.run`).
-
-    Args:
-        submit: Submits a task, and returns the reference of its result.
-        tasks: The tasks.
-        done: Called with the result of each.
-        most: Maximum of submitted tasks.
-        retries: How tasks are run again whose worker dies; by default Ray decides (``max_retries`` of ``submit``).
-    """
-    in_flight: dict[Any, _Running] = {}
-    # After an error the rest is not cancelled: in Ray 2.60, ray.cancel of a task that just ends may abort the driver
-    # ("Tried to complete task that was not pending"). What is submitted runs on, and changes nothing that a second run would not.
-    for task in tasks:
-        while len(in_flight) >= most:
-            _collect(in_flight, submit, done, retries)
-        in_flight[_submit(submit, task)] = _Running(task, 0)
-    while in_flight:
-        _collect(in_flight, submit, done, retries)
-
-
 def _check_answers(address: str | None) -> None:
     """Check that something listens at the address of a cluster, within seconds.
 
@@ -219,31 +211,6 @@ def _submit(submit: Callable[[Task], Any], task: Task) -> Any:
         raise OptionError(
             f"task {task.name!r} cannot be sent to a Ray worker ({str(error).splitlines()[0]}); what its functions refer to must be picklable"
         ) from error
-
-
-def _collect(
-    in_flight: dict[Any, _Running],
-    submit: Callable[[Task], Any],
-    done: Callable[[Task, Mapping[str, JSON]], None],
-    retries: Retries | None,
-) -> None:
-    """Wait for a task to end, and hand over the results of all that have ended; run tasks again whose worker has died."""
-    # Without fetch_local=False, `wait` fetches the results, which are small.
-    ready, _ = ray.wait(list(in_flight), num_returns=1)
-    for reference in ready:
-        task, attempts = in_flight[reference]
-        try:
-            result = ray.get(reference)
-        except ray.exceptions.RayError as error:
-            if retries is None or attempts >= retries.limit or not isinstance(error, _DEATHS):
-                raise_own_error(error, task.name)
-            retries.on_retry(task, error)
-            time.sleep(_RETRY_WAIT_S)
-            del in_flight[reference]
-            in_flight[_submit(submit, task)] = _Running(task, attempts + 1)
-            continue
-        del in_flight[reference]
-        done(task, result)
 
 
 def first_line(error: Exception) -> str:
