@@ -1,74 +1,41 @@
 """Field bytes <-> values, by format. No file here imports torch."""
 
-from shardstream.codecs.arrays import decode_npy, decode_npy_column, decode_npz, iter_npz
-from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders, sound_peaks
-from shardstream.codecs.images import IMAGE_NAMES, ImageDecoder
-from shardstream.codecs.installed_decoders import installed_decoders
-from shardstream.codecs.jpeg import decode_jpeg, has_only_pixels
-from shardstream.codecs.optional import import_extra
-from shardstream.codecs.plain_values import (
-    decode_cbor,
-    decode_csv,
-    decode_gzip,
-    decode_json,
-    decode_jsonl,
-    decode_msgpack,
-    decode_tsv,
-    encode_cbor,
-    encode_msgpack,
-    iter_tsv,
-    parse_json,
-)
-from shardstream.codecs.properties import properties_of, read_property
-from shardstream.codecs.raw_images import (
-    BitDepth,
-    LossyDecodeError,
-    is_rendered,
-    scale_to_8_bits,
-    stored_depth,
-)
-from shardstream.codecs.tenbin import decode_buffer, encode_buffer
-from shardstream.codecs.value_parts import length_of, part_of
-from shardstream.codecs.video import VIDEO_EXTENSIONS, Video, VideoDecoder
-
-__all__ = [
-    "IMAGE_NAMES",
-    "VIDEO_EXTENSIONS",
-    "Audio",
-    "AudioDecoder",
-    "BitDepth",
-    "ImageDecoder",
-    "LossyDecodeError",
-    "Video",
-    "VideoDecoder",
-    "audio_decoders",
-    "decode_buffer",
-    "decode_cbor",
-    "decode_csv",
-    "decode_gzip",
-    "decode_jpeg",
-    "decode_json",
-    "decode_jsonl",
-    "decode_msgpack",
-    "decode_npy",
-    "decode_npy_column",
-    "decode_npz",
-    "decode_tsv",
-    "encode_buffer",
-    "encode_cbor",
-    "encode_msgpack",
-    "has_only_pixels",
-    "import_extra",
-    "installed_decoders",
-    "is_rendered",
-    "iter_npz",
-    "iter_tsv",
-    "length_of",
-    "parse_json",
-    "part_of",
-    "properties_of",
-    "read_property",
-    "scale_to_8_bits",
-    "sound_peaks",
-    "stored_depth",
-]
+from shardstream.codecs.arrays import decode_buffer as decode_buffer
+from shardstream.codecs.arrays import decode_npy as decode_npy
+from shardstream.codecs.arrays import decode_npy_column as decode_npy_column
+from shardstream.codecs.arrays import decode_npz as decode_npz
+from shardstream.codecs.arrays import encode_buffer as encode_buffer
+from shardstream.codecs.arrays import iter_npz as iter_npz
+from shardstream.codecs.audio import Audio as Audio
+from shardstream.codecs.audio import AudioDecoder as AudioDecoder
+from shardstream.codecs.audio import audio_decoders as audio_decoders
+from shardstream.codecs.audio import sound_peaks as sound_peaks
+from shardstream.codecs.images import IMAGE_NAMES as IMAGE_NAMES
+from shardstream.codecs.images import ImageDecoder as ImageDecoder
+from shardstream.codecs.images import decode_jpeg as decode_jpeg
+from shardstream.codecs.images import has_only_pixels as has_only_pixels
+from shardstream.codecs.installed import import_extra as import_extra
+from shardstream.codecs.installed import installed_decoders as installed_decoders
+from shardstream.codecs.lengths_and_parts import length_of as length_of
+from shardstream.codecs.lengths_and_parts import part_of as part_of
+from shardstream.codecs.lengths_and_parts import properties_of as properties_of
+from shardstream.codecs.lengths_and_parts import read_property as read_property
+from shardstream.codecs.plain_values import decode_cbor as decode_cbor
+from shardstream.codecs.plain_values import decode_csv as decode_csv
+from shardstream.codecs.plain_values import decode_gzip as decode_gzip
+from shardstream.codecs.plain_values import decode_json as decode_json
+from shardstream.codecs.plain_values import decode_jsonl as decode_jsonl
+from shardstream.codecs.plain_values import decode_msgpack as decode_msgpack
+from shardstream.codecs.plain_values import decode_tsv as decode_tsv
+from shardstream.codecs.plain_values import encode_cbor as encode_cbor
+from shardstream.codecs.plain_values import encode_msgpack as encode_msgpack
+from shardstream.codecs.plain_values import iter_tsv as iter_tsv
+from shardstream.codecs.plain_values import parse_json as parse_json
+from shardstream.codecs.raw_images import BitDepth as BitDepth
+from shardstream.codecs.raw_images import LossyDecodeError as LossyDecodeError
+from shardstream.codecs.raw_images import is_rendered as is_rendered
+from shardstream.codecs.raw_images import scale_to_8_bits as scale_to_8_bits
+from shardstream.codecs.raw_images import stored_depth as stored_depth
+from shardstream.codecs.video import VIDEO_EXTENSIONS as VIDEO_EXTENSIONS
+from shardstream.codecs.video import Video as Video
+from shardstream.codecs.video import VideoDecoder as VideoDecoder

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.codecs.optional import import_extra
-from shardstream.codecs.video_container import container_of
+from shardstream.codecs.installed import import_extra
+from shardstream.codecs.video_files import container_of
 from shardstream.codecs.video_readers import AUDIO_LIMIT_BYTES, RangedFile, read_sound
 from shardstream.errors import OptionError
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from shardstream.codecs.optional import import_extra
+from shardstream.codecs.installed import import_extra
 
 DEPTH_LIMIT = 200
 """Levels of nested values; deeper ones cannot be pickled when a worker sends them."""

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardstream.codecs.mp4_frames import (
+from shardstream.codecs.video_files import (
     FrameTable,
     Sliceable,
     check_frame_counts,
+    check_whole,
+    container_of,
     read_frame_table,
 )
-from shardstream.codecs.video_container import check_whole, container_of
 from shardstream.errors import OptionError, get_logger, how_to_install
 
 _Sound = tuple[Iterator[np.ndarray[Any, Any]], int]

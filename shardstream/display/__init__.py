@@ -1,47 +1,20 @@
 """What people see of samples: pictures, kinds of fields, HTML for notebooks. No file here imports torch."""
 
-from shardstream.display.field_kinds import (
-    Kind,
-    choose_thumbnail,
-    extension,
-    is_mask_array,
-    kinds_of,
-    played_type,
-)
-from shardstream.display.notebook import (
-    Bars,
-    Shown,
-    bars_html,
-    batch_html,
-    dataset_html,
-    sample_html,
-)
-from shardstream.display.pictures import (
-    Picture,
-    image_size,
-    npz_statistics,
-    render,
-    render_value,
-    statistics,
-)
-
-__all__ = [
-    "Bars",
-    "Kind",
-    "Picture",
-    "Shown",
-    "bars_html",
-    "batch_html",
-    "choose_thumbnail",
-    "dataset_html",
-    "extension",
-    "image_size",
-    "is_mask_array",
-    "kinds_of",
-    "npz_statistics",
-    "played_type",
-    "render",
-    "render_value",
-    "sample_html",
-    "statistics",
-]
+from shardstream.display.field_pictures import Kind as Kind
+from shardstream.display.field_pictures import Picture as Picture
+from shardstream.display.field_pictures import choose_thumbnail as choose_thumbnail
+from shardstream.display.field_pictures import extension as extension
+from shardstream.display.field_pictures import image_size as image_size
+from shardstream.display.field_pictures import is_mask_array as is_mask_array
+from shardstream.display.field_pictures import kinds_of as kinds_of
+from shardstream.display.field_pictures import npz_statistics as npz_statistics
+from shardstream.display.field_pictures import played_type as played_type
+from shardstream.display.field_pictures import render as render
+from shardstream.display.field_pictures import render_value as render_value
+from shardstream.display.field_pictures import statistics as statistics
+from shardstream.display.notebook import Bars as Bars
+from shardstream.display.notebook import Shown as Shown
+from shardstream.display.notebook import bars_html as bars_html
+from shardstream.display.notebook import batch_html as batch_html
+from shardstream.display.notebook import dataset_html as dataset_html
+from shardstream.display.notebook import sample_html as sample_html

@@ -19,8 +19,7 @@ from typing import Any, ParamSpec
 import numpy as np
 import PIL.Image
 
-from shardstream.display.field_kinds import kinds_of
-from shardstream.display.pictures import Picture, render, render_value
+from shardstream.display.field_pictures import Picture, kinds_of, render, render_value
 from shardstream.errors import describe_error, plural, redact
 
 _P = ParamSpec("_P")

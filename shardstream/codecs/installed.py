@@ -1,4 +1,4 @@
-"""Find decoders of installed packages by the entry point group ``shardstream.decoders``."""
+"""Import packages of extras when they are needed, and find decoders of installed packages by their entry points."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, how_to_install
+
+
+def import_extra(name: str, *, extra: str, purpose: str) -> Any:
+    """Import a package of an extra.
+
+    Args:
+        name: Module to import.
+        extra: The extra of shardstream that installs it.
+        purpose: What needs it, for the error.
+
+    Raises:
+        OptionError: If it cannot be imported.
+    """
+    try:
+        return import_module(name)
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        raise OptionError(
+            f"{purpose} needs the package {name} ({error}): {how_to_install(extra)}"
+        ) from error
+
 
 GROUP = "shardstream.decoders"
 
