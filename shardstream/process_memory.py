@@ -1,4 +1,4 @@
-"""The cores of this process, and garbage collector and malloc settings for loader workers."""
+"""The cores of this process, garbage collector and malloc settings for loader workers, and locks that survive a fork."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def num_cores() -> int:
     """Return how many CPU cores this process may use (`os.process_cpu_count` of Python 3.13)."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def new_lock() -> threading.Lock:
+    """Return a lock that is held during each fork, so it is free in the child; it lives as long as the process.
+
+    A lock that another thread of the parent holds at the fork would never be released in the child.
+    """
+    lock = threading.Lock()
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
 
 
 @contextmanager

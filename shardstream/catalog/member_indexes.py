@@ -11,8 +11,9 @@ import numpy as np
 
 from shardstream.errors import IndexMismatchError, NotFoundError
 from shardstream.format import BLOCK_BYTES, Offsets, ShardInfo, decode_member_index, encode_member
+from shardstream.process_memory import new_lock
 from shardstream.samples import Numbers
-from shardstream.storage import FieldPlace, FieldPlaces, FileVersion, Storage, new_lock
+from shardstream.storage import FieldPlace, FieldPlaces, FileVersion, Storage
 
 MIN_MEAN_BYTES = 512 << 10
 """Mean size of samples from which leaving out fields saves requests or time."""

@@ -35,6 +35,7 @@ from shardstream.format import (
     read_sample,
     scan_shard,
 )
+from shardstream.process_memory import new_lock
 from shardstream.samples import Numbers, Samples, WithoutDeleted, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,
@@ -53,7 +54,6 @@ from shardstream.storage import (
     join_url,
     locate_shards,
     map_file,
-    new_lock,
     read_numbers,
 )
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from shardstream.storage import new_lock
+from shardstream.process_memory import new_lock
 
 _CHOSEN, _RESUMED, _BEGUN, _REPEATED = range(4)
 _NO_WORKER = -1

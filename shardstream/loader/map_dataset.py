@@ -43,8 +43,8 @@ from shardstream.pipeline import (
     numbered_source,
     records_of,
 )
+from shardstream.process_memory import new_lock
 from shardstream.samples import Fetcher, Numbers, Samples, Subset
-from shardstream.storage import new_lock
 
 # 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.
 MAX_COUNTERS = 1 << 22

@@ -45,8 +45,7 @@ from shardstream.storage.discover import (
 )
 from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
-from shardstream.storage.find_tars import cached_look_up, find_tars
-from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.find_tars import cached_look_up, find_tars, is_glob
 from shardstream.storage.lazy_shards import (
     AllIndexed,
     LazyShards,
@@ -95,14 +94,16 @@ from shardstream.storage.publish import (
     publish_bytes,
     remove,
 )
-from shardstream.storage.range_file import RangeStream
-from shardstream.storage.response import ErrorMeaning, RangeResponse
-from shardstream.storage.retry import TruncatedResponseError, retry_call
+from shardstream.storage.response import (
+    SLOWEST_BYTES_PER_S,
+    Cancellation,
+    ErrorMeaning,
+    RangeResponse,
+)
+from shardstream.storage.retry import RangeStream, TruncatedResponseError, retry_call
 from shardstream.storage.row_file import RowFile, TemporaryFile, sort_rows
-from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
+from shardstream.storage.s3_request import complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage
-from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
-from shardstream.storage.url_globs import is_glob
 from shardstream.storage.urls import (
     TAR_SUFFIXES,
     Urls,
@@ -205,7 +206,6 @@ __all__ = [
     "locate_shards",
     "map_file",
     "may_be_md5",
-    "new_lock",
     "num_maps",
     "open_cache",
     "open_output_folder",

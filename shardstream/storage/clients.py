@@ -1,4 +1,9 @@
-"""Choose the client of a URL and open it in the process that uses it."""
+"""Choose the client of a URL and open it in the process that uses it.
+
+A forked child can neither use nor free the clients of its parent. Both share the epoll instance of the parent's event loop: if the child
+frees a connection, its socket is removed from that epoll, and the parent waits forever for a response. fsspec drops its instances in a
+child, which frees them. So they are referenced before the fork, and the child keeps the references.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
+from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError, how_to_install
-from shardstream.storage import fork_safety
+from shardstream.process_memory import new_lock
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_clients import (
     AzureReader,
@@ -22,16 +28,16 @@ from shardstream.storage.fsspec_clients import (
     HubReader,
     S3fsReader,
 )
-from shardstream.storage.response import RangeReader, RangeResponse, RequestOptions
-from shardstream.storage.s3_config import (
+from shardstream.storage.response import RangeReader
+from shardstream.storage.s3_http_client import S3HttpReader
+from shardstream.storage.s3_request import (
     S3Settings,
     cloud_variables,
     complete_s3fs_options,
     parse_s3_options,
+    s3fs_only,
+    s3fs_only_path,
 )
-from shardstream.storage.s3_http_client import S3HttpReader
-from shardstream.storage.s3_request import s3fs_only, s3fs_only_path
-from shardstream.storage.transfer import Transfer
 from shardstream.storage.urls import ALIASES, HTTP, check_slashes, is_chain, protocol_of
 
 S3 = ("s3", "s3a")
@@ -42,7 +48,9 @@ _SECRET_NAMES = (
     "signature",
 )  # fmt: skip
 _MIN_SECRET_CHARACTERS = 4  # shorter values would be found in any message
-_opening_lock = fork_safety.new_lock()  # held while a thread drops the clients of a parent
+_opening_lock = new_lock()  # held while a thread drops the clients of a parent
+_held: list[Any] = []  # clients of this process, while it is forked
+_inherited: list[Any] = []  # clients of the parent of this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,22 +201,6 @@ class Clients:
             )
         return None
 
-    def read(
-        self,
-        url: str,
-        start: int,
-        end: int | None,
-        **options: Unpack[RequestOptions],
-    ) -> RangeResponse:
-        """Request bytes of a file once, as `RangeReader.read`; errors of the client are not translated."""
-        reader, path = self.reader(url)
-        transfer = Transfer(
-            self.timeouts.read_timeout_s,
-            on_receive=options.get("on_receive"),
-            cancelled=options.get("cancelled"),
-        )
-        return reader.read(path, start, end, transfer, **options)
-
     def has_versions(self, url: str) -> bool:
         """Return whether the reader of a URL returns versions, where the server sends them."""
         return type(self.reader(url)[0]) is not FilesystemReader
@@ -232,7 +224,7 @@ class Clients:
             if self._pid == os.getpid():  # another thread was first
                 return
             # forked: connections and threads stayed with the parent
-            fork_safety.keep_inherited(self._opened, self._filesystem)
+            _inherited.extend((self._opened, self._filesystem))
             self._opened, self._s3_reader = {}, None
             if getattr(self._filesystem, "async_impl", False):
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it again
@@ -270,11 +262,9 @@ class Clients:
                 options = complete_s3fs_options(
                     options, cloud_variables(), self.timeouts.read_timeout_s if reading else None
                 )
-                from shardstream.storage.s3fs_session import (  # noqa: PLC0415  (s3fs is an extra)
-                    SessionWithoutRedirects,
-                )
+                from shardstream.storage.aiohttp_limits import s3fs_session  # noqa: PLC0415
 
-                options["config_kwargs"].setdefault("http_session_cls", SessionWithoutRedirects)
+                options["config_kwargs"].setdefault("http_session_cls", s3fs_session())
             elif protocol in HTTP:
                 options = self._http_options()
             # fsspec takes any "::" for a chain.
@@ -327,3 +317,17 @@ def _secret_values(options: Mapping[str, Any]) -> set[str]:
                 parts = (part.partition("=") for part in value.split(";"))
                 found |= _secret_values({name.strip(): text for name, _, text in parts})
     return {value for value in found if len(value) >= _MIN_SECRET_CHARACTERS}
+
+
+def _hold_clients() -> None:
+    kinds: list[Any] = [AsyncFileSystem]
+    for kind in kinds:  # the loop appends to it
+        kinds += kind.__subclasses__()
+        _held.extend(getattr(kind, "_cache", {}).values())
+
+
+os.register_at_fork(
+    before=_hold_clients,
+    after_in_parent=_held.clear,
+    after_in_child=lambda: _inherited.extend(_held),
+)

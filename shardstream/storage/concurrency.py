@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
+from shardstream.storage.response import Cancellation
 from shardstream.storage.retry import ReadHints
-from shardstream.storage.transfer import Cancellation
 
 DEFAULT_REQUESTS = 24
 """Requests in flight of a process at the start."""

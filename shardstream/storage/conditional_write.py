@@ -29,8 +29,8 @@ from shardstream.errors import (
     StorageError,
     get_logger,
 )
+from shardstream.process_memory import new_lock
 from shardstream.storage.error_messages import classify_error, http_status
-from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, takes_parts
 from shardstream.storage.publish import (
     locked_error,
@@ -40,10 +40,9 @@ from shardstream.storage.publish import (
     remove,
     try_lock,
 )
-from shardstream.storage.response import UNSUPPORTED, plain_etag
+from shardstream.storage.response import UNSUPPORTED, Cancellation, plain_etag, run_on_loop
 from shardstream.storage.retry import Backoff, read_whole, retry_call
 from shardstream.storage.store import SIDECAR_LIMIT_BYTES, Storage
-from shardstream.storage.transfer import Cancellation, run_on_loop
 from shardstream.storage.urls import parent_url
 
 _log = get_logger(__name__)

@@ -42,7 +42,9 @@ from shardstream.storage.dataset_versions import (
     warn_of_others,
 )
 from shardstream.storage.find_tars import (
+    explain_web_folder,
     glob_tars,
+    is_glob,
     no_tars_error,
     tars_of_folder,
     warn_of_links,
@@ -50,7 +52,6 @@ from shardstream.storage.find_tars import (
 from shardstream.storage.lazy_shards import AllIndexed, LazyShards
 from shardstream.storage.publish import JOURNAL_NAME, check_finished
 from shardstream.storage.store import FileInfo, Storage
-from shardstream.storage.url_globs import explain_web_folder, is_glob
 from shardstream.storage.urls import (
     WEB,
     Urls,

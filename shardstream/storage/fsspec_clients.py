@@ -13,22 +13,17 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
 from shardstream.errors import StorageError
 from shardstream.storage.response import (
-    RangeResponse,
-    RequestOptions,
-    check_head,
-    max_response_bytes,
-    plain_etag,
-    range_header,
-)
-from shardstream.storage.transfer import (
     SLOWEST_BYTES_PER_S,
+    RangeRequest,
+    RangeResponse,
     Transfer,
     collect,
     collect_parts,
+    plain_etag,
     run_on_loop,
 )
 
@@ -48,48 +43,32 @@ class FilesystemReader:
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
 
-    def read(
-        self,
-        path: str,
-        start: int,
-        end: int | None,
-        transfer: Transfer,
-        **options: Unpack[RequestOptions],
-    ) -> RangeResponse:
-        """Request the bytes ``start`` to ``end`` once."""
-        filesystem, max_bytes = self._filesystem, options.get("max_bytes")
-        # start=0, end=None is a plain GET: a range of an empty object would be refused
-        span = {} if (start, end) == (0, None) else {"start": start, "end": end}
+    def read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
+        """Send a request once."""
+        filesystem, start, end = self._filesystem, request.start, request.end
+        span = {} if request.is_whole_file else {"start": start, "end": end}
         is_async = getattr(filesystem, "async_impl", False)
-        if max_bytes is not None and not is_async:  # these cut a range at the end of the file
-            span = {"start": start, "end": start + max_bytes}
+        if (
+            request.max_bytes is not None and not is_async
+        ):  # these cut a range at the end of the file
+            span = {"start": start, "end": start + request.max_bytes}
         if end is None or not is_async:
-            return RangeResponse(data=bytes(filesystem.cat_file(path, **span)))
+            return RangeResponse(data=bytes(filesystem.cat_file(request.path, **span)))
         limit_s = transfer.left_s + (end - start) / SLOWEST_BYTES_PER_S
-        work = asyncio.wait_for(filesystem._cat_file(path, **span), limit_s)
+        work = asyncio.wait_for(filesystem._cat_file(request.path, **span), limit_s)
         return RangeResponse(data=bytes(run_on_loop(filesystem.loop, work, transfer.cancelled)))
 
 
 class _EventLoopReader(FilesystemReader, ABC):
     """Reads by a coroutine on the event loop of its file system."""
 
-    def read(
-        self,
-        path: str,
-        start: int,
-        end: int | None,
-        transfer: Transfer,
-        **options: Unpack[RequestOptions],
-    ) -> RangeResponse:
-        """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
-        limit = max_response_bytes(start, end, options.get("max_bytes"))
-        work = self._read(path, start, end, transfer, limit)
+    def read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
+        """Send a request once; return at most one response chunk more than it asks for."""
+        work = self._read(request, transfer)
         return run_on_loop(self._filesystem.loop, work, transfer.cancelled)
 
     @abstractmethod
-    async def _read(
-        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
-    ) -> RangeResponse: ...
+    async def _read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse: ...
 
 
 class HttpReader(_EventLoopReader):
@@ -98,25 +77,23 @@ class HttpReader(_EventLoopReader):
     A server may send more than the requested range, or a file without end.
     """
 
-    async def _read(
-        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
-    ) -> RangeResponse:
+    async def _read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
         filesystem = self._filesystem
         options = dict(filesystem.kwargs)
         # Ranges of a compressed body would be other bytes.
-        wanted = {"Accept-Encoding": "identity"} | range_header(start, end)
+        wanted = {"Accept-Encoding": "identity"} | request.header
         options["headers"] = {**options.get("headers", {}), **wanted}
         session = await filesystem.set_session()
         async with asyncio.timeout(transfer.left_s):
-            response = await session.get(filesystem.encode_url(path), **options)
+            response = await session.get(filesystem.encode_url(request.path), **options)
         async with response:
-            filesystem._raise_not_found_for_status(response, path)
-            size, version = check_head(path, start, end, response.status, response.headers)
+            filesystem._raise_not_found_for_status(response, request.path)
+            size, version = request.check_head(response.status, response.headers)
             is_compressed = response.headers.get("Content-Encoding", "") not in ("", "identity")
-            if is_compressed and (start, end) != (0, None):
+            if is_compressed and not request.is_whole_file:
                 raise StorageError("the server compresses ranges; serve the file as it is")
             transfer.begin_body()
-            data, error = await collect(response.content.iter_any(), transfer, max_bytes)
+            data, error = await collect(response.content.iter_any(), transfer, request.limit_bytes)
         if is_compressed:  # the body was unpacked
             size = None
         if error is not None and (is_compressed or not _can_be_resumed(response)):
@@ -137,26 +114,20 @@ class S3fsReader(_EventLoopReader):
     Its ``cat_file`` starts again after a cut, returns neither length nor ETag, and waits a minute for a server that stalls.
     """
 
-    async def _read(
-        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
-    ) -> RangeResponse:
-        bucket, key, version_id = self._filesystem.split_path(path)
+    async def _read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
+        bucket, key, version_id = self._filesystem.split_path(request.path)
         file = {"Bucket": bucket, "Key": key}
         if version_id is not None:
             file["VersionId"] = version_id
         # 10 s more: it may connect and look up credentials first
         limit_s = transfer.left_s + 10
         async with asyncio.timeout(limit_s):
-            response = await self._filesystem._call_s3(
-                "get_object", **file, **range_header(start, end)
-            )
+            response = await self._filesystem._call_s3("get_object", **file, **request.header)
         about, body = response["ResponseMetadata"], response["Body"]
         try:
-            size, version = check_head(
-                path, start, end, about["HTTPStatusCode"], about["HTTPHeaders"]
-            )
+            size, version = request.check_head(about["HTTPStatusCode"], about["HTTPHeaders"])
             transfer.begin_body()
-            data, error = await collect(_chunks(body), transfer, max_bytes)
+            data, error = await collect(_chunks(body), transfer, request.limit_bytes)
         finally:
             body.close()
         if size is None:  # a chunked response, whose end looks like a cut
@@ -172,17 +143,17 @@ class AzureReader(_EventLoopReader):
     Its ``cat_file`` drops length and ETag of the response, so that each range would need a look-up.
     """
 
-    async def _read(
-        self, path: str, start: int, end: int | None, transfer: Transfer, max_bytes: float
-    ) -> RangeResponse:
+    async def _read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
         span: dict[str, int] = {}
-        if (start, end) != (0, None):  # else the file may be empty, and has no range
-            span["offset"] = start
-            if math.isfinite(max_bytes):
-                span["length"] = int(max_bytes)
-        container, blob, version_id = self._filesystem.split_path(path)
+        if not request.is_whole_file:
+            span["offset"] = request.start
+            if math.isfinite(request.limit_bytes):
+                span["length"] = int(request.limit_bytes)
+        container, blob, version_id = self._filesystem.split_path(request.path)
         # The client returns after the first body.
-        limit_s = transfer.left_s + min(max_bytes, _AZURE_BODY_BYTES) / SLOWEST_BYTES_PER_S
+        limit_s = (
+            transfer.left_s + min(request.limit_bytes, _AZURE_BODY_BYTES) / SLOWEST_BYTES_PER_S
+        )
         client = self._filesystem.service_client.get_blob_client(container=container, blob=blob)
         async with client:
             async with asyncio.timeout(limit_s):
@@ -190,7 +161,7 @@ class AzureReader(_EventLoopReader):
                     version_id=version_id, **span, **self._filesystem._timeout_kwargs
                 )
             transfer.begin_body()
-            data, error = await collect(stream.chunks(), transfer, max_bytes)
+            data, error = await collect(stream.chunks(), transfer, request.limit_bytes)
         _, _, size = (stream.properties.content_range or "").partition("/")
         return RangeResponse(
             data=data,
@@ -212,15 +183,8 @@ class HubReader(FilesystemReader):
     ``cat_file`` of its `HfFileSystem` reads 5 MiB ahead at each call, retries by itself, and returns no ETag.
     """
 
-    def read(
-        self,
-        path: str,
-        start: int,
-        end: int | None,
-        transfer: Transfer,
-        **options: Unpack[RequestOptions],
-    ) -> RangeResponse:
-        """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
+    def read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
+        """Send a request once; return at most one response chunk more than it asks for."""
         from huggingface_hub import get_session  # noqa: PLC0415  (only for hf://)
         from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
             build_hf_headers,
@@ -228,18 +192,17 @@ class HubReader(FilesystemReader):
         )
 
         headers = build_hf_headers(token=self._filesystem.token)
-        headers["Accept-Encoding"] = "identity"
-        headers |= range_header(start, end)
-        limit = max_response_bytes(start, end, options.get("max_bytes"))
+        headers |= {"Accept-Encoding": "identity"} | request.header
         with get_session().stream(
-            "GET", self._url(path), headers=headers, timeout=transfer.left_s
+            "GET", self._url(request.path), headers=headers, timeout=transfer.left_s
         ) as response:
             if response.is_error:
                 response.read()  # for the message
                 hf_raise_for_status(response)
-            size, version = check_head(path, start, end, response.status_code, response.headers)
+            size, version = request.check_head(response.status_code, response.headers)
             transfer.begin_body()
-            parts, error = collect_parts(response.iter_raw(_BODY_READ_BYTES), transfer, limit)
+            chunks = response.iter_raw(_BODY_READ_BYTES)
+            parts, error = collect_parts(chunks, transfer, request.limit_bytes)
         return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
 
     def _url(self, path: str) -> str:

@@ -26,7 +26,7 @@ from shardstream.format import (
     fingerprint,
     shards_of,
 )
-from shardstream.storage.fork_safety import new_lock
+from shardstream.process_memory import new_lock
 from shardstream.storage.store import Storage
 from shardstream.storage.urls import folder_of_manifest, join_url
 

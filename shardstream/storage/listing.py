@@ -27,10 +27,10 @@ from shardstream.format import (
     is_meta_name,
     split_member_name,
 )
+from shardstream.storage.find_tars import relative_paths
 from shardstream.storage.publish import check_finished, is_journal, is_part
 from shardstream.storage.row_file import RowFile, sort_rows
 from shardstream.storage.store import LISTED_TWICE, FileInfo, Storage
-from shardstream.storage.url_globs import relative_paths
 from shardstream.storage.urls import is_tar, join_url, parent_url
 
 FileRow: TypeAlias = Sequence[Any]

@@ -20,8 +20,8 @@ from weakref import WeakSet
 
 from shardstream.errors import ChangedError, StorageError, get_logger
 from shardstream.format import Buffer, empty_tar
+from shardstream.process_memory import new_lock
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.fork_safety import new_lock
 
 _log = get_logger(__name__)
 

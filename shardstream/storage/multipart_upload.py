@@ -20,11 +20,10 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
 from shardstream.errors import NotFoundError, StorageError, get_logger
-from shardstream.storage.response import plain_etag
+from shardstream.storage.response import Cancellation, Transfer, plain_etag
 from shardstream.storage.retry import retry_call
 from shardstream.storage.s3_request import Upload
 from shardstream.storage.store import Storage
-from shardstream.storage.transfer import Cancellation, Transfer
 
 _log = get_logger(__name__)
 

@@ -1,7 +1,9 @@
-"""Retry failed requests with backoff, and resume reads at the byte they reached."""
+"""Retry failed requests with backoff, resume reads at the byte they reached, and read a remote file as a stream of such reads."""
 
 from __future__ import annotations
 
+import io
+import os
 import random
 import re
 import threading
@@ -9,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from shardstream.errors import ChangedError, StorageError, get_logger
 from shardstream.storage.error_messages import (
@@ -18,10 +20,17 @@ from shardstream.storage.error_messages import (
     http_status,
     safe_cause,
 )
-from shardstream.storage.response import ranges_ignored_error, response_version
-from shardstream.storage.transfer import SLOWEST_BYTES_PER_S, Cancellation
+from shardstream.storage.response import (
+    SLOWEST_BYTES_PER_S,
+    Cancellation,
+    RequestOptions,
+    ranges_ignored_error,
+    response_version,
+)
 
 if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
     from shardstream.storage.response import RangeResponse
     from shardstream.storage.store import Storage
 
@@ -34,21 +43,16 @@ _NEVER_REACHED_S = 10.0
 _SILENT_FOR_S = 60.0
 _SERVERS_KEPT = 1024
 _jitter = random.Random()  # separate: the user's global generator must not advance
+BUFFER_BYTES = 8 << 20  # a reader of lines requests few bytes at a time
 
 
-class ReadHints(TypedDict, total=False):
+class ReadHints(RequestOptions, total=False):
     """Optional arguments of a read."""
 
     size: int | None
     """Length of the file in the manifest; None if unknown."""
-    max_bytes: int | None
-    """Limit of the bytes of a file that is read to its end, whatever length a hostile server claims."""
     on_throttle: Callable[[], None] | None
     """Called each time the server throttles (503 SlowDown, 429)."""
-    on_receive: Callable[[], None] | None
-    """Called each time bytes have arrived, where the client reports them."""
-    cancelled: Cancellation | None
-    """Set when the bytes are not needed any more: ends a pause and a receive, and prevents further requests."""
 
 
 def read_remote(
@@ -412,3 +416,92 @@ class _RangeRead:
         if classification.meaning.is_past_end:
             self._look_up()
         return classification.error
+
+
+class RangeStream:
+    """Reads a file in order, each piece by one range read.
+
+    Not a file object of fsspec, for two reasons: clients return truncated bodies without an error (`Storage.read` checks the
+    length), and a file object reads ahead bytes that a seek then discards.
+
+    Args:
+        storage: The storage of the file.
+        url: URL of the file.
+        size: Length of the file in bytes.
+        min_read_bytes: Minimum bytes of one range read; smaller reads (decompressors read 8 KiB) take from these.
+        cancelled: Ends a read when another thread sets it.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        url: str,
+        size: int,
+        *,
+        min_read_bytes: int = 0,
+        cancelled: Cancellation | None = None,
+    ) -> None:
+        self._storage, self._cancelled = storage, cancelled
+        self._min_read_bytes = min_read_bytes
+        self._kept, self._kept_start = b"", 0
+        self._url = url
+        self._size = size
+        self._position = 0
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to ``size`` bytes; an empty result is the end.
+
+        Raises:
+            StorageError: If the file is shorter than ``size``, or cannot be reached.
+        """
+        start, end = self._position, min(self._position + size, self._size)
+        if end <= start:
+            return b""
+        at = start - self._kept_start
+        if not 0 <= at < len(self._kept):
+            read_end = min(max(end, start + self._min_read_bytes), self._size)
+            self._kept = self._storage.read(
+                self._url, start, read_end, size=self._size, cancelled=self._cancelled
+            )
+            self._kept_start, at = start, 0
+        data = self._kept[at : at + end - start]
+        self._position = start + len(data)
+        return data
+
+    def seek(self, offset: int, /) -> int:
+        """Continue at an offset."""
+        self._position = offset
+        return offset
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+
+def open_ranges(
+    storage: Storage, url: str, size: int, buffer_bytes: int = BUFFER_BYTES
+) -> io.BufferedReader:
+    """Open a remote file as a buffered binary file, of which at least so many bytes are read at a time."""
+    return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), buffer_bytes)
+
+
+class _RawRanges(io.RawIOBase):
+    def __init__(self, stream: RangeStream, size: int) -> None:
+        self._stream, self._size, self._position = stream, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = self._stream.seek(base + offset)
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        data = self._stream.read(len(view := memoryview(buffer)))
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -15,10 +15,11 @@ from typing import Any, BinaryIO, Unpack, cast
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
+from shardstream.process_memory import new_lock
 from shardstream.storage.cache import Cache, time_of, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.find_tars import matching_files
 from shardstream.storage.fsspec_clients import Page, endless_error, open_listing
 from shardstream.storage.local_files import (
     check_regular,
@@ -27,15 +28,22 @@ from shardstream.storage.local_files import (
     read_range,
     tree_pages,
 )
-from shardstream.storage.range_file import BUFFER_BYTES, open_ranges
 from shardstream.storage.response import (
+    RangeRequest,
     RangeResponse,
     RequestOptions,
+    Transfer,
     response_version,
 )
-from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
+from shardstream.storage.retry import (
+    BUFFER_BYTES,
+    ReadHints,
+    Servers,
+    open_ranges,
+    read_remote,
+    retry_call,
+)
 from shardstream.storage.s3_http_client import S3HttpReader
-from shardstream.storage.url_globs import matching_files
 from shardstream.storage.urls import WEB, check_slashes, is_chain, simplify_glob
 
 _log = get_logger(__name__)
@@ -179,7 +187,13 @@ class Storage:
         **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Send one request; raise the client's own error, which `retry` classifies."""
-        return self._clients.read(url, start, end, **options)
+        reader, path = self._clients.reader(url)
+        transfer = Transfer(
+            self._clients.timeouts.read_timeout_s,
+            on_receive=options.get("on_receive"),
+            cancelled=options.get("cancelled"),
+        )
+        return reader.read(RangeRequest(path, start, end, options.get("max_bytes")), transfer)
 
     def pin(self, url: str, version: str) -> str:
         """Remember the version of a file that is read by ranges; returns the one that was first seen."""
