@@ -217,13 +217,14 @@ def find_listed(
 
 def warn_of_others(manifest: Manifest, manifest_url: str, named: Container[str]) -> None:
     """Warn if all tars in the folder of a dataset are named, but not those that were added to it later, in folders of their own."""
-    if isinstance(manifest.shards, LazyShards) or manifest.dataset_version == FIRST_VERSION:
+    if manifest.dataset_version == FIRST_VERSION:
         return
     folder = parent_url(manifest_url)
-    others = [one.url for one in manifest.shards if join_url(folder, one.url) not in named]
-    if others and all("/" in one.removeprefix("./") for one in others):
+    urls = (join_url(folder, one.url) for one in manifest.shards)
+    others = [one for one in urls if one not in named]
+    if others and all(dataset_of_change(parent_url(one)) for one in others):
         warnings.warn(
-            f"{folder}: {plural(len(others), 'shard')} of this dataset are in folders of later versions, such as {others[0]}, and are left out; name "
-            "the folder to read all",
+            f"{folder}: left out: {plural(len(others), 'shard')} of this dataset in folders of later versions, such as "
+            f"{others[0].removeprefix(f'{folder}/')}; name the folder to read all",
             stacklevel=2,
         )

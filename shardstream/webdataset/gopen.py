@@ -7,12 +7,31 @@ import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, Self
 
-from shardstream.errors import ChangedError, OptionError, StorageError
-from shardstream.storage import Storage, open_cache, open_pending
+from shardstream.errors import (
+    ChangedError,
+    OptionError,
+    ShardStreamError,
+    StorageError,
+    plural,
+    redact,
+)
+from shardstream.format import MANIFEST_NAME
+from shardstream.storage import (
+    FileInfo,
+    Storage,
+    dataset_of_change,
+    is_tar,
+    join_url,
+    open_cache,
+    open_pending,
+    parent_url,
+    read_manifest,
+)
 from shardstream.webdataset import utils
 from shardstream.webdataset.environment import variable
 from shardstream.webdataset.handlers import UnsafeError
@@ -22,6 +41,7 @@ gopen_schemes: dict[str, Callable[..., Any]] = {}
 
 _storages: dict[str, Storage] = {}
 _STORAGES_KEPT = 100
+_versions: dict[str, tuple[str, frozenset[str] | None]] = {}  # by folder, in this process
 
 
 def open_storage(
@@ -70,7 +90,10 @@ def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **kw: Any) -> Any:
             "gopen: unsafe_gopen is False, cannot open local files; unset WDS_SECURE and enforce_security to read them"
         )
     storage = open_storage(**_storage_arguments(kw))
-    return UrlWriter(storage, url) if mode == "wb" else _open_for_reading(storage, url)
+    if mode == "wb":
+        return UrlWriter(storage, url)
+    _warn_of_versions(url, storage)
+    return _open_for_reading(storage, url)
 
 
 def _storage_arguments(kw: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +151,40 @@ def rewrite_url(url: str) -> str:
         if replaced != url:
             return replaced
     return url
+
+
+def _warn_of_versions(url: str, storage: Storage) -> None:
+    """Warn, once for each folder, if a tar has samples or fields that are not those of its dataset any more."""
+    folder = parent_url(url)
+    if not is_tar(url) or "?" in url:  # the signature of one file is not one of the manifest
+        return
+    if folder not in _versions:
+        _versions[folder] = _find_versions(folder, storage)
+    reason, listed = _versions[folder]
+    if listed is not None and url not in listed:
+        reason = "this tar is not one of its current version, and may have deleted samples"
+    if reason:
+        _versions[folder] = "", None
+        warnings.warn(
+            f"{redact(url)}: the dataset was changed: {reason}. Tars that are read one by one are as they were: name the folder, with exact=True, or read the tars "
+            "that index.json lists after 'shardstream compact'",
+            stacklevel=2,
+        )
+
+
+def _find_versions(folder: str, storage: Storage) -> tuple[str, frozenset[str] | None]:
+    """Return what was changed in the dataset that has the tars in a folder, and the URLs of all its tars if some were written again."""
+    dataset = dataset_of_change(folder) or folder
+    url = join_url(dataset, MANIFEST_NAME)
+    try:
+        manifest, _ = read_manifest(FileInfo(url=url, size_or_none=None), storage)
+    except (ShardStreamError, OSError):  # the tars may be read all the same
+        return "", None
+    version = manifest.dataset_version
+    reasons = [f"{plural(version.ndeleted, 'sample')} deleted"] if version.ndeleted else []
+    reasons += ["fields replaced"] if version.replaced else []
+    urls = (join_url(dataset, one.url) for one in manifest.shards if version.renumbered)
+    return " and ".join(reasons), frozenset(urls) if version.renumbered else None
 
 
 def _open_for_reading(storage: Storage, url: str) -> BinaryIO:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import OptionError, SourceError
+from shardstream.errors import SourceError
 from shardstream.format import is_records_name
 from shardstream.testing import make_shards
 from tests.limits import set_limits
@@ -65,8 +64,7 @@ class Model:
             self.samples.append((number, f"text {number}"))
 
     def compact(self, _: int, __: int) -> None:
-        with suppress(OptionError):  # fields were replaced
-            ss.compact(self.url)
+        ss.compact(self.url)
 
     def gc(self, count: int, _: int) -> None:
         ss.versions.gc(self.url, keep=count, dry_run=False)

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import OptionError, SourceError, UnfinishedError
+from shardstream.format import is_records_name
 from shardstream.tasks import LocalExecutor, Parts
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 from tests.packing.test_resume import KILLED_AT_A_CALL
 
 N = 40
@@ -103,9 +105,16 @@ def test_shards_that_are_there_stay_as_they_are(url: str) -> None:
     assert before == {name: (Path(url) / name).read_bytes() for name in before}
 
 
-def test_a_pattern_without_the_new_tars_warns(url: str) -> None:
+@pytest.mark.parametrize("are_many", [False, True])
+def test_a_pattern_without_the_new_tars_warns(
+    are_many: bool, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if are_many:  # for a manifest with files of records
+        set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=4, CHUNK_SHARDS=3)
+        ss.index(url)
     ss.pack(samples(N, 60), url, append=True)
-    with pytest.warns(UserWarning, match="1 shard of this dataset .* append-.* left out"):
+    assert [*Path(url).glob("shards-*.npy")] or not are_many
+    with pytest.warns(UserWarning, match="left out: 1 shard of this dataset .* append-"):
         assert numbers(f"{url}/*.tar") == [*range(N)]
     assert numbers(f"{url}/00000[12].tar") == [*range(7, 21)]
     assert numbers(f"{url}/append-*/*.tar") == [*range(N, 60)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,32 @@ def test_a_join_and_a_table(url: str, tmp_path: Path) -> None:
     captions = numbered(tmp_path / "other", N, 40, columns=["cls"])
     joined = ss.join(url, {captions: {"other": "cls"}})
     assert [(int(s["cls"]), int(s["other"])) for s in joined] == [(n, n) for n in LEFT]
+
+
+def test_tars_that_are_read_one_by_one_warn_of_deleted_samples(url: str) -> None:
+    tars = f"{url}/{{000000..000006}}.tar"
+    with pytest.warns(UserWarning, match="exact=True") as caught:
+        read = [s["__key__"] for s in wds.WebDataset(tars, shardshuffle=False)]
+    assert len(read) == N
+    [warning] = [str(one.message) for one in caught]
+    is_compacted = (Path(url) / "compact-000001").exists()
+    reason = "not one of its current version" if is_compacted else "4 samples deleted"
+    assert reason in warning
+
+
+def test_tars_of_the_current_version_and_of_other_datasets_do_not_warn(
+    url: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    ss.compact(url)
+    listed = [one["url"] for one in json.loads((Path(url) / "index.json").read_text())["shardlist"]]
+    tars = [f"{url}/{name}" for name in listed]
+    other = numbered(tmp_path / "other", 10, 5)
+    tars += [str(path) for path in sorted(Path(other).glob("*.tar"))]
+    assert len(list(wds.WebDataset(tars, shardshuffle=False))) == len(LEFT) + 10
+    assert not recwarn.list
+    changed = numbered(tmp_path / "changed", 10, 5)
+    ss.replace_fields(changed, {"txt": {"000001": "new"}})
+    tar = wds.SimpleShardList(f"{changed}/000000.tar")
+    read = wds.DataPipeline(tar, wds.tarfile_to_samples())
+    with pytest.warns(UserWarning, match="fields replaced"):
+        list(read)
