@@ -41,7 +41,7 @@ RUN = (
     *(
         ROOT / "docs" / f"{name}.md"
         for name in (
-            "install", "packing", "training", "decoding", "gpu", "resume", "which-sample", "loose-files", "subsets", "rows", "tuning", "faults",
+            "index", "cheatsheet", "install", "packing", "training", "decoding", "gpu", "resume", "which-sample", "loose-files", "subsets", "rows", "tuning", "faults",
             "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer", "versions", "from-torch", "from-s3-connector",
         )
     ),
@@ -166,7 +166,7 @@ def test_every_block_about_another_format_runs(name: str, here: Path) -> None:
 
 
 def test_every_page_with_blocks_is_run() -> None:
-    elsewhere = {"clouds", "extending", "index", "ray", "recipes", "viewer", "webdataset", *FOREIGN}
+    elsewhere = {"clouds", "extending", "ray", "recipes", "viewer", "webdataset", *FOREIGN}
     for path in DOCS:
         languages = {block.language for block in blocks(path)}
         if languages & {"bash", "python"}:

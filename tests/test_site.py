@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from operator import attrgetter
 from pathlib import Path
@@ -123,6 +124,23 @@ def test_each_page_is_once_in_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     named = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
     assert sorted(named) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+
+
+def test_each_page_but_decisions_is_once_in_llms_txt() -> None:
+    for path, beginning, end in (
+        (ROOT / "llms.txt", "docs/", ".md"),
+        (DOCS / "llms.txt", "", ".html"),
+    ):
+        linked = re.findall(r"^- \[.+\]\((\S+)\)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        names = [page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md")]
+        wanted = [f"{beginning}{one}{end}" for one in names if not one.startswith("decisions/")]
+        decisions = f"{beginning}decisions/{'README' if end == '.md' else 'index'}{end}"
+        assert sorted(linked) == sorted([*wanted, decisions])
+
+
+def test_pages_show_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"copyright: shardstream {version} " in (ROOT / "mkdocs.yml").read_text()
 
 
 def literals() -> str:

@@ -2,7 +2,7 @@
 
     python tools/make_docs.py
 
-docs/index.md                  the README, with links as the site needs them
+llms.txt, docs/llms.txt        the pages, each with its first sentence: of the repository, and of the site
 docs/reference/cli.md          the options and arguments of the command line
 docs/reference/webdataset.md   the names of shardstream.webdataset
 docs/images/speed.svg          the README's figure, from docs/benchmarks.json
@@ -14,10 +14,12 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from llms_txt import llms_txt
 from speed_chart import speed_chart
 from typer.core import TyperArgument
 
@@ -29,34 +31,23 @@ _CONSTANTS = {  # of shardstream.webdataset: values have no docstring
     "gopen_schemes": "Functions that open URLs, by protocol; add your own.",
     "pytorch_weights_only": "Whether `torch.load` reads weights only: always.",
 }
-_LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)((?:#[^)]*)?)\)")
+_SHARED = 3  # commands that have an option, from which it is explained once
 
 
 def pages() -> dict[Path, str]:
     """Return the text of each page that this tool writes."""
     docs = ROOT / "docs"
-    return {
-        docs / "index.md": index_page((ROOT / "README.md").read_text(encoding="utf-8")),
+    made = {
         docs / "reference" / "cli.md": cli_page(),
         docs / "reference" / "webdataset.md": webdataset_page(),
         docs / "images" / "speed.svg": speed_chart(
             json.loads((docs / "benchmarks.json").read_text(encoding="utf-8"))
         ),
     }
-
-
-def index_page(readme: str) -> str:
-    """Return the README with links into docs/ made relative; links to other files become text."""
-
-    def link(found: re.Match[str]) -> str:
-        text, target, anchor = found.groups()
-        if target == "CHANGELOG.md":
-            return f"[{text}](changelog.md{anchor})"
-        if not target.startswith("docs/"):
-            return text
-        return f"[{text.removeprefix('docs/')}]({target.removeprefix('docs/')}{anchor})"
-
-    return _LINK.sub(link, readme)
+    return made | {
+        ROOT / "llms.txt": llms_txt(ROOT, made, "docs/", ".md"),
+        docs / "llms.txt": llms_txt(ROOT, made, "", ".html"),
+    }
 
 
 def cli_page() -> str:
@@ -76,15 +67,21 @@ def cli_page() -> str:
         "| 2 | wrong usage |",
         "| 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |",
         "",
-        *_parameters(root, "shardstream"),
+        *_table(_parameters(root, "shardstream")),
     ]
+    rows = {name: list(_parameters(one, name)) for name, one in root.commands.items()}
+    counts = Counter(row for found in rows.values() for row in found if row[0].startswith("-"))
+    shared = [row for row, count in counts.items() if count >= _SHARED]
+    lines += ["## Options of several commands", "", *_table(shared)]
     for name, command in root.commands.items():
         arguments = [
             str(param.metavar) for param in command.params if isinstance(param, TyperArgument)
         ]
         usage = " ".join(["shardstream", name, "[OPTIONS]", *arguments])
         lines += [f"## {name}", "", f"`{usage}`", ""]
-        lines += [*_help(command.help), *_parameters(command, name)]
+        also = ", ".join(f"`{row[0].split()[0]}`" for row in rows[name] if row in shared)
+        lines += [*_help(command.help), *_table(row for row in rows[name] if row not in shared)]
+        lines += [f"Also {also} ([above](#options-of-several-commands)).", ""] if also else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,15 +96,20 @@ def _help(text: str) -> Iterator[str]:
         yield ""
 
 
-def _parameters(command: Any, name: str) -> Iterator[str]:
+def _parameters(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the help of each argument and option."""
     context = command.make_context(name, [], resilient_parsing=True)
-    yield from ("| argument or option | |", "| --- | --- |")
     for param in command.params:
         if isinstance(param, TyperArgument):
-            yield f"| `{param.metavar}` | {_escape(param.help or '')} |"
+            yield str(param.metavar), _escape(param.help or "")
         elif not param.hidden:
             names, text = param.get_help_record(context)
-            yield f"| `{names}` | {_escape(text)} |"
+            yield names, _escape(text)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield from ("| argument or option | |", "| --- | --- |")
+    yield from (f"| `{name}` | {text} |" for name, text in rows)
     yield ""
 
 
