@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Literal
 
 from shardstream.catalog.inspect import Listing, list_shards, read_one
-from shardstream.errors import ShardStreamError, human_bytes, plural
+from shardstream.errors import ShardStreamError, how_to_install, human_bytes, plural
 from shardstream.format import ShardInfo
 from shardstream.process_memory import num_cores
 from shardstream.storage import Storage, protocol_of
@@ -113,7 +113,7 @@ def examine_dataset(
             level="error",
             subject="store",
             text=f"{package} is not installed, which reads {protocol_of(url)}:// URLs",
-            cure=f'pip install "shardstream[{_PACKAGES[package][1]}]"',
+            cure=how_to_install(_PACKAGES[package][1]),
         )
         return
     yield from _clock(url, storage_options or {})
