@@ -139,7 +139,7 @@ HOMES = {
     ),
     "ray": ("ray/",),
     "webdataset": ("webdataset/",),
-    "starlette": ("viewer/app.py",),
+    "starlette": ("viewer/server.py",),
     "uvicorn": ("viewer/server.py",),
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
@@ -256,7 +256,7 @@ def test_there_are_no_import_circles() -> None:
 def exports(room: str) -> frozenset[str]:
     """Return the names that a room exports: those in ``__all__``, and those imported as themselves (``from m import A as A``)."""
     found = set[str]()
-    for node in parse(PACKAGE / room / "__init__.py").body:
+    for node in ast.walk(parse(PACKAGE / room / "__init__.py")):  # also those imported for types
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             found.update(ast.literal_eval(node.value))
         elif isinstance(node, ast.ImportFrom):

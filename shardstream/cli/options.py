@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -244,3 +246,30 @@ def _json_or_text(value: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
+
+
+def load_function(name: str, option: str) -> Callable[..., Any]:
+    """Import a function by its name.
+
+    >>> load_function("os.path:basename", "--decode")("a/b")
+    'b'
+
+    Args:
+        name: ``module:function``.
+        option: Option that names it, for errors.
+
+    Raises:
+        OptionError: If there is no such function.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise OptionError(f"give {option} as module:function, not {name!r}")
+    sys.path.insert(0, "")  # functions in the folder where the command runs
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"{option} {name}: {error}") from error
+    if not callable(found):
+        raise OptionError(f"{option} {name}: it is no function")
+    function: Callable[..., Any] = found
+    return function

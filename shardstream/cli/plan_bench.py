@@ -20,6 +20,7 @@ from shardstream.cli.options import (
     StorageOption,
     Urls,
     Version,
+    load_function,
     parse_options,
     parse_version,
 )
@@ -136,9 +137,6 @@ def _open(
 
 def _call(name: str) -> Any:
     """Return the dataset that the function of ``--dataset`` makes."""
-    from shardstream.viewer import load_function  # noqa: PLC0415
-
-    sys.path.insert(0, "")  # functions in the folder where the command runs
     made = load_function(name, "--dataset")()
     if not hasattr(made, "pipeline"):
         raise OptionError(

@@ -17,6 +17,7 @@ from shardstream.cli.options import (
     StorageOption,
     Urls,
     Version,
+    load_function,
     parse_options,
     parse_version,
 )
@@ -286,10 +287,8 @@ def view(  # noqa: PLR0913  (the options of a command)
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
         raise OptionError(f"the viewer needs {' and '.join(missing)}: {how_to_install('view')}")
-    from shardstream.viewer import Address, ViewOptions, load_function, open_source, serve  # noqa: PLC0415
+    from shardstream.viewer import Address, ViewOptions, open_source, serve  # noqa: PLC0415
 
-    if decode is not None or dataset is not None:
-        sys.path.insert(0, "")  # functions in the folder where the command runs
     options = ViewOptions(
         urls=tuple(urls),
         storage_options=parse_options(option, *urls, *(bad or ())),

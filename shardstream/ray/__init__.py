@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING, Any
 from shardstream.errors import OptionError, how_to_install
 
 if TYPE_CHECKING:
-    from shardstream.ray.arrow_columns import rows_table
-    from shardstream.ray.executor import RayExecutor
-    from shardstream.ray.read_dataset import Collate, plan_read, read
-    from shardstream.ray.read_task import cut_by_bytes, cut_rows
-    from shardstream.ray.write_dataset import write
-
-__all__ = [
-    "Collate",
-    "RayExecutor",
-    "cut_by_bytes",
-    "cut_rows",
-    "plan_read",
-    "read",
-    "rows_table",
-    "write",
-]
+    from shardstream.ray.arrow_columns import rows_table as rows_table
+    from shardstream.ray.executor import RayExecutor as RayExecutor
+    from shardstream.ray.read_dataset import Collate as Collate
+    from shardstream.ray.read_dataset import plan_read as plan_read
+    from shardstream.ray.read_dataset import read as read
+    from shardstream.ray.read_task import cut_by_bytes as cut_by_bytes
+    from shardstream.ray.read_task import cut_rows as cut_rows
+    from shardstream.ray.write_dataset import write as write
 
 _LAZY = {
     "Collate": "read_dataset",
@@ -53,4 +45,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_LAZY)

@@ -2,28 +2,19 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardstream.viewer.epoch_view import Stored, Training, read_state, view_epoch
-from shardstream.viewer.guard import Address, Guard
-from shardstream.viewer.session import Choice, Session, ViewOptions
-from shardstream.viewer.user_functions import load_function, open_source
+from shardstream.viewer.epoch_view import Stored as Stored
+from shardstream.viewer.epoch_view import Training as Training
+from shardstream.viewer.epoch_view import open_source as open_source
+from shardstream.viewer.epoch_view import read_state as read_state
+from shardstream.viewer.epoch_view import view_epoch as view_epoch
+from shardstream.viewer.guard import Address as Address
+from shardstream.viewer.guard import Guard as Guard
+from shardstream.viewer.session import Choice as Choice
+from shardstream.viewer.session import Session as Session
+from shardstream.viewer.session import ViewOptions as ViewOptions
 
 if TYPE_CHECKING:
-    from shardstream.viewer.server import serve
-
-__all__ = [
-    "Address",
-    "Choice",
-    "Guard",
-    "Session",
-    "Stored",
-    "Training",
-    "ViewOptions",
-    "load_function",
-    "open_source",
-    "read_state",
-    "serve",
-    "view_epoch",
-]
+    from shardstream.viewer.server import serve as serve
 
 
 def __getattr__(name: str) -> Any:

@@ -239,6 +239,23 @@ def view_epoch(training: Training, source: IndexedSource, stored: Stored) -> dic
     return found
 
 
+def open_source(make_dataset: Callable[[], Any]) -> IndexedSource:
+    """Return the source of the dataset that the user's function makes.
+
+    Raises:
+        OptionError: If it makes none, or one whose order is no plan.
+        Exception: Any error of the function.
+    """
+    dataset = make_dataset()
+    source = getattr(getattr(dataset, "pipeline", None), "indexed_source", None)
+    if not isinstance(source, IndexedSource):
+        raise OptionError(
+            f"the function of --dataset returned {type(dataset).__name__}; it must return a ShardDataset, mix or join of shards with an "
+            "index, and no step of it may change the number of samples: else no plan says which sample comes when"
+        )
+    return source
+
+
 def read_state(text: str, source: IndexedSource) -> tuple[Training, IndexedSource]:
     """Return the training that a saved state of a ``ShardLoader`` continues, and its samples.
 

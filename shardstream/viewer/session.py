@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -32,10 +33,15 @@ from shardstream.pipeline import (
     balance_of,
 )
 from shardstream.samples import Numbers
-from shardstream.storage import LazyShards
-from shardstream.viewer.bad_list import BadList, locate, read_reports
+from shardstream.storage import LazyShards, Storage
+from shardstream.viewer.columns import (
+    NO_COLUMNS,
+    Histogram,
+    Selections,
+    histograms_of_samples,
+    histograms_of_table,
+)
 from shardstream.viewer.epoch_view import Stored, Training, continued, read_state, view_epoch
-from shardstream.viewer.histograms import Histogram, histograms_of_samples, histograms_of_table
 from shardstream.viewer.page import (
     boxes_of,
     broken_details,
@@ -56,8 +62,6 @@ from shardstream.viewer.samples import (
     open_samples,
     read_class_names,
 )
-from shardstream.viewer.selection import NO_COLUMNS, Selections
-from shardstream.viewer.user_functions import UserDecode, call
 
 _log = get_logger(__name__)
 
@@ -67,6 +71,11 @@ MAX_PAGE = 200
 """Most samples of a page."""
 _COUNTED = 200  # samples that are read for histograms without columns
 _CLASSES_SENT = 2000
+_MAX_LISTED = 10_000  # bad samples
+_BAD_NAMES = frozenset(field.name for field in fields(BadSample))
+
+UserDecode = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""A sample as bytes by field, with ``__key__`` and ``__url__`` -> values to show by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +159,28 @@ class Session:
             return None
 
     @cached_property
-    def bad(self) -> BadList:
-        """The report of bad samples, with the number of each sample."""
-        return locate(self._reported, self.samples.number_at)
+    def _bad(self) -> list[tuple[int | None, BadSample]]:
+        """The reports of bad samples, each with its number in the dataset, None if it is not in these shards."""
+        return [(self._number_of(one), one) for one in self._reported]
 
     @cached_property
     def _bad_of(self) -> dict[int, list[BadSample]]:
-        return self.bad.by_number()
+        found: dict[int, list[BadSample]] = {}
+        for number, one in self._bad:
+            if number is not None:
+                found.setdefault(number, []).append(one)
+        return found
+
+    def _number_of(self, one: BadSample) -> int | None:
+        """Find a bad sample by shard and offset: its number may be that of a subset."""
+        if one.shard is None or one.offset is None:
+            return None
+        return self.samples.number_at(one.shard, one.offset)
+
+    def bad(self) -> dict[str, Any]:
+        """Return the list of bad samples that the page shows."""
+        rows = [asdict(one) | {"number": number} for number, one in self._bad[:_MAX_LISTED]]
+        return {"total": len(self._bad), "rows": rows}
 
     def dataset(self) -> dict[str, Any]:
         """Return what the page shows of the dataset."""
@@ -171,7 +195,7 @@ class Session:
             "columns": [] if self._selections is None else self._selections.names(),
             "classes": list(self.classes or ())[:_CLASSES_SENT],
             "num_classes": len(self.classes or ()),
-            "bad": len(self.bad.entries),
+            "bad": len(self._reported),
         }
 
     def _scan_hint(self) -> str:
@@ -427,9 +451,14 @@ class Session:
     def _decoded(self, sample: FoundSample) -> Mapping[str, Any]:
         assert self.options.decode is not None  # noqa: S101  (asked by the callers)
         content = {name: self.samples.read_field(sample, name) for name in sample.fields}
-        return call(
-            self.options.decode, {"__key__": sample.key, "__url__": sample.place.url, **content}
+        values = self.options.decode(
+            {"__key__": sample.key, "__url__": sample.place.url, **content}
         )
+        if not isinstance(values, Mapping):
+            raise OptionError(
+                f"the function of --decode returned {type(values).__name__}; it must return a dict of values by name"
+            )
+        return values
 
     def _decoded_details(self, sample: FoundSample) -> list[dict[str, Any]]:
         try:
@@ -486,3 +515,42 @@ def _counted(
     histograms: list[Histogram], *, exact: bool, of: int, total: int, reason: str = ""
 ) -> dict[str, Any]:
     return {"exact": exact, "of": of, "total": total, "reason": reason, "histograms": histograms}
+
+
+def read_reports(urls: Sequence[str], storage_options: Mapping[str, Any] | None) -> list[BadSample]:
+    """Return the entries of reports of bad samples, each once.
+
+    Args:
+        urls: Paths or URLs of the reports, which ``SkipBudget(report=)`` writes.
+        storage_options: ``storage_options`` of fsspec.
+
+    Raises:
+        OptionError: If a file is no such report.
+        StorageError: If one cannot be read.
+    """
+    found: dict[BadSample, None] = {}
+    for url in urls:
+        storage = Storage(storage_options if "://" in url else None)
+        found.update(dict.fromkeys(parse_report(storage.read_bounded(url), url)))
+    return list(found)
+
+
+def parse_report(data: bytes, url: str) -> list[BadSample]:
+    """Return the entries of a report of bad samples.
+
+    Raises:
+        OptionError: If it is no such report.
+    """
+    found = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not {"error", "message"} <= values.keys() <= _BAD_NAMES:
+            raise OptionError(
+                f"line {number} is no entry of a report of bad samples, as SkipBudget(report=) writes it; give another file",
+                shard=url,
+            )
+        found.append(BadSample(**values))
+    return found

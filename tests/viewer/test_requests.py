@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.cli import main
+from shardstream.cli import load_function, main
 from shardstream.display import Picture
-from shardstream.viewer import Guard, Session, ViewOptions, load_function
+from shardstream.viewer import Guard, Session, ViewOptions
 from tests.viewer import datasets
 from tests.viewer.viewers import ROOT, RunningViewer, running_viewer
 

@@ -233,7 +233,7 @@ def test_the_report_of_bad_samples_finds_its_samples(tmp_path: Path) -> None:
     )
     assert len(list(ss.ShardLoader(dataset.decode(), 4))) == 1
     viewed = session(str(folder), bad=(str(report),))
-    listed = viewed.bad.as_json()
+    listed = viewed.bad()
     assert sorted(row["number"] for row in listed["rows"]) == [4, 7]  # not those of the subset
     cards = viewed.page(0, 9)["samples"]
     assert [bool(one["reported"]) for one in cards] == [n in (4, 7) for n in range(9)]
