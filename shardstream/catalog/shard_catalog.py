@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -126,8 +125,6 @@ class ShardCatalog(Catalog):
         self._kept: OrderedDict[IndexChunk, Offsets] = OrderedDict()
         self._kept_bytes = 0
         self._mmap_pool = MmapPool()
-        if located.indexes:
-            self._keep_read(located.indexes)
         can_leave_out = places is not None or bool(fields)
         self._members = self._open_members(fields, places) if can_leave_out else None
 
@@ -416,17 +413,6 @@ class ShardCatalog(Catalog):
                 self._kept_bytes += offsets.nbytes
             while self._kept_bytes > OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
-
-    def _keep_read(self, indexes: Mapping[str, bytes]) -> None:
-        """Keep the indexes that were read already; one that does not match is read again when it is needed."""
-        for number, shard in enumerate(self.shards):
-            data = indexes.get(shard.index_url)
-            if data is not None:
-                with suppress(IndexMismatchError):
-                    offsets = _checked(data, shard, max_bytes=len(data))
-                    for first in range(0, len(offsets) - 1, INDEX_CHUNK_SAMPLES):
-                        chunk = IndexChunk(number, first // INDEX_CHUNK_SAMPLES)
-                        self._keep(chunk, offsets[_chunk_slice(chunk)])
 
     def _read_index(self, shard: ShardInfo) -> Offsets:
         """Read an index; one that does not match is read again, as it may have been damaged in transfer."""

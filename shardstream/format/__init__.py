@@ -1,257 +1,115 @@
 """Parse and write the bytes of shards, indexes and manifests; pure functions without I/O."""
 
-from shardstream.format.binary_manifest import (
-    BinaryManifest,
-    Records,
-    decode_all_shards,
-    extend_binary,
-    is_records_name,
-    shards_of,
-)
-from shardstream.format.column_file import (
-    KEY_COLUMN,
-    Column,
-    ColumnSources,
-    column_chunks,
-    columns_in_file,
-    decode_column_file,
-    encode_column_file,
-    filter_column_file,
-    import_parquet,
-    is_reserved_column,
-    key_array,
-    least_bytes,
-    limit_of_rows,
-    parse_columns,
-    read_parquet,
-)
-from shardstream.format.columns import (
-    Columns,
-    JoinedFields,
-    LazyColumns,
-    Rows,
-    ShardSlice,
-    TupleColumns,
-    Values,
-    as_rows,
-    find_samples,
-    from_rows,
-    is_worth_vectorizing,
-    read_one,
-    read_samples,
-    restore_order,
-)
-from shardstream.format.dataset_version import (
-    FIRST_VERSION,
-    VERSIONS_FOLDER,
-    DatasetVersion,
-    KeyFile,
-    ReplacedFields,
-    count_fields,
-    has_digest,
-    is_numbers_name,
-    is_replaced_name,
-    numbers_name,
-    ranges_of,
-    version_name,
-)
-from shardstream.format.forward_reader import (
-    ForwardReader,
-    Readable,
-    open_by_content,
-    open_decompressed,
-)
-from shardstream.format.image_formats import (
-    IMAGE_FORMATS,
-    PILLOW_FORMATS,
-    UNSUPPORTED_IMAGES,
-    check_masks,
-    has_mask_word,
-    is_image_field,
-    is_image_name,
-    is_plain_jpeg,
-    mask_fields,
-    words_of,
-)
-from shardstream.format.index import (
-    OFFSET_BYTES,
-    Offsets,
-    ShardScan,
-    check_extent,
-    decode_index,
-    decode_member_index,
-    encode_index,
-    encode_member_index,
-    num_samples,
-    scan_members,
-    scan_shard,
-)
-from shardstream.format.manifest import (
-    CLASSES_NAME,
-    KIND,
-    MANIFEST_NAME,
-    Manifest,
-    decode_classes,
-    decode_manifest,
-    encode_classes,
-    encode_manifest,
-    encode_manifest_files,
-)
-from shardstream.format.names import (
-    INT_FIELDS,
-    JSON_FIELDS,
-    TEXT_FIELDS,
-    canonical_field,
-    find_repeated,
-    is_meta_name,
-    is_name,
-    member_name,
-    split_member_name,
-)
-from shardstream.format.samples import (
-    FIELDS_LIMIT,
-    Group,
-    Sample,
-    iter_groups,
-    iter_samples,
-    read_sample,
-)
-from shardstream.format.shard_info import (
-    COLUMNS_SUFFIX,
-    INDEX_SUFFIX,
-    ShardInfo,
-    checksum,
-    fingerprint,
-)
-from shardstream.format.tar_diagnostics import TarDiagnostics
-from shardstream.format.tar_reader import (
-    BLOCK_BYTES,
-    Buffer,
-    Member,
-    ReadAt,
-    empty_tar,
-    iter_members,
-    iter_whole,
-)
-from shardstream.format.tar_writer import (
-    END_OF_ARCHIVE,
-    encode_member,
-    encode_members,
-    member_bytes,
-)
-
-__all__ = [
-    "BLOCK_BYTES",
-    "CLASSES_NAME",
-    "COLUMNS_SUFFIX",
-    "END_OF_ARCHIVE",
-    "FIELDS_LIMIT",
-    "FIRST_VERSION",
-    "IMAGE_FORMATS",
-    "INDEX_SUFFIX",
-    "INT_FIELDS",
-    "JSON_FIELDS",
-    "KEY_COLUMN",
-    "KIND",
-    "MANIFEST_NAME",
-    "OFFSET_BYTES",
-    "PILLOW_FORMATS",
-    "TEXT_FIELDS",
-    "UNSUPPORTED_IMAGES",
-    "VERSIONS_FOLDER",
-    "BinaryManifest",
-    "Buffer",
-    "Column",
-    "ColumnSources",
-    "Columns",
-    "DatasetVersion",
-    "ForwardReader",
-    "Group",
-    "JoinedFields",
-    "KeyFile",
-    "LazyColumns",
-    "Manifest",
-    "Member",
-    "Offsets",
-    "ReadAt",
-    "Readable",
-    "Records",
-    "ReplacedFields",
-    "Rows",
-    "Sample",
-    "ShardInfo",
-    "ShardScan",
-    "ShardSlice",
-    "TarDiagnostics",
-    "TupleColumns",
-    "Values",
-    "as_rows",
-    "canonical_field",
-    "check_extent",
-    "check_masks",
-    "checksum",
-    "column_chunks",
-    "columns_in_file",
-    "count_fields",
-    "decode_all_shards",
-    "decode_classes",
-    "decode_column_file",
-    "decode_index",
-    "decode_manifest",
-    "decode_member_index",
-    "empty_tar",
-    "encode_classes",
-    "encode_column_file",
-    "encode_index",
-    "encode_manifest",
-    "encode_manifest_files",
-    "encode_member",
-    "encode_member_index",
-    "encode_members",
-    "extend_binary",
-    "filter_column_file",
-    "find_repeated",
-    "find_samples",
-    "fingerprint",
-    "from_rows",
-    "has_digest",
-    "has_mask_word",
-    "import_parquet",
-    "is_image_field",
-    "is_image_name",
-    "is_meta_name",
-    "is_name",
-    "is_numbers_name",
-    "is_plain_jpeg",
-    "is_records_name",
-    "is_replaced_name",
-    "is_reserved_column",
-    "is_worth_vectorizing",
-    "iter_groups",
-    "iter_members",
-    "iter_samples",
-    "iter_whole",
-    "key_array",
-    "least_bytes",
-    "limit_of_rows",
-    "mask_fields",
-    "member_bytes",
-    "member_name",
-    "num_samples",
-    "numbers_name",
-    "open_by_content",
-    "open_decompressed",
-    "parse_columns",
-    "ranges_of",
-    "read_one",
-    "read_parquet",
-    "read_sample",
-    "read_samples",
-    "restore_order",
-    "scan_members",
-    "scan_shard",
-    "shards_of",
-    "split_member_name",
-    "version_name",
-    "words_of",
-]
+from shardstream.format.binary_manifest import BinaryManifest as BinaryManifest
+from shardstream.format.binary_manifest import Records as Records
+from shardstream.format.binary_manifest import decode_all_shards as decode_all_shards
+from shardstream.format.binary_manifest import extend_binary as extend_binary
+from shardstream.format.binary_manifest import is_records_name as is_records_name
+from shardstream.format.binary_manifest import shards_of as shards_of
+from shardstream.format.column_file import KEY_COLUMN as KEY_COLUMN
+from shardstream.format.column_file import Column as Column
+from shardstream.format.column_file import ColumnSources as ColumnSources
+from shardstream.format.column_file import column_chunks as column_chunks
+from shardstream.format.column_file import columns_in_file as columns_in_file
+from shardstream.format.column_file import decode_column_file as decode_column_file
+from shardstream.format.column_file import encode_column_file as encode_column_file
+from shardstream.format.column_file import filter_column_file as filter_column_file
+from shardstream.format.column_file import import_parquet as import_parquet
+from shardstream.format.column_file import is_reserved_column as is_reserved_column
+from shardstream.format.column_file import key_array as key_array
+from shardstream.format.column_file import least_bytes as least_bytes
+from shardstream.format.column_file import limit_of_rows as limit_of_rows
+from shardstream.format.column_file import parse_columns as parse_columns
+from shardstream.format.column_file import read_parquet as read_parquet
+from shardstream.format.columns import Columns as Columns
+from shardstream.format.columns import JoinedFields as JoinedFields
+from shardstream.format.columns import LazyColumns as LazyColumns
+from shardstream.format.columns import Rows as Rows
+from shardstream.format.columns import ShardSlice as ShardSlice
+from shardstream.format.columns import TupleColumns as TupleColumns
+from shardstream.format.columns import Values as Values
+from shardstream.format.columns import as_rows as as_rows
+from shardstream.format.columns import find_samples as find_samples
+from shardstream.format.columns import from_rows as from_rows
+from shardstream.format.columns import is_worth_vectorizing as is_worth_vectorizing
+from shardstream.format.columns import read_one as read_one
+from shardstream.format.columns import read_samples as read_samples
+from shardstream.format.columns import restore_order as restore_order
+from shardstream.format.dataset_version import FIRST_VERSION as FIRST_VERSION
+from shardstream.format.dataset_version import VERSIONS_FOLDER as VERSIONS_FOLDER
+from shardstream.format.dataset_version import DatasetVersion as DatasetVersion
+from shardstream.format.dataset_version import KeyFile as KeyFile
+from shardstream.format.dataset_version import ReplacedFields as ReplacedFields
+from shardstream.format.dataset_version import count_fields as count_fields
+from shardstream.format.dataset_version import has_digest as has_digest
+from shardstream.format.dataset_version import is_numbers_name as is_numbers_name
+from shardstream.format.dataset_version import is_replaced_name as is_replaced_name
+from shardstream.format.dataset_version import numbers_name as numbers_name
+from shardstream.format.dataset_version import ranges_of as ranges_of
+from shardstream.format.dataset_version import version_name as version_name
+from shardstream.format.forward_reader import ForwardReader as ForwardReader
+from shardstream.format.forward_reader import Readable as Readable
+from shardstream.format.forward_reader import open_by_content as open_by_content
+from shardstream.format.forward_reader import open_decompressed as open_decompressed
+from shardstream.format.image_formats import IMAGE_FORMATS as IMAGE_FORMATS
+from shardstream.format.image_formats import PILLOW_FORMATS as PILLOW_FORMATS
+from shardstream.format.image_formats import UNSUPPORTED_IMAGES as UNSUPPORTED_IMAGES
+from shardstream.format.image_formats import check_masks as check_masks
+from shardstream.format.image_formats import has_mask_word as has_mask_word
+from shardstream.format.image_formats import is_image_field as is_image_field
+from shardstream.format.image_formats import is_image_name as is_image_name
+from shardstream.format.image_formats import is_plain_jpeg as is_plain_jpeg
+from shardstream.format.image_formats import mask_fields as mask_fields
+from shardstream.format.image_formats import words_of as words_of
+from shardstream.format.index import OFFSET_BYTES as OFFSET_BYTES
+from shardstream.format.index import Offsets as Offsets
+from shardstream.format.index import ShardScan as ShardScan
+from shardstream.format.index import check_extent as check_extent
+from shardstream.format.index import decode_index as decode_index
+from shardstream.format.index import decode_member_index as decode_member_index
+from shardstream.format.index import encode_index as encode_index
+from shardstream.format.index import encode_member_index as encode_member_index
+from shardstream.format.index import num_samples as num_samples
+from shardstream.format.index import scan_members as scan_members
+from shardstream.format.index import scan_shard as scan_shard
+from shardstream.format.manifest import CLASSES_NAME as CLASSES_NAME
+from shardstream.format.manifest import KIND as KIND
+from shardstream.format.manifest import MANIFEST_NAME as MANIFEST_NAME
+from shardstream.format.manifest import Manifest as Manifest
+from shardstream.format.manifest import decode_classes as decode_classes
+from shardstream.format.manifest import decode_manifest as decode_manifest
+from shardstream.format.manifest import encode_classes as encode_classes
+from shardstream.format.manifest import encode_manifest as encode_manifest
+from shardstream.format.manifest import encode_manifest_files as encode_manifest_files
+from shardstream.format.names import INT_FIELDS as INT_FIELDS
+from shardstream.format.names import JSON_FIELDS as JSON_FIELDS
+from shardstream.format.names import TEXT_FIELDS as TEXT_FIELDS
+from shardstream.format.names import canonical_field as canonical_field
+from shardstream.format.names import find_repeated as find_repeated
+from shardstream.format.names import is_meta_name as is_meta_name
+from shardstream.format.names import is_name as is_name
+from shardstream.format.names import member_name as member_name
+from shardstream.format.names import split_member_name as split_member_name
+from shardstream.format.samples import FIELDS_LIMIT as FIELDS_LIMIT
+from shardstream.format.samples import Group as Group
+from shardstream.format.samples import Sample as Sample
+from shardstream.format.samples import iter_groups as iter_groups
+from shardstream.format.samples import iter_samples as iter_samples
+from shardstream.format.samples import read_sample as read_sample
+from shardstream.format.shard_info import COLUMNS_SUFFIX as COLUMNS_SUFFIX
+from shardstream.format.shard_info import INDEX_SUFFIX as INDEX_SUFFIX
+from shardstream.format.shard_info import ShardInfo as ShardInfo
+from shardstream.format.shard_info import checksum as checksum
+from shardstream.format.shard_info import fingerprint as fingerprint
+from shardstream.format.tar_diagnostics import TarDiagnostics as TarDiagnostics
+from shardstream.format.tar_reader import BLOCK_BYTES as BLOCK_BYTES
+from shardstream.format.tar_reader import Buffer as Buffer
+from shardstream.format.tar_reader import Member as Member
+from shardstream.format.tar_reader import ReadAt as ReadAt
+from shardstream.format.tar_reader import empty_tar as empty_tar
+from shardstream.format.tar_reader import iter_members as iter_members
+from shardstream.format.tar_reader import iter_whole as iter_whole
+from shardstream.format.tar_writer import END_OF_ARCHIVE as END_OF_ARCHIVE
+from shardstream.format.tar_writer import encode_member as encode_member
+from shardstream.format.tar_writer import encode_members as encode_members
+from shardstream.format.tar_writer import member_bytes as member_bytes

@@ -1,236 +1,114 @@
 """Bytes by URL: the only room that imports fsspec and s3fs."""
 
-from shardstream.storage.cache import (
-    CACHE_CHUNK_BYTES,
-    HEADER_BYTES,
-    Cache,
-    check_cache,
-    open_cache,
-    version_of,
-)
-from shardstream.storage.cache_space import CacheSpace, load_usage, parse_bytes
-from shardstream.storage.clients import Clients
-from shardstream.storage.concurrency import (
-    DEFAULT_REQUESTS,
-    AdaptiveLimit,
-    Slot,
-    hints_of,
-    limit_of_worker,
-    share_requests,
-)
-from shardstream.storage.conditional_write import (
-    LostResponseError,
-    is_conditional,
-    read_with_version,
-    replace_if,
-    update_file,
-)
-from shardstream.storage.dataset_versions import (
-    change_folder,
-    count_samples,
-    dataset_of_change,
-    encode_numbers,
-    find_version,
-    read_deleted,
-    read_numbers,
-    version_url,
-)
-from shardstream.storage.discover import (
-    LocatedShards,
-    SeenManifest,
-    absolute_urls,
-    check_folder_finished,
-    locate_shards,
-    read_manifest,
-)
-from shardstream.storage.error_messages import broken_link, classify_error, translate_errors
-from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
-from shardstream.storage.find_tars import cached_look_up, find_tars, is_glob
-from shardstream.storage.lazy_shards import (
-    AllIndexed,
-    LazyShards,
-    checksum_of_shards,
-    fingerprint_of_shards,
-)
-from shardstream.storage.listing import (
-    FileList,
-    FileRows,
-    ListedFile,
-    iter_members,
-    list_all,
-    list_beginning,
-    list_files,
-    sample_members,
-    warn_of_rare_fields,
-)
-from shardstream.storage.local_files import (
-    FileVersion,
-    FileVersions,
-    MmapPool,
-    check_map,
-    map_file,
-    num_maps,
-)
-from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
-from shardstream.storage.output_folder import (
-    LocalFolder,
-    OutputFolder,
-    RemoteFolder,
-    commit_all,
-    open_output_folder,
-    output_folder_in,
-)
-from shardstream.storage.publish import (
-    JOURNAL_NAME,
-    PendingFile,
-    check_finished,
-    final_name,
-    is_journal,
-    is_part,
-    is_part_record,
-    open_pending,
-    part_record_name,
-    publish,
-    publish_bytes,
-    remove,
-)
-from shardstream.storage.response import (
-    SLOWEST_BYTES_PER_S,
-    Cancellation,
-    ErrorMeaning,
-    RangeResponse,
-)
-from shardstream.storage.retry import RangeStream, TruncatedResponseError, retry_call
-from shardstream.storage.row_file import RowFile, TemporaryFile, sort_rows
-from shardstream.storage.s3_request import complete_s3fs_options, parse_s3_options
-from shardstream.storage.store import FileInfo, Storage
-from shardstream.storage.urls import (
-    TAR_SUFFIXES,
-    Urls,
-    absolute_url,
-    check_names,
-    expand_braces,
-    expand_urls,
-    folder_of_manifest,
-    is_compressed,
-    is_tar,
-    is_under,
-    join_url,
-    parent_url,
-    protocol_of,
-)
-
-__all__ = [
-    "CACHE_CHUNK_BYTES",
-    "DEFAULT_REQUESTS",
-    "HEADER_BYTES",
-    "JOURNAL_NAME",
-    "PART_BYTES",
-    "SLOWEST_BYTES_PER_S",
-    "TAR_SUFFIXES",
-    "AdaptiveLimit",
-    "AllIndexed",
-    "Cache",
-    "CacheSpace",
-    "Cancellation",
-    "Clients",
-    "ErrorMeaning",
-    "FieldFile",
-    "FieldPlace",
-    "FieldPlaces",
-    "FileInfo",
-    "FileList",
-    "FileRows",
-    "FileVersion",
-    "FileVersions",
-    "LazyShards",
-    "ListedFile",
-    "LocalFolder",
-    "LocatedShards",
-    "LostResponseError",
-    "MmapPool",
-    "OutputFolder",
-    "PendingFile",
-    "RangeResponse",
-    "RangeStream",
-    "RemoteFolder",
-    "RowFile",
-    "S3Object",
-    "S3Upload",
-    "SeenManifest",
-    "Slot",
-    "Storage",
-    "TemporaryFile",
-    "TruncatedResponseError",
-    "Urls",
-    "absolute_url",
-    "absolute_urls",
-    "broken_link",
-    "cached_look_up",
-    "change_folder",
-    "check_cache",
-    "check_finished",
-    "check_folder_finished",
-    "check_map",
-    "check_names",
-    "checksum_of_shards",
-    "classify_error",
-    "commit_all",
-    "complete_s3fs_options",
-    "count_samples",
-    "dataset_of_change",
-    "encode_numbers",
-    "expand_braces",
-    "expand_urls",
-    "final_name",
-    "find_tars",
-    "find_version",
-    "fingerprint_of_shards",
-    "folder_of_manifest",
-    "hints_of",
-    "is_compressed",
-    "is_conditional",
-    "is_glob",
-    "is_journal",
-    "is_part",
-    "is_part_record",
-    "is_tar",
-    "is_under",
-    "iter_members",
-    "join_url",
-    "limit_of_worker",
-    "list_all",
-    "list_beginning",
-    "list_files",
-    "load_usage",
-    "locate_shards",
-    "map_file",
-    "may_be_md5",
-    "num_maps",
-    "open_cache",
-    "open_output_folder",
-    "open_pending",
-    "output_folder_in",
-    "parent_url",
-    "parse_bytes",
-    "parse_s3_options",
-    "part_record_name",
-    "protocol_of",
-    "publish",
-    "publish_bytes",
-    "read_deleted",
-    "read_manifest",
-    "read_numbers",
-    "read_with_version",
-    "remove",
-    "replace_if",
-    "retry_call",
-    "sample_members",
-    "share_requests",
-    "sort_rows",
-    "translate_errors",
-    "update_file",
-    "version_of",
-    "version_url",
-    "warn_of_rare_fields",
-]
+from shardstream.storage.cache import CACHE_CHUNK_BYTES as CACHE_CHUNK_BYTES
+from shardstream.storage.cache import HEADER_BYTES as HEADER_BYTES
+from shardstream.storage.cache import Cache as Cache
+from shardstream.storage.cache import check_cache as check_cache
+from shardstream.storage.cache import open_cache as open_cache
+from shardstream.storage.cache import version_of as version_of
+from shardstream.storage.cache_space import CacheSpace as CacheSpace
+from shardstream.storage.cache_space import load_usage as load_usage
+from shardstream.storage.cache_space import parse_bytes as parse_bytes
+from shardstream.storage.clients import Clients as Clients
+from shardstream.storage.concurrency import DEFAULT_REQUESTS as DEFAULT_REQUESTS
+from shardstream.storage.concurrency import AdaptiveLimit as AdaptiveLimit
+from shardstream.storage.concurrency import Slot as Slot
+from shardstream.storage.concurrency import hints_of as hints_of
+from shardstream.storage.concurrency import limit_of_worker as limit_of_worker
+from shardstream.storage.concurrency import share_requests as share_requests
+from shardstream.storage.conditional_write import LostResponseError as LostResponseError
+from shardstream.storage.conditional_write import is_conditional as is_conditional
+from shardstream.storage.conditional_write import read_with_version as read_with_version
+from shardstream.storage.conditional_write import replace_if as replace_if
+from shardstream.storage.conditional_write import update_file as update_file
+from shardstream.storage.dataset_versions import change_folder as change_folder
+from shardstream.storage.dataset_versions import count_samples as count_samples
+from shardstream.storage.dataset_versions import dataset_of_change as dataset_of_change
+from shardstream.storage.dataset_versions import encode_numbers as encode_numbers
+from shardstream.storage.dataset_versions import find_version as find_version
+from shardstream.storage.dataset_versions import read_deleted as read_deleted
+from shardstream.storage.dataset_versions import read_numbers as read_numbers
+from shardstream.storage.dataset_versions import version_url as version_url
+from shardstream.storage.discover import LocatedShards as LocatedShards
+from shardstream.storage.discover import SeenManifest as SeenManifest
+from shardstream.storage.discover import absolute_urls as absolute_urls
+from shardstream.storage.discover import check_folder_finished as check_folder_finished
+from shardstream.storage.discover import locate_shards as locate_shards
+from shardstream.storage.discover import read_manifest as read_manifest
+from shardstream.storage.error_messages import broken_link as broken_link
+from shardstream.storage.error_messages import classify_error as classify_error
+from shardstream.storage.error_messages import translate_errors as translate_errors
+from shardstream.storage.field_file import FieldFile as FieldFile
+from shardstream.storage.field_file import FieldPlace as FieldPlace
+from shardstream.storage.field_file import FieldPlaces as FieldPlaces
+from shardstream.storage.find_tars import cached_look_up as cached_look_up
+from shardstream.storage.find_tars import find_tars as find_tars
+from shardstream.storage.find_tars import is_glob as is_glob
+from shardstream.storage.lazy_shards import AllIndexed as AllIndexed
+from shardstream.storage.lazy_shards import LazyShards as LazyShards
+from shardstream.storage.lazy_shards import checksum_of_shards as checksum_of_shards
+from shardstream.storage.lazy_shards import fingerprint_of_shards as fingerprint_of_shards
+from shardstream.storage.listing import FileList as FileList
+from shardstream.storage.listing import FileRows as FileRows
+from shardstream.storage.listing import ListedFile as ListedFile
+from shardstream.storage.listing import iter_members as iter_members
+from shardstream.storage.listing import list_all as list_all
+from shardstream.storage.listing import list_beginning as list_beginning
+from shardstream.storage.listing import list_files as list_files
+from shardstream.storage.listing import sample_members as sample_members
+from shardstream.storage.listing import warn_of_rare_fields as warn_of_rare_fields
+from shardstream.storage.local_files import FileVersion as FileVersion
+from shardstream.storage.local_files import FileVersions as FileVersions
+from shardstream.storage.local_files import MmapPool as MmapPool
+from shardstream.storage.local_files import check_map as check_map
+from shardstream.storage.local_files import map_file as map_file
+from shardstream.storage.local_files import num_maps as num_maps
+from shardstream.storage.multipart_upload import PART_BYTES as PART_BYTES
+from shardstream.storage.multipart_upload import S3Object as S3Object
+from shardstream.storage.multipart_upload import S3Upload as S3Upload
+from shardstream.storage.multipart_upload import may_be_md5 as may_be_md5
+from shardstream.storage.output_folder import LocalFolder as LocalFolder
+from shardstream.storage.output_folder import OutputFolder as OutputFolder
+from shardstream.storage.output_folder import RemoteFolder as RemoteFolder
+from shardstream.storage.output_folder import commit_all as commit_all
+from shardstream.storage.output_folder import open_output_folder as open_output_folder
+from shardstream.storage.output_folder import output_folder_in as output_folder_in
+from shardstream.storage.publish import JOURNAL_NAME as JOURNAL_NAME
+from shardstream.storage.publish import PendingFile as PendingFile
+from shardstream.storage.publish import check_finished as check_finished
+from shardstream.storage.publish import final_name as final_name
+from shardstream.storage.publish import is_journal as is_journal
+from shardstream.storage.publish import is_part as is_part
+from shardstream.storage.publish import is_part_record as is_part_record
+from shardstream.storage.publish import open_pending as open_pending
+from shardstream.storage.publish import part_record_name as part_record_name
+from shardstream.storage.publish import publish as publish
+from shardstream.storage.publish import publish_bytes as publish_bytes
+from shardstream.storage.publish import remove as remove
+from shardstream.storage.response import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
+from shardstream.storage.response import Cancellation as Cancellation
+from shardstream.storage.response import ErrorMeaning as ErrorMeaning
+from shardstream.storage.response import RangeResponse as RangeResponse
+from shardstream.storage.retry import RangeStream as RangeStream
+from shardstream.storage.retry import TruncatedResponseError as TruncatedResponseError
+from shardstream.storage.retry import retry_call as retry_call
+from shardstream.storage.row_file import RowFile as RowFile
+from shardstream.storage.row_file import TemporaryFile as TemporaryFile
+from shardstream.storage.row_file import sort_rows as sort_rows
+from shardstream.storage.s3_request import complete_s3fs_options as complete_s3fs_options
+from shardstream.storage.s3_request import parse_s3_options as parse_s3_options
+from shardstream.storage.store import FileInfo as FileInfo
+from shardstream.storage.store import Storage as Storage
+from shardstream.storage.urls import TAR_SUFFIXES as TAR_SUFFIXES
+from shardstream.storage.urls import Urls as Urls
+from shardstream.storage.urls import absolute_url as absolute_url
+from shardstream.storage.urls import check_names as check_names
+from shardstream.storage.urls import expand_braces as expand_braces
+from shardstream.storage.urls import expand_urls as expand_urls
+from shardstream.storage.urls import folder_of_manifest as folder_of_manifest
+from shardstream.storage.urls import is_compressed as is_compressed
+from shardstream.storage.urls import is_tar as is_tar
+from shardstream.storage.urls import is_under as is_under
+from shardstream.storage.urls import join_url as join_url
+from shardstream.storage.urls import parent_url as parent_url
+from shardstream.storage.urls import protocol_of as protocol_of

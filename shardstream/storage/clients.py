@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -204,18 +204,6 @@ class Clients:
     def has_versions(self, url: str) -> bool:
         """Return whether the reader of a URL returns versions, where the server sends them."""
         return type(self.reader(url)[0]) is not FilesystemReader
-
-    def read_small_files(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
-        """Read small files of one S3 server with few requests, each once; None for a file means that it must be read by `read`."""
-        readers = (
-            {reader for reader, _ in map(self.reader, urls)}
-            if all(map(self.is_s3, urls))
-            else {None}
-        )
-        reader = readers.pop()
-        if readers or not isinstance(reader, S3HttpReader):
-            return [None] * len(urls)
-        return reader.read_small_files([url.partition("://")[2] for url in urls], max_bytes)
 
     def _drop_inherited_clients(self) -> None:
         if self._pid == os.getpid():

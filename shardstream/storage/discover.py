@@ -66,11 +66,7 @@ from shardstream.storage.urls import (
 )
 
 _log = get_logger(__name__)
-# Limits of the indexes that are read with the manifest; workers read further or larger ones themselves.
-INDEXES, INDEXES_BYTES = 48, 1 << 20
-_SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
-_SMALL_MANIFEST_BYTES = 64 << 20
 FOLDERS_LIMIT = 10_000  # each is listed once
 
 
@@ -100,7 +96,6 @@ class LocatedShards:
         manifest_url: URL of the manifest that lists all shards, if there is one.
         manifests: URL of each manifest that was read -> how it was.
         indexed: Contains the URLs of the shards that have an ``.idx`` file.
-        indexes: URL of an ``.idx`` -> its bytes, if they have been read already.
         fields: Fields of the samples, by the manifests of all shards; None if a shard or its fields are not listed.
         version: The version of the dataset, if one manifest lists all shards.
         deleted: Samples that are left out.
@@ -111,7 +106,6 @@ class LocatedShards:
     manifest_url: str | None = None
     manifests: Mapping[str, SeenManifest] = field(default_factory=dict)
     indexed: Container[str] = frozenset()
-    indexes: Mapping[str, bytes] = field(default_factory=dict)
     fields: tuple[str, ...] | None = None
     version: DatasetVersion | None = None
     deleted: Deleted = ()
@@ -366,10 +360,13 @@ def _find_indexed(
             shard=url,
         )
     for one, in_folder in folders.items():
-        if one.startswith(WEB):  # cannot be listed: the first index decides for all
-            is_there = storage.exists(in_folder[0].index_url)
+        if _needs_no_listing(one, storage):
+            # Two indexes decide for all: they are written in order, so a stopped run lacks the last.
+            ends = {in_folder[-1], in_folder[0]}
+            is_there = all(_has_index(shard, storage) for shard in ends)
             indexed.update([shard.url for shard in in_folder] if is_there else ())
-            continue
+            if is_there or one.startswith(WEB):  # which cannot be listed
+                continue
         is_listed = listed_files is not None and one == parent_url(url)
         listed = listed_files if is_listed else storage.list_folder(one)[0]
         names = {file.url.rsplit("/", 1)[-1] for file in listed or ()}
@@ -386,50 +383,33 @@ def _read_first(folder: str, storage: Storage) -> tuple[Manifest, str] | None:
     if path is not None and not os.path.isfile(path):
         return None
     try:
-        file = storage.info(url) if path is None else FileInfo(url=url, size_or_none=None)
+        is_one_read = path is not None or storage.is_s3(url)  # a look-up imports s3fs: 0.3 s
+        file = FileInfo(url=url, size_or_none=None) if is_one_read else storage.info(url)
         return read_manifest(file, storage)
     except (NotFoundError, AccessDeniedError):  # some servers refuse what is missing
         return None
 
 
-def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
-    """Return the shards of a folder's manifest with few small reads; None if a listing is needed."""
-    url = join_url(folder, MANIFEST_NAME)
-    (data,) = storage.read_small_files([url], max_bytes=_SMALL_MANIFEST_BYTES)
-    if data is None:
-        return None
-    manifest, digest = _decoded(data, url, storage)
-    if isinstance(manifest.shards, LazyShards):
-        file = FileInfo(url=url, size_or_none=None)
-        return _from_manifest(file, storage, found=(manifest, digest))
-    shards = tuple(_absolute(folder, one) for one in manifest.shards)
-    was_changed = manifest.dataset_version != FIRST_VERSION  # only shards with indexes are added
-    if not was_changed and {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
-        return None
-    # The last index decides for all: indexes are written in order, so a stopped run lacks it. Few small indexes are all read.
-    wanted = [one.index_url for one in shards]
-    size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
-    if len(wanted) > INDEXES or size > INDEXES_BYTES:
-        wanted = wanted[-1:]
-    indexes = storage.read_small_files(wanted, max_bytes=_SMALL_INDEX_BYTES)
-    if indexes[-1] is None:
-        return None
-    return _located(
-        manifest,
-        (url, digest),
-        shards,
-        storage,
-        indexed=frozenset(one.url for one in shards),
-        indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
-    )
+def _needs_no_listing(folder: str, storage: Storage) -> bool:
+    """Return whether a folder with a manifest is not listed: that is slow, or impossible, and the versions of its files are not cached."""
+    return folder.startswith(WEB) or (storage.is_s3(folder) and storage.cache is None)
+
+
+def _has_index(shard: ShardInfo, storage: Storage) -> bool:
+    """Return whether a shard has an index, by one small read where a look-up would take longer."""
+    if not storage.is_s3(shard.index_url):
+        return storage.exists(shard.index_url)
+    try:
+        storage.read(shard.index_url, 0, OFFSET_BYTES)
+    except (NotFoundError, AccessDeniedError):  # some servers refuse what is missing
+        return False
+    return True
 
 
 def _from_folder(url: str, storage: Storage) -> LocatedShards:
-    if "://" in url and (located := _from_small_reads(url, storage)) is not None:
-        return located
     found = _read_first(url, storage)
     if found is not None and (
-        url.startswith(WEB)
+        _needs_no_listing(url, storage)
         or isinstance(found[0].shards, LazyShards)
         or found[0].dataset_version != FIRST_VERSION
     ):

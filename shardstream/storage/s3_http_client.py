@@ -14,12 +14,11 @@ import socket
 import ssl
 import time
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -34,8 +33,6 @@ from shardstream.storage.response import (
 )
 from shardstream.storage.s3_request import S3Requests, S3Settings, Server, Upload, tls_context
 
-_CONCURRENT_REQUESTS = 8
-_SMALL_TIMEOUT_S = 5.0  # without a byte
 # Limit of a response's headers, of the trailers of its body, and of an error's body.
 _HEAD_BYTES = 64 << 10
 _LINE_BYTES = 4 << 10  # limit of the line before a chunk
@@ -107,36 +104,6 @@ class S3HttpReader:
             transfer: Its limit holds for the whole request.
         """
         return self._requests.send(upload.path, lambda: self._put(upload, body, transfer))
-
-    def read_small_files(self, paths: Sequence[str], max_bytes: int) -> list[bytes | None]:
-        """Read files of at most ``max_bytes`` bytes, each once; None from the first one on that did not arrive.
-
-        Several requests are sent before the first response is awaited. No threads are used: each would leave a malloc arena to the
-        workers that are forked later, and their range reads would fragment it (10 MB per thread).
-        """
-        found: list[bytes | None] = []
-        timeout_s = min(_SMALL_TIMEOUT_S, self._settings.read_timeout_s)
-        waiting: deque[_Exchange] = deque()
-        whole = partial(
-            RangeRequest, max_bytes=max_bytes + 1
-        )  # one byte more, if the file has more
-        unsent = iter(paths)
-        try:
-            for path in islice(unsent, _CONCURRENT_REQUESTS):
-                waiting.append(self._send(whole(path), timeout_s))
-            while waiting:
-                response = self._receive(waiting.popleft(), Transfer(timeout_s))
-                if response.error is not None or len(response.data) > max_bytes:
-                    break
-                found.append(bytes(response.data))
-                for path in islice(unsent, 1):
-                    waiting.append(self._send(whole(path), timeout_s))
-        except Exception:  # noqa: BLE001, S110  (the caller reads it with retries, which report the error)
-            pass
-        finally:
-            for exchange in waiting:
-                exchange.connection.close()
-        return found + [None] * (len(paths) - len(found))
 
     def _read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
         return self._receive(self._send(request, transfer.left_s), transfer)

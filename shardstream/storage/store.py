@@ -6,7 +6,7 @@ import copy
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -448,15 +448,6 @@ class Storage:
             max_bytes=hints.get("max_bytes"),
             read=read,
             look_up=lambda: self.info(url),
-        )
-
-    def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
-        """Read small files of S3 with few requests; None for a file means that it must be read by `read`."""
-        # A cache must record the versions of the files, which come from a listing.
-        return (
-            [None] * len(urls)
-            if self.cache is not None
-            else self._clients.read_small_files(urls, max_bytes)
         )
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:

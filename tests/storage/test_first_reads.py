@@ -6,16 +6,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardstream as ss
-from shardstream.storage import Storage, locate_shards, publish_bytes, remove
-from tests.limits import set_limits
-from tests.raw_server import Request, file_response, raw_server
+from shardstream.errors import StorageError
+from shardstream.storage import Storage, publish_bytes, remove
+from tests.raw_server import Request, raw_server
 from tests.servers import S3Server
 
 MOST = 1 << 20
@@ -26,7 +26,6 @@ import shardstream as ss
 for url in sys.argv[1:]:
     dataset = ss.ShardDataset(url, read=ss.ReadOptions(index="require"))
     print(len(dataset), *sorted({"s3fs"} & {*sys.modules}))
-    print(len(dataset.pipeline.source.samples._kept))
 print(sum(1 for _ in dataset), "s3fs" in sys.modules)
 """
 
@@ -55,7 +54,7 @@ def packed(bucket: str, s3_env: None) -> str:
 
 def test_dataset_opens_without_a_storage_client(packed: str) -> None:
     done = look(packed, f"{packed}/")
-    assert done.stdout.split("\n")[:5] == ["12", "3", "12", "3", "12 False"], done.stderr
+    assert done.stdout.split("\n")[:3] == ["12", "12", "12 False"], done.stderr
 
 
 @pytest.mark.slow
@@ -77,30 +76,8 @@ def test_client_reports_a_denied_access(packed: str) -> None:
     assert "not-the-secret" not in done.stderr
 
 
-@pytest.mark.usefixtures("s3_env")
-def test_small_files_are_read_up_to_the_first_that_cannot(bucket: str) -> None:
-    storage, url = Storage(), f"{bucket}/file"
-    publish_bytes(storage, url, b"12")
-    assert storage.read_small_files([url], max_bytes=MOST) == [b"12"]
-    assert storage.read_small_files([url] * 20, max_bytes=MOST) == [b"12"] * 20
-    missing = f"{url}-none"
-    assert storage.read_small_files([url, missing, url], max_bytes=MOST) == [b"12", None, None]
-    assert storage.read_small_files([url], max_bytes=2) == [b"12"]
-    assert storage.read_small_files([url], max_bytes=1) == [None]
-    for odd in (f"{url}/../file", f"{url}//", "memory://x"):
-        assert storage.read_small_files([url, odd], max_bytes=MOST) == [None, None]
-
-
 def open_storage(endpoint: str, **options: Any) -> Storage:
     return Storage({"key": "some", "secret": "thing", "endpoint_url": endpoint, **options})
-
-
-def test_files_are_read_from_a_server_that_closes_each_connection() -> None:
-    """More than are requested at the same time."""
-    urls = [f"s3://bucket/{number}" for number in range(20)]
-    with raw_server(lambda request: file_response(request, request.target.encode())) as server:
-        found = open_storage(server.url).read_small_files(urls, max_bytes=MOST)
-    assert found == [f"/{url[5:]}".encode() for url in urls]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +91,9 @@ def test_files_are_read_from_a_server_that_closes_each_connection() -> None:
         b"",
     ],
 )
-def test_response_that_is_not_the_file_is_none(answer: bytes) -> None:
-    with raw_server(lambda _: answer) as server:
-        assert open_storage(server.url).read_small_files(["s3://b/key"], max_bytes=MOST) == [None]
+def test_response_that_is_not_the_file_is_an_error(answer: bytes) -> None:
+    with raw_server(lambda _: answer) as server, pytest.raises(StorageError):
+        open_storage(server.url, retry_timeout_s=0.1).read("s3://b/key", max_bytes=MOST)
 
 
 WITH_CACHE = """
@@ -153,8 +130,9 @@ def test_server_that_sends_slowly_or_nothing_times_out(begin: bytes, piece: byte
             yield piece
 
     with raw_server(drip) as server:
-        storage = open_storage(server.url, read_timeout_s=0.1)
-        assert storage.read_small_files(["s3://b/key"], max_bytes=MOST) == [None]
+        storage = open_storage(server.url, read_timeout_s=0.1, retry_timeout_s=0.1)
+        with pytest.raises(StorageError):
+            storage.read("s3://b/key", max_bytes=MOST)
 
 
 NAMES = [
@@ -175,7 +153,7 @@ def test_keys_of_any_name_are_signed_correctly(name: str, bucket: str, s3: S3Ser
     client.put_object(Bucket=bucket.removeprefix("s3://"), Key=name, Body=b"12")
     client.close()
     storage = Storage(s3.storage_options)
-    assert storage.read_small_files([f"{bucket}/{name}"], max_bytes=MOST) == [b"12"]
+    assert storage.read(f"{bucket}/{name}", max_bytes=MOST) == b"12"
 
 
 @pytest.mark.slow
@@ -188,21 +166,5 @@ def test_home_folder_and_profile_are_not_required(tmp_path: Path, packed: str) -
 def test_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -> None:
     publish_bytes(Storage(), f"{packed}/000001.tar.idx", b"12345678" * 6)
     done = look(packed)
-    assert done.stdout.startswith("12\n2\n")
+    assert done.stdout.startswith("12\n")
     assert "IndexMismatchError" in done.stderr
-
-
-@pytest.mark.parametrize("limit", ["INDEXES", "INDEXES_BYTES"])
-def test_many_or_large_indexes_are_read_by_the_workers(
-    limit: str, packed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_limits(monkeypatch, locate_shards, **{limit: 2})
-    seen: list[str] = []
-
-    def read_small_files(storage: Storage, urls: Sequence[str], *, max_bytes: int) -> list[bytes]:
-        seen.extend(urls)
-        return [storage.read(url, max_bytes=max_bytes) for url in urls]
-
-    monkeypatch.setattr(Storage, "read_small_files", read_small_files)
-    assert len(ss.ShardDataset(packed)) == 12
-    assert [url.rpartition("/")[2] for url in seen] == ["index.json", "000002.tar.idx"]
