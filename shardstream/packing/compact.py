@@ -42,6 +42,7 @@ from shardstream.format import (
     iter_groups,
     iter_members,
 )
+from shardstream.packing.job.append import prefix_of_appended
 from shardstream.packing.job.claim import locked
 from shardstream.packing.job.destination import remove_shard
 from shardstream.packing.job.key_hashes import KeyHashes
@@ -221,11 +222,12 @@ def _plan(located: LocatedShards, storage: Storage, output: OutputFolder) -> lis
 
 
 def _name(shard: ShardInfo, deleted: Numbers, storage: Storage) -> str:
-    """Return the name of the shard without some samples of another one."""
+    """Return the name of the shard without some samples of another one; of an appended one it says of which job."""
     content = shard.sha256 or storage.info(shard.url).version
     digest = hashlib.sha256(f"{shard.url}\n{content}\n".encode("utf-8", "surrogateescape"))
     digest.update(deleted.astype("<i8").tobytes())
-    stem = _DIGEST.sub("", shard.url.rpartition("/")[2].removesuffix(".tar"))
+    folder, _, name = shard.url.rpartition("/")
+    stem = prefix_of_appended(folder) + _DIGEST.sub("", name.removesuffix(".tar"))
     return f"{stem}-{digest.hexdigest()[:12]}.tar"
 
 

@@ -62,7 +62,7 @@ def left_in(url: str) -> list[str]:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    return make_shards(tmp_path / "data", samples=samples(0, N), per_shard=7)
+    return make_shards(tmp_path / "data", samples=samples(0, N), per_shard=7, columns=["cls"])
 
 
 @given(
@@ -142,6 +142,31 @@ def test_keys_of_deleted_samples_may_come_again(url: str) -> None:
         ss.pack(samples(5, 7), url, append=True)
     ss.pack(samples(6, 7), url, append=True)
     assert numbers(url) == [*(n for n in range(N) if n not in (5, 6)), 5, 6]
+
+
+@pytest.mark.parametrize("check_keys", [False, True])
+def test_an_append_is_not_done_twice_after_compactions(
+    url: str, tmp_path: Path, *, check_keys: bool
+) -> None:
+    table = write_table(tmp_path / "rows.jsonl", N, 60)
+    options = TABLE | {"append": True, "check_keys": check_keys}
+    ss.pack(table, url, **options)
+    expected = [*range(60)]
+    for deleted in ([41], [48, 57], [42, 58]):
+        ss.delete(url, keys=[f"{i:06d}" for i in deleted])
+        ss.compact(url)
+        ss.versions.gc(url, 1, dry_run=False)
+        expected = [i for i in expected if i not in deleted]
+        with pytest.raises(OptionError, match="this source was appended already"):
+            ss.pack(table, url, **options)
+        assert numbers(url) == expected
+    assert not [*Path(url).glob("append-*/*.tar")]
+    ss.delete(url, where="cls >= 40")
+    ss.compact(url)
+    ss.versions.gc(url, 1, dry_run=False)
+    ss.pack(table, url, **options)
+    assert numbers(url) == [*range(60)]
+    assert ss.verify(url).problems == ()
 
 
 def test_few_files_of_keys_are_named(url: str) -> None:

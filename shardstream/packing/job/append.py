@@ -289,19 +289,42 @@ class Addition:
         return (*version.class_counts, (version.number + 1, counts[0]))
 
 
-def find_appended(folder: str, storage: Storage) -> list[ShardInfo]:
-    """Return the shards of a folder that its dataset lists.
+def find_appended(folder: str, storage: Storage, *, has_files: bool = True) -> list[ShardInfo]:
+    """Return the shards of a folder that its dataset lists, also those that a compaction has written again.
+
+    Args:
+        folder: URL of the folder.
+        storage: Where it is.
+        has_files: Whether it has files; else only a compaction can have left shards of it.
 
     Raises:
         StorageError: If the dataset cannot be read.
     """
     dataset = dataset_of_change(folder)
-    return [] if dataset is None else _shards_in(folder, locate_shards(dataset, storage).shards)
+    if dataset is None:
+        return []
+    located = locate_shards(dataset, storage)
+    compactions = () if located.version is None else located.version.renumbered
+    if not (has_files or compactions):
+        return []
+    prefix = prefix_of_appended(folder)
+    return [
+        one
+        for one in located.shards
+        if one.url.startswith(f"{folder}/")
+        or (compactions and one.url.rpartition("/")[2].startswith(prefix))
+    ]
 
 
-def _shards_in(folder: str, shards: Iterable[ShardInfo]) -> list[ShardInfo]:
-    """Return the shards of a folder among those of its dataset, which have absolute URLs."""
-    return [one for one in shards if one.url.startswith(f"{folder}/")]
+def prefix_of_appended(folder: str) -> str:
+    """Return how the names of the shards of a folder begin once they are compacted; "" if they were not appended.
+
+    >>> prefix_of_appended("s3://b/train/append-0123456789abcdef"), prefix_of_appended("s3://b/train")
+    ('0123456789abcdef-', '')
+    """
+    is_appended = dataset_of_change(folder) is not None
+    operation, _, token = folder.rpartition("/")[2].partition("-")
+    return f"{token}-" if is_appended and operation == OPERATION else ""
 
 
 def _with_absolute_urls(manifest: AnyManifest, url: str, storage: Storage) -> Manifest:

@@ -186,7 +186,9 @@ def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
         job.names,
         overwrite=overwrite,
         extras=extras,
-        is_appended=lambda: bool(find_appended(folder.url, Storage(job.storage_options))),
+        is_appended=lambda has_files: bool(
+            find_appended(folder.url, Storage(job.storage_options), has_files=has_files)
+        ),
     )
     if job.parts and not claim.journal.parts:  # of a run that did not know it
         claim.journal.parts = job.parts

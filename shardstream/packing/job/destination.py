@@ -324,7 +324,7 @@ def claim_destination(
     *,
     overwrite: bool,
     extras: frozenset[str] = frozenset(),
-    is_appended: Callable[[], bool] = lambda: False,
+    is_appended: Callable[[bool], bool] = lambda _: False,
 ) -> Claim:
     """Decide which files of the folder are kept or replaced (see `decide`); nothing is changed yet.
 
@@ -333,7 +333,7 @@ def claim_destination(
         names: Names of the shards.
         overwrite: Replace another dataset or job.
         extras: Names of small files that the job writes, too.
-        is_appended: Returns whether the dataset that shards are appended to lists those of this folder.
+        is_appended: Returns whether the dataset that shards are appended to lists those of this folder, which has files or not.
 
     Raises:
         OptionError: If another dataset or job is there and ``overwrite`` is not set.
@@ -341,14 +341,15 @@ def claim_destination(
     """
     folder, task = new.folder, new.task
     files = folder.list_files()
-    if not files:  # nothing is to be decided
+    is_listed = "append" in task.options and is_appended(bool(files))
+    if not (files or is_listed):  # nothing is to be decided
         return Claim(new, names, "take", extras=extras)
     found, unreadable = None, None
     try:
         found = read_journal(folder, files)
     except OptionError as error:
         unreadable, new.head = error, read_listed(folder, JOURNAL_NAME)
-    seen = _look(new, names, files, found, is_appended)
+    seen = _look(new, names, files, found, is_listed=is_listed)
     if unreadable is not None:
         seen = Found(journal="unreadable")
     action = decide(seen, overwrite=overwrite)
@@ -379,7 +380,8 @@ def _look(
     names: ShardNames,
     files: Mapping[str, FileInfo],
     journal: Journal | None,
-    is_appended: Callable[[], bool],
+    *,
+    is_listed: bool,
 ) -> Found:
     whose: Whose = "none"
     task = new.task
@@ -391,7 +393,6 @@ def _look(
         else:
             whose = "samples" if task.source is None else "same job"
     published = None if journal is None else journal.published
-    is_listed = "append" in task.options and is_appended()
     sha256 = published_sha256(new.folder, files)
     return Found(
         journal=whose,
@@ -523,6 +524,12 @@ def _refusal_error(
             "a run that was stopped at its end has published a dataset here, and samples from Python, or functions without version=, have no "
             "identity: complete it with merge (shardstream merge) of this folder, or, with splits, of the folder above it; or replace it with "
             "overwrite=True (--overwrite)",
+            shard=names.folder,
+        )
+    if refusal == "shards" and "append" in task.options:
+        return OptionError(
+            "this source was appended already, with the same options, and all its samples were deleted; remove the versions that have them first "
+            "('shardstream gc'), or give the samples other keys (key=, --key)",
             shard=names.folder,
         )
     if refusal == "shards":
