@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -406,10 +406,12 @@ def tag(
     typer.echo(f"{printable(name)} is version {number}")
 
 
-def gc(
+def gc(  # noqa: PLR0913  (the options of a command)
     url: Dataset,
     *,
     keep: Annotated[int, typer.Option(min=1)] = 5,
+    keep_days: Annotated[float, typer.Option("--keep-days", min=0)] = 0,
+    states: Annotated[list[str] | None, typer.Option("--states")] = None,
     yes: Annotated[bool, typer.Option("--yes")] = False,
     as_json: AsJson = False,
     option: StorageOption = None,
@@ -421,15 +423,22 @@ def gc(
     Examples:
       shardstream gc data/train/
       shardstream gc s3://bucket/train/ --keep 2 --yes
+      shardstream gc s3://bucket/train/ --keep 1 --keep-days 30 --states s3://bucket/run/ --yes
 
     Options:
       keep (N): Latest versions to keep, with the current one.
+      keep_days (N): Also keep the versions that were the current one in the last N days.
+      states (PATH): Also keep the versions of the states in a folder of checkpoints, a checkpoint (.pt) or a .json file; may be repeated. Imports torch.
       yes: Delete; without, only print.
     """
     import shardstream as ss  # noqa: PLC0415
 
-    options = parse_options(option, url)
-    report = ss.versions.gc(url, keep, dry_run=not yes, storage_options=options)
+    options, saved = parse_options(option, url, *(states or ())), list[Any]()
+    for one in states or ():
+        saved += ss.loader.read_states(one, storage_options=options if "://" in one else None)
+    report = ss.versions.gc(
+        url, keep, keep_days=keep_days, states=saved, dry_run=not yes, storage_options=options
+    )
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=1))
         return

@@ -6,6 +6,7 @@ from shardstream.loader.catalog_dataset import CatalogDataset
 from shardstream.loader.checkpoint import (
     find_checkpoints,
     load_checkpoint,
+    read_states,
     read_values,
     save_checkpoint,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "open_pinned_memory",
     "plan",
     "prefetch",
+    "read_states",
     "read_values",
     "refuse_placement",
     "replay",

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, SupportsIndex, cast
 import torch
 
 from shardstream.errors import NotFoundError, OptionError, StateError
+from shardstream.pipeline import State, find_states, parse_state
 from shardstream.storage import (
     PendingFile,
     Storage,
@@ -130,6 +131,34 @@ def load_checkpoint(
             shard=file,
         )
     return cast("dict[str, Any]", loaded)
+
+
+def read_states(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[State]:
+    """Return the states of loaders in a checkpoint, in all checkpoints of a folder, or in a file of JSON.
+
+    Of checkpoints neither tensors nor code are read.
+
+    Args:
+        url: A file of `save_checkpoint` (``.pt``), a folder of them, or a ``.json`` file of ``json.dumps(loader.state_dict())``.
+        storage_options: For fsspec.
+
+    Raises:
+        NotFoundError: If there is no checkpoint.
+        StateError: If a file has no state of a loader, or is damaged.
+        StorageError: If one cannot be read.
+    """
+    text, storage = os.fspath(url), Storage(storage_options)
+    if text.endswith(".json"):
+        return [parse_state(storage.read_bounded(text).decode(errors="replace"))]
+    found: list[State] = []
+    for file in find_checkpoints(text, storage):
+        states = find_states(read_values(file, storage))
+        if not states:
+            raise StateError("the checkpoint has no state of a loader", shard=file)
+        found += states
+    return found
 
 
 def read_values(url: str, storage: Storage) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -52,7 +52,7 @@ from shardstream.versions.publish_version import (
 
 _log = get_logger(__name__)
 
-_OLD_S = 24 * 3600.0
+_DAY_S = 24 * 3600.0
 _THREADS = 16
 _MANIFEST = re.compile(rf"{VERSIONS_FOLDER}/(\d{{6,18}})\.json")
 _FILE = re.compile(rf"(?:shards|keys)-[0-9a-f]{{16}}\.npy|{VERSIONS_FOLDER}/gc-[0-9a-f]{{12}}")
@@ -79,6 +79,8 @@ def gc(
     url: Urls,
     keep: int = 5,
     *,
+    keep_days: float = 0,
+    states: Iterable[Mapping[str, Any]] = (),
     dry_run: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> GcReport:
@@ -92,36 +94,45 @@ def gc(
     Args:
         url: Folder of the dataset.
         keep: Number of the latest versions to keep, with the current one.
+        keep_days: Also keep the versions that were the current one at any time in so many days, by the clock of the store.
+        states: States of loaders whose versions are kept, too, such as those of ``ss.loader.read_states("s3://bucket/run/")``. A state of a mix or join has
+            a version of each dataset; all of them that this dataset has are kept.
         dry_run: Report what would be removed, and change nothing.
         storage_options: For fsspec.
 
     Raises:
-        OptionError: If ``keep`` is under 1.
+        OptionError: If ``keep`` is under 1, ``keep_days`` negative, or a state names no version.
         ManifestError: If the manifest of a version that stays is missing or damaged: its files are not known then.
         ChangedError: If other writers publish versions again and again.
         StorageError: If a file cannot be read or deleted.
     """
     if keep < 1:
         raise OptionError(f"keep= must be 1 or more, not {keep}: the current version always stays")
+    if not keep_days >= 0:
+        raise OptionError(f"keep_days= must be 0 or more, not {keep_days}")
     folder, storage = dataset_folder(url), Storage(storage_options)
+    in_states = _versions_in(states)
 
     def change(manifest: AnyManifest) -> AnyManifest | None:
         version = manifest.dataset_version
-        kept = ranges_of(_choose_kept(version, keep))
+        needed = in_states.union(_current_since(version, keep_days, now, times))
+        kept = ranges_of(_choose_kept(version, keep, needed))
         if kept == version.kept:
             return None
         return replace(manifest, dataset_version=replace(version, kept=kept))
 
-    before = read_current(folder, storage)
-    after = (change(before) or before) if dry_run else publish_version(folder, storage, change)
-    current, kept = after.dataset_version, after.dataset_version.kept_numbers
     with nullcontext() if dry_run else _probe(folder, storage) as probe:
+        before, times, now = read_current(folder, storage), dict[str, float](), time.time()
+        if keep_days:
+            times = _times(_list(join_url(folder, VERSIONS_FOLDER), storage, folder))
+            now = times.get(probe or "", now)
+        after = (change(before) or before) if dry_run else publish_version(folder, storage, change)
         listed = _list(folder, storage)
-        times = [one.modified for one in listed.values() if one.modified is not None]
-        now = min(time.time(), max(times, default=0.0))
+        now = min(now, max(_times(listed).values(), default=0.0))
         if probe is not None:
             now = listed.pop(probe).modified or 0.0
-        needed = files_of_versions(folder, storage, after)
+        after, needed = _needed(after, folder, storage)
+        current, kept = after.dataset_version, after.dataset_version.kept_numbers
         batches = _unneeded(listed, current, needed, now, folder, storage)
         if not dry_run:
             for names in batches:
@@ -135,10 +146,41 @@ def gc(
     )
 
 
-def _list(folder: str, storage: Storage) -> dict[str, FileInfo]:
-    """Return all files under the folder of a dataset, by their names relative to it."""
-    start = len(join_url(folder, "x")) - 1
+def _versions_in(states: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Return the versions that states of loaders need: those whose samples they have, and those whose deletions."""
+    found: set[int] = set()
+    for state in states:
+        if not isinstance(state.get("versions"), list | tuple):
+            raise OptionError(
+                "a state names no version of its dataset; give states of loaders, such as those of ss.loader.read_states"
+            )
+        numbers = [*state["versions"], *(state.get("deletions") or ())]
+        found.update(one for one in numbers if type(one) is int)
+    return found
+
+
+def _current_since(
+    version: DatasetVersion, days: float, now: float, times: Mapping[str, float]
+) -> list[int]:
+    """Return the earlier versions that were the current one in some days, and all after them.
+
+    The manifest of a version is written when the next one takes its place: by the clock of the store, while versions have times of their writers'.
+    """
+    numbers = version.kept_numbers
+    ages = [now - times.get(version_name(one), now) for one in numbers if days]
+    first = next((at for at, age in enumerate(ages) if age <= days * _DAY_S), len(numbers))
+    return numbers[first:]
+
+
+def _list(folder: str, storage: Storage, dataset: str | None = None) -> dict[str, FileInfo]:
+    """Return all files under a folder of a dataset, by default its own, by their names relative to that of the dataset."""
+    start = len(join_url(dataset or folder, "x")) - 1
     return {file.url[start:]: file for file in storage.find(folder)}
+
+
+def _times(files: Mapping[str, FileInfo]) -> dict[str, float]:
+    """Return when files were written, by the clock of the store."""
+    return {name: one.modified for name, one in files.items() if one.modified is not None}
 
 
 @contextmanager
@@ -152,10 +194,11 @@ def _probe(folder: str, storage: Storage) -> Iterator[str]:
         remove(storage, join_url(folder, name))
 
 
-def _choose_kept(version: DatasetVersion, keep: int) -> set[int]:
+def _choose_kept(version: DatasetVersion, keep: int, needed: set[int]) -> set[int]:
     """Return the numbers of the earlier versions to keep."""
     numbers = version.kept_numbers
     chosen = {*numbers[max(0, len(numbers) - keep + 1) :], *version.tags.values()}
+    chosen |= needed.intersection(numbers)
     chosen -= {version.number}
     if chosen:
         chosen |= {*version.compacted_since(min(chosen))}.intersection(numbers)
@@ -217,6 +260,19 @@ def files_of_versions(
     return found
 
 
+def _needed(
+    manifest: AnyManifest, folder: str, storage: Storage
+) -> tuple[AnyManifest, VersionFiles]:
+    """Return the files of all versions that can be read, and the current manifest, from which another `gc` may have removed some meanwhile."""
+    try:
+        return manifest, files_of_versions(folder, storage, manifest)
+    except ManifestError:
+        now = read_current(folder, storage)
+        if now.dataset_version.kept == manifest.dataset_version.kept:
+            raise
+    return _needed(now, folder, storage)
+
+
 def _unneeded(
     listed: Mapping[str, FileInfo],
     current: DatasetVersion,
@@ -232,7 +288,9 @@ def _unneeded(
         url = join_url(folder, name)
         try:
             removed.add(decode_manifest(storage.read_bounded(url), url=url), folder, storage)
-        except (ManifestError, NotFoundError) as error:
+        except NotFoundError:  # another `gc` has deleted it, and its files before
+            continue
+        except ManifestError as error:
             _log.warning("files of a removed version may stay: %s", error)
     used: dict[str, float] = {}  # folder of a change -> when its newest file was written
     for name, file in listed.items():
@@ -244,11 +302,11 @@ def _unneeded(
         if name in needed or name in manifests:
             return False
         if is_inside and dataset_of_change(join_url(folder, change)) is not None:
-            return name in removed or now - used[change] > _OLD_S
+            return name in removed or now - used[change] > _DAY_S
         if name in removed:
             suffixes = INDEX_SUFFIX, COLUMNS_SUFFIX, ".npy"
             return is_tar(name) or is_replaced_name(name) or name.endswith(suffixes)
-        is_old = file.modified is not None and now - file.modified > _OLD_S
+        is_old = file.modified is not None and now - file.modified > _DAY_S
         return is_old and _is_of_killed_writer(name)
 
     unneeded = [name for name, file in listed.items() if is_unneeded(name, file)]

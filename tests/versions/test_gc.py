@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.errors import ManifestError, OptionError
+from shardstream.errors import ManifestError, NotFoundError, OptionError, StateError
 from shardstream.storage import encode_numbers
 from tests.small_datasets import numbered
 
@@ -160,6 +162,69 @@ def test_a_missing_manifest_of_a_version_that_stays(url: str) -> None:
     report = ss.versions.gc(url, keep=1, dry_run=False)
     assert report.kept == [6]
     assert len(numbers(url)) == N - 5
+
+
+def make_old(url: str, days: dict[int, float]) -> None:
+    """Say for how many days versions have not been the current one."""
+    now = time.time()
+    for number, age in days.items():
+        path = Path(url) / f"versions/{number:06d}.json"
+        os.utime(path, (now - age * DAY_S, now - age * DAY_S))
+
+
+def test_versions_of_the_last_days_stay(url: str) -> None:
+    make_old(url, {1: 40, 2: 30, 3: 20, 4: 10, 5: 0})
+    assert ss.versions.gc(url, 1, keep_days=25).kept == [3, 4, 5, 6]
+    assert ss.versions.gc(url, 1, keep_days=15).kept == [4, 5, 6]
+    assert ss.versions.gc(url, 3, keep_days=0.5).kept == [4, 5, 6]
+    assert ss.versions.gc(url, 1, keep_days=0.5).kept == [5, 6]
+    make_old(url, {1: 40, 2: 3, 3: 20})  # clocks disagree
+    assert ss.versions.gc(url, 1, keep_days=5, dry_run=False).kept == [2, 3, 4, 5, 6]
+    assert numbers(url, 3) == [n for n in range(N) if n not in (0, 50)]
+
+
+@pytest.mark.parametrize("kind", ["json", "file", "folder"])
+def test_versions_of_states_stay(url: str, tmp_path: Path, kind: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(url, version=3, shuffle=True), batch_size=8)
+    batches = iter(loader)
+    seen = [int(n) for _ in range(3) for n in next(batches)["cls"]]
+    place = str(tmp_path / {"json": "state.json", "file": "one.pt", "folder": "run/"}[kind])
+    if kind == "json":
+        Path(place).write_text(json.dumps(loader.state_dict()))
+    else:
+        ss.save_checkpoint(place, step=3 if kind == "folder" else None, loader=loader)
+    states = ss.loader.read_states(place)
+    assert ss.versions.gc(url, 1, states=states).kept == [3, 5, 6]
+    assert main(["gc", url, "--keep", "1", "--states", place, "--yes"]) == 0
+    later = ss.ShardLoader(ss.ShardDataset(url, shuffle=True), batch_size=8)
+    later.load_state_dict(states[0])
+    seen += [int(n) for batch in later for n in batch["cls"]]
+    left = numbers(url)
+    assert sorted(n for n in seen if n in left) == left
+    assert ss.versions.gc(url, 1, dry_run=False).removed == [3, 5]
+
+
+def test_states_without_versions_are_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="names no version of its dataset"):
+        ss.versions.gc(url, states=[{"step": 3}])
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(StateError, match="no state_checksum"):
+        ss.loader.read_states(tmp_path / "other.json")
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        ss.loader.read_states(tmp_path)
+
+
+def test_two_at_once_do_not_warn(
+    url: str, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        reports = [*pool.map(lambda keep: ss.versions.gc(url, keep, dry_run=False), [4, 1, 2, 1])]
+    assert min(one.kept[-1] for one in reports) == 6
+    assert ss.versions.gc(url, 1, dry_run=False).kept == [6]
+    assert len(numbers(url)) == N - 5
+    assert ss.verify(url).problems == ()
+    assert not caplog.records
+    assert not recwarn.list
 
 
 def test_wrong_options(url: str) -> None:
