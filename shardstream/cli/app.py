@@ -17,6 +17,7 @@ import typer
 from typer.main import get_command
 
 from shardstream.cli.maintain_dataset import (
+    close,
     compact,
     delete,
     diff,
@@ -46,7 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _READERS = (index, verify, ls, cat, view, plan, bench, doctor)
-_CHANGES = (delete, compact, log, diff, tag, gc)
+_CHANGES = (delete, compact, log, diff, tag, gc, close)
 for command in (pack, reshard, merge, *_READERS, *_CHANGES):
     text = help_of(command.__doc__)
     app.command(help=text, short_help=text.partition("\n")[0])(command)

@@ -330,6 +330,33 @@ def log(
     ]
     for line in aligned([headings, *rows], right=frozenset({0, 3, 4, 5, 6})):
         typer.echo(line.rstrip())
+    for writer in records[0].writers:
+        typer.echo(printable(f"open writer: {writer}"))
+
+
+def close(
+    url: Dataset,
+    *,
+    writer: str | None = None,
+    option: StorageOption = None,
+) -> None:
+    """Close writers that were killed, so that readers with follow=True do not wait for them.
+
+    'shardstream log' lists the open writers. One that still runs goes on, and is listed again by its next publication.
+
+    Examples:
+      shardstream close s3://bucket/rollouts/
+      shardstream close data/rollouts/ --writer 4e1d3c5b7a90f2d8
+
+    Options:
+      writer (TOKEN): Close this one only.
+    """
+    import shardstream as ss  # noqa: PLC0415
+
+    for closed in ss.versions.close_writers(
+        url, writer, storage_options=parse_options(option, url)
+    ):
+        typer.echo(printable(f"closed {closed}"))
 
 
 def diff(

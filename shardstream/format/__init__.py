@@ -39,6 +39,7 @@ from shardstream.format.dataset_version import FIRST_VERSION as FIRST_VERSION
 from shardstream.format.dataset_version import VERSIONS_FOLDER as VERSIONS_FOLDER
 from shardstream.format.dataset_version import DatasetVersion as DatasetVersion
 from shardstream.format.dataset_version import KeyFile as KeyFile
+from shardstream.format.dataset_version import OpenWriter as OpenWriter
 from shardstream.format.dataset_version import ReplacedFields as ReplacedFields
 from shardstream.format.dataset_version import count_fields as count_fields
 from shardstream.format.dataset_version import has_digest as has_digest

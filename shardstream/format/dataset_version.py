@@ -122,6 +122,24 @@ class KeyFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenWriter:
+    """A writer that goes on to append: readers that follow the dataset wait for it.
+
+    Args:
+        token: Differs for any two writers.
+        host: Name of its machine and number of its process, for messages.
+        published: Time of its last publication in UTC, ISO 8601; by its clock, for messages.
+    """
+
+    token: str
+    host: str
+    published: str
+
+    def __str__(self) -> str:
+        return f"{self.token} of {self.host}, whose last publication was at {self.published}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetVersion:
     """The version of a dataset.
 
@@ -138,6 +156,7 @@ class DatasetVersion:
         class_counts: Where names were added to ``classes.json``: the version that did so, and how many names were there before.
         keys: Files of the keys of its samples, from the first on; later samples may have none.
         renumbered: Versions that a compaction made, ascending: it removed all samples that were deleted in the version before.
+        writers: Writers that go on to append.
 
     Raises:
         ValueError: If they are not consistent.
@@ -155,6 +174,7 @@ class DatasetVersion:
     class_counts: tuple[tuple[int, int], ...] = ()
     keys: tuple[KeyFile, ...] = ()
     renumbered: tuple[int, ...] = ()
+    writers: tuple[OpenWriter, ...] = ()
 
     def __post_init__(self) -> None:
         _require(_is_count(self.number) and self.number > 0, "number")
@@ -171,6 +191,9 @@ class DatasetVersion:
             _require(_KEYS.fullmatch(file.name) is not None and file.nsamples > 0, "keys")
             _require(_is_count(file.nsamples) and _is_count(file.compactions), "keys")
         _require(_are_ascending(self.renumbered, self.number), "renumbered")
+        for writer in self.writers:
+            values = writer.token, writer.host, writer.published
+            _require({type(one) for one in values} == {str} and bool(writer.token), "writers")
 
     def has(self, number: int) -> bool:
         """Return whether a version is this one or can be read."""
@@ -193,6 +216,10 @@ class DatasetVersion:
         (6,)
         """
         return tuple([made - 1 for made in self.renumbered if made > number])
+
+    def other_writers(self, token: str) -> tuple[OpenWriter, ...]:
+        """Return the writers that go on to append, without one of them."""
+        return tuple([one for one in self.writers if one.token != token])
 
     def num_classes(self, number: int) -> int | None:
         """Return how many names of ``classes.json`` an earlier version had, by its number; None for all."""
@@ -232,7 +259,9 @@ def decode_version(document: Mapping[str, Any]) -> DatasetVersion:
     kept = tuple(tuple(one) for one in found.pop("kept", ()))
     counts = tuple(tuple(one) for one in found.pop("class_counts", ()))
     keys = tuple(KeyFile(**one) for one in found.pop("keys", ()))
+    writers = tuple(OpenWriter(**one) for one in found.pop("writers", ()))
     found |= {"kept": kept, "replaced": replaced, "class_counts": counts, "keys": keys}
+    found |= {"writers": writers}
     return DatasetVersion(**found | {"renumbered": tuple(found.get("renumbered", ()))})
 
 

@@ -1,5 +1,6 @@
 """Change datasets that are there: each change is a new version, and earlier ones stay readable."""
 
+from shardstream.format import OpenWriter
 from shardstream.versions.delete import DeleteReport, delete
 from shardstream.versions.gc import GcReport, files_of_versions, gc
 from shardstream.versions.history import VersionDiff, VersionRecord, diff, log, tag, untag
@@ -10,14 +11,18 @@ from shardstream.versions.publish_version import (
     next_version,
     publish_version,
 )
+from shardstream.versions.writers import close_writer, close_writers, open_writer, this_writer
 
 __all__ = [
     "AnyManifest",
     "DeleteReport",
     "GcReport",
+    "OpenWriter",
     "VersionDiff",
     "VersionRecord",
     "all_shards",
+    "close_writer",
+    "close_writers",
     "dataset_folder",
     "delete",
     "diff",
@@ -25,7 +30,9 @@ __all__ = [
     "gc",
     "log",
     "next_version",
+    "open_writer",
     "publish_version",
     "tag",
+    "this_writer",
     "untag",
 ]

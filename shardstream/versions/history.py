@@ -11,7 +11,13 @@ import numpy as np
 
 from shardstream.catalog import open_samples
 from shardstream.errors import ManifestError, NotFoundError, OptionError
-from shardstream.format import KEY_COLUMN, MANIFEST_NAME, DatasetVersion, decode_manifest
+from shardstream.format import (
+    KEY_COLUMN,
+    MANIFEST_NAME,
+    DatasetVersion,
+    OpenWriter,
+    decode_manifest,
+)
 from shardstream.samples import Numbers, WithoutDeleted, deleted_since
 from shardstream.storage import (
     Storage,
@@ -45,6 +51,7 @@ class VersionRecord:
         shards: Number of shards.
         total_bytes: Bytes of their tars.
         tags: Names of the version.
+        writers: Of the current version, the writers that go on to append.
     """
 
     number: int
@@ -55,6 +62,7 @@ class VersionRecord:
     shards: int
     total_bytes: int
     tags: Sequence[str] = ()
+    writers: Sequence[OpenWriter] = ()
 
 
 def log(
@@ -92,6 +100,7 @@ def _record(manifest: AnyManifest, current: DatasetVersion) -> VersionRecord:
         shards=manifest.num_shards,
         total_bytes=manifest.total_bytes,
         tags=sorted(name for name, number in current.tags.items() if number == version.number),
+        writers=current.writers if version.number == current.number else (),
     )
 
 

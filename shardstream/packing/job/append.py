@@ -39,7 +39,7 @@ from shardstream.storage import (
     read_deleted,
     update_file,
 )
-from shardstream.versions import AnyManifest, next_version, publish_version
+from shardstream.versions import AnyManifest, next_version, publish_version, this_writer
 
 OPERATION = "append"
 _RECENT = 2048
@@ -156,6 +156,8 @@ class Addition:
         classes: Name -> number of the classes that their samples have.
         keys: Keys of their samples, without those that are listed; None if they are not compared.
         before: Those of the same writer that the dataset lists already, which are the first ones.
+        token: Of a writer that readers which follow the dataset know; "" for others.
+        is_last: Whether the writer ends with them.
     """
 
     folder: str
@@ -164,6 +166,8 @@ class Addition:
     classes: Mapping[str, int]
     keys: NewKeys | None
     before: Addition | None = None
+    token: str = ""
+    is_last: bool = True
 
     @property
     def dataset(self) -> str:
@@ -225,6 +229,9 @@ class Addition:
             changes["keys"] = known.add(self.keys, absolute)
         if self.classes:
             changes["class_counts"] = self._extend_classes(version, storage)
+        if self.token:
+            mine = () if self.is_last else (this_writer(self.token),)
+            changes["writers"] = (*version.other_writers(self.token), *mine)
         after = next_version(manifest, OPERATION, **changes)
         fields = Counter(self.fields)
         fields.subtract({} if self.before is None else self.before.fields)

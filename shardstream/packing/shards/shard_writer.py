@@ -23,6 +23,7 @@ from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.storage import Storage, open_output_folder, parent_url, parse_bytes
+from shardstream.versions import close_writer, open_writer
 
 _log = get_logger(__name__)
 
@@ -51,7 +52,8 @@ class ShardWriter:
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         append: Add the shards to the dataset that is there, as a new version, with its columns. They are in a folder of their own; if the writer
             is killed, the dataset stays as it was. Any number of writers may append at the same time.
-        publish_s: With ``append``: call `publish` from `write`, at most once in so many seconds.
+        publish_s: With ``append``: call `publish` from `write`, at most once in so many seconds. Readers that follow the dataset (``follow=``
+            of `ShardDataset`) wait for the writer from its opening on, otherwise from the first `publish` on.
         check_keys: With ``append``: compare the keys with those of the dataset (see `pack`).
         overwrite: Replace an existing dataset, or shards of these names that a killed writer left. Its ``index.json`` is
             removed before the first new shard appears, shards that were not written again at the end.
@@ -90,16 +92,13 @@ class ShardWriter:
         self._publish_s, self._checks_keys = publish_s, check_keys
         self._published_s = time.monotonic()
         self._added: Addition | None = None
+        self._is_listed = False  # as a writer that goes on
         if append or publish_s is not None or not check_keys:
             has_defaults = check_keys and publish_s is None
             check_append(
                 is_append=append, is_new=overwrite or bool(name), has_defaults=has_defaults
             )
-            self._append_to, token = Storage(storage_options, filesystem), uuid.uuid4().hex[:16]
-            base = read_base(names.folder, self._append_to)
-            names = replace(names, folder=base.folder_for(token))
-            self._limits = replace(self._limits, columns=base.columns_for(self._limits.columns))
-            self._key_prefix = f"{token[:8]}-"
+            names = self._append(names, Storage(storage_options, filesystem))
         self._folder = open_output_folder(names.folder, storage_options, filesystem)
         self._is_open = True
         self._manifest: Manifest | None = None
@@ -119,6 +118,8 @@ class ShardWriter:
             keeps_keys=True,
         )
         self._part.new_keys = NewKeys() if append else None
+        if publish_s is not None:
+            self._open_for_readers()
 
     @property
     def folder(self) -> str:
@@ -172,7 +173,8 @@ class ShardWriter:
     def publish(self) -> None:
         """Publish the samples written so far as a version of the dataset that is appended to, and go on.
 
-        The shard that is being written ends there. Each publication is a version, and `gc` removes old ones.
+        The shard that is being written ends there. Each publication is a version, and `gc` removes old ones. Readers that follow the dataset wait
+        for this writer until it is closed; if it fails, or is killed, until `close_writers`.
 
         Raises:
             OptionError: Without ``append``, or if fields or columns differ from those of the dataset.
@@ -186,7 +188,8 @@ class ShardWriter:
         self._part.end()
         self._part.drain()
         self._claim.check_owner()
-        self._publish_appended(self._append_to)
+        self._publish_appended(self._append_to, is_last=False)
+        self._is_listed = True
         self._published_s = time.monotonic()
 
     def drain(self) -> None:
@@ -201,15 +204,18 @@ class ShardWriter:
         """Publish the last shard, then the manifest; a second call does nothing.
 
         Raises:
-            SampleError: If no sample was written.
+            SampleError: If no sample was written, unless readers wait for the writer (``publish_s``).
             SourceError: If two samples have one key; then the dataset is not published.
-        OptionError: If fields or columns of appended samples differ from those of the dataset.
+            OptionError: If fields or columns of appended samples differ from those of the dataset.
             StorageError: If a shard or the manifest cannot be written, or the temporary folder of the keys (16 bytes each, from 500,000 on) is
                 full; then the dataset is not published.
         """
         if not self._is_open:
             return
         try:
+            if not self._part.nsamples and self._is_listed and self._append_to is not None:
+                close_writer(self._dataset, self._append_to, self._token)
+                return
             if not self._part.nsamples:
                 raise SampleError(
                     "no samples were written, so there is no dataset to publish; write at least one",
@@ -228,7 +234,7 @@ class ShardWriter:
                     refuse_repeated_keys(self._part.keys, self._part.shards, self._folder)
                 self._publish()
             else:
-                self._publish_appended(self._append_to)
+                self._publish_appended(self._append_to, is_last=True)
             self._remove_journal()
         finally:
             self.abort()
@@ -281,10 +287,12 @@ class ShardWriter:
             raise
         self._manifest = manifest
 
-    def _publish_appended(self, storage: Storage) -> None:
+    def _publish_appended(self, storage: Storage, *, is_last: bool) -> None:
         """Publish the next version of the dataset, with the shards that it does not list."""
         part, before = self._part, self._added
-        if before is not None and len(before.shards) == len(part.shards):
+        if len(() if before is None else before.shards) == len(part.shards):
+            if is_last or not self._is_listed:
+                (close_writer if is_last else open_writer)(self._dataset, storage, self._token)
             return
         assert part.new_keys is not None  # noqa: S101  (set by `__init__`)
         refuse_repeated_keys(part.new_keys.hashes, part.shards, self._folder)
@@ -295,6 +303,8 @@ class ShardWriter:
             classes={},
             keys=part.new_keys if self._checks_keys else None,
             before=before,
+            token="" if is_last and not self._is_listed else self._token,
+            is_last=is_last,
         )
         added.publish(storage)
         self._added = replace(added, keys=None, before=None)
@@ -302,6 +312,23 @@ class ShardWriter:
         if self._checks_keys:  # later ones are compared with those of the dataset
             part.new_keys.close()
             part.new_keys = NewKeys()
+
+    def _append(self, names: ShardNames, storage: Storage) -> ShardNames:
+        """Append to the dataset that is there; return the names of the new shards."""
+        self._append_to, self._token = storage, uuid.uuid4().hex[:16]
+        base = read_base(names.folder, storage)
+        self._dataset = base.url
+        self._limits = replace(self._limits, columns=base.columns_for(self._limits.columns))
+        self._key_prefix = f"{self._token[:8]}-"
+        return replace(names, folder=base.folder_for(self._token))
+
+    def _open_for_readers(self) -> None:
+        """Let readers that follow the dataset wait for this writer."""
+        try:
+            self.publish()
+        except BaseException:
+            self.abort()
+            raise
 
     def _remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""
