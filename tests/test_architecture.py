@@ -344,7 +344,7 @@ def test_environment_is_read_only_in_five_modules(path: Path) -> None:
         "catalog/doctor.py",
         "storage/s3_request.py",
         "ray/executor.py",
-        "webdataset/environment.py",
+        "webdataset/utils.py",
     )
     assert not read or name_of(path) in homes, f"{name_of(path)} reads {read}"
 

@@ -28,7 +28,7 @@ from shardstream.cli.maintain_dataset import (
     tag,
     verify,
 )
-from shardstream.cli.options import describe_options, help_of
+from shardstream.cli.options import SHARED, describe_options, help_of
 from shardstream.cli.plan_bench import bench, plan
 from shardstream.cli.show_dataset import cat, ls, view
 from shardstream.cli.terminal import printable
@@ -82,7 +82,7 @@ def command_tree() -> Any:
     """Return all commands as typer's group, for tools that list them."""
     tree: Any = get_command(app)
     for command in tree.commands.values():
-        described = describe_options(command.callback.__doc__)
+        described = SHARED | describe_options(command.callback.__doc__)
         for parameter in command.params:
             if parameter.name in described:
                 parameter.metavar, parameter.help = described[parameter.name]

@@ -11,18 +11,10 @@ import typer
 
 from shardstream.cli.options import (
     AsJson,
-    Columns,
-    Dataset,
     FromOne,
-    Name,
-    Part,
     Ray,
-    RayAddress,
-    StorageOption,
     TaskProcesses,
     Threads,
-    Urls,
-    Version,
     executor_of,
     parse_options,
     parse_version,
@@ -39,7 +31,7 @@ def doctor(
     *,
     seconds: Annotated[float, typer.Option(min=0.1)] = 5.0,
     as_json: AsJson = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Examine this machine, and a dataset with its store; name the cure of each finding.
 
@@ -75,18 +67,18 @@ def doctor(
 
 
 def index(  # noqa: PLR0913  (the options of a command)
-    urls: Urls,
+    urls: list[str],
     *,
-    name: Name = "",
+    name: str = "",
     to: str | None = None,
     sha256: Annotated[bool, typer.Option("--sha256/--no-sha256")] = True,
     members: Annotated[bool, typer.Option("--members")] = False,
-    columns: Columns = None,
+    columns: str | None = None,
     threads: Threads = None,
     processes: TaskProcesses = None,
     ray: Ray = False,
-    ray_address: RayAddress = None,
-    option: StorageOption = None,
+    ray_address: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """Index existing tars for shuffled, resumable reading.
 
@@ -127,16 +119,16 @@ def index(  # noqa: PLR0913  (the options of a command)
 
 
 def verify(  # noqa: PLR0913  (the options of a command)
-    urls: Urls,
+    urls: list[str],
     *,
     decode: Annotated[bool, typer.Option("--decode")] = False,
-    version: Version = None,
+    version: str | None = None,
     threads: Threads = None,
     processes: TaskProcesses = None,
-    part: Part = None,
+    part: str | None = None,
     ray: Ray = False,
-    ray_address: RayAddress = None,
-    option: StorageOption = None,
+    ray_address: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """Read every byte of a dataset and list all problems.
 
@@ -180,14 +172,14 @@ def _counts(shards: int, samples: int, nbytes: int) -> str:
 
 
 def delete(  # noqa: PLR0913  (the options of a command)
-    url: Dataset,
+    url: str,
     *,
     keys: Annotated[list[str] | None, typer.Option("--keys")] = None,
     where: str | None = None,
     numbers: str | None = None,
     missing: str = "error",
     dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Delete samples, as a new version of the dataset.
 
@@ -257,13 +249,13 @@ def _parse_numbers(text: str) -> list[int]:
 
 
 def compact(
-    url: Dataset,
+    url: str,
     *,
     threads: Threads = None,
     processes: TaskProcesses = None,
     ray: Ray = False,
-    ray_address: RayAddress = None,
-    option: StorageOption = None,
+    ray_address: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """Write the shards that have deleted samples again without them, as a new version.
 
@@ -293,11 +285,11 @@ def compact(
 
 
 def log(
-    url: Dataset,
+    url: str,
     *,
     limit: FromOne = None,
     as_json: AsJson = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """List the versions of a dataset that can be read, the latest first.
 
@@ -360,13 +352,13 @@ def close(
 
 
 def diff(
-    url: Dataset,
+    url: str,
     a: str,
     b: Annotated[str | None, typer.Argument()] = None,
     *,
     keys: Annotated[bool, typer.Option("--keys")] = False,
     as_json: AsJson = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Say what a later version of a dataset has changed since an earlier one.
 
@@ -403,12 +395,12 @@ def diff(
 
 
 def tag(
-    url: Dataset,
+    url: str,
     name: str,
     version: Annotated[str | None, typer.Argument()] = None,
     *,
     remove: Annotated[bool, typer.Option("--remove")] = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Give a version of a dataset a name, which 'shardstream gc' keeps it for.
 
@@ -434,14 +426,14 @@ def tag(
 
 
 def gc(  # noqa: PLR0913  (the options of a command)
-    url: Dataset,
+    url: str,
     *,
     keep: Annotated[int, typer.Option(min=1)] = 5,
     keep_days: Annotated[float, typer.Option("--keep-days", min=0)] = 0,
     states: Annotated[list[str] | None, typer.Option("--states")] = None,
     yes: Annotated[bool, typer.Option("--yes")] = False,
     as_json: AsJson = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Remove old versions of a dataset, and the files that only they need.
 

@@ -1,4 +1,30 @@
-"""Command-line options that several commands share, and the progress bar."""
+"""Options of commands: those that several share, their values, and the help of all.
+
+The docstring of a command describes its options; this one those that several commands have.
+
+Options:
+  urls (URL): Folder, tar, quoted pattern or index.json.
+  url (URL): Folder of the dataset.
+  dest (DEST): Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".
+  as_json: Write JSON.
+  option (KEY=VALUE): Option for the file system, as in fsspec's storage_options; may be repeated. Pass secrets in AWS_*
+    variables instead.
+  source_option (KEY=VALUE): As --option, for the source; by default --option applies to both.
+  version (N|TAG): Read this version of the dataset; by default the current one.
+  threads (N): Shards to read concurrently.
+  max_samples (N): Samples per shard.
+  max_bytes (SIZE): Size of a shard: 256MB, 1GiB.
+  name (NAME): Name of the dataset, stored in index.json.
+  columns (FIELDS): Also write NAME.tar.cols.parquet with the keys and these values, to choose samples by a condition or by
+    key (where=, subset=), and to plan rows: fields, values in JSON, and lengths of files, e.g.
+    cls,json.width,n=npy.len,t=txt.len,f=mp4.frames,s=wav.seconds,w=jpg.width.
+  overwrite: Replace an existing dataset, or the unfinished output of a different command.
+  processes (N): Processes that do the work.
+  part (K/N): Do part K of N only, for a Slurm array or several machines; when all are done, publish with 'shardstream
+    merge'.
+  ray: Do the work on a Ray cluster: the one of --ray-address or RAY_ADDRESS, else one started on this machine.
+  ray_address (HOST:PORT): Do the work on the Ray cluster at this address.
+"""
 
 from __future__ import annotations
 
@@ -19,106 +45,14 @@ from shardstream.errors import OptionError, plural
 if TYPE_CHECKING:
     from shardstream.tasks import Executor
 
-Urls = Annotated[
-    list[str],
-    typer.Argument(metavar="URL", help="Folder, tar, quoted pattern or index.json."),
-]
-Dataset = Annotated[str, typer.Argument(metavar="URL", help="Folder of the dataset.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
+AsJson = Annotated[bool, typer.Option("--json")]
 FromZero = Annotated[int | None, typer.Option(min=0)]
 FromOne = Annotated[int | None, typer.Option(min=1)]
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="KEY=VALUE",
-        help="Option for the file system, as in fsspec's storage_options; may be repeated. "
-        "Pass secrets in AWS_* variables instead.",
-    ),
-]
-Version = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|TAG", help="Read this version of the dataset; by default the current one."
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=256, metavar="N", help="Shards to read concurrently.", show_default="4"
-    ),
-]
-
-Dest = Annotated[
-    str,
-    typer.Argument(
-        metavar="DEST", help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".'
-    ),
-]
-MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per shard.")]
-MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")]
-Name = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="Name of the dataset, stored in index.json."),
-]
-Columns = Annotated[
-    str | None,
-    typer.Option(
-        "--columns",
-        metavar="FIELDS",
-        help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples by a condition or by key (where=, subset=), and to "
-        "plan rows: fields, values in JSON, and lengths of files, e.g. cls,json.width,n=npy.len,t=txt.len,f=mp4.frames,s=wav.seconds,w=jpg.width.",
-    ),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help="Replace an existing dataset, or the unfinished output of a different command.",
-    ),
-]
-SourceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--source-option",
-        metavar="KEY=VALUE",
-        help="As --option, for the source; by default --option applies to both.",
-    ),
-]
-TaskProcesses = Annotated[
-    int | None,
-    typer.Option(
-        "--processes",
-        min=1,
-        max=1024,
-        metavar="N",
-        help="Processes that do the work.",
-    ),
-]
-Part = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="K/N",
-        help="Do part K of N only, for a Slurm array or several machines; "
-        "when all are done, publish with 'shardstream merge'.",
-    ),
-]
-Ray = Annotated[
-    bool,
-    typer.Option(
-        "--ray",
-        help="Do the work on a Ray cluster: the one of --ray-address or RAY_ADDRESS, else one started on this machine.",
-    ),
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--ray-address",
-        metavar="HOST:PORT",
-        help="Do the work on the Ray cluster at this address.",
-    ),
-]
+MaxSamples = Annotated[int, typer.Option(min=1)]
+Overwrite = Annotated[bool, typer.Option("--overwrite")]
+Ray = Annotated[bool, typer.Option("--ray")]
+TaskProcesses = Annotated[int | None, typer.Option(min=1, max=1024)]
+Threads = Annotated[int | None, typer.Option(min=1, max=256, show_default="4")]
 
 _EXAMPLES = re.compile(r"(?m)^(Examples?:\n)")
 _OPTIONS = "\n\nOptions:\n"
@@ -182,7 +116,7 @@ def help_of(docstring: str | None) -> str:
 
 
 def describe_options(docstring: str | None) -> dict[str, tuple[str | None, str]]:
-    r"""Return the metavar and help of the options that the docstring of a command describes, by parameter.
+    r"""Return the metavar and help of the options that a docstring describes, by parameter.
 
     >>> describe_options("List.\n\n    Options:\n      key (KEY): Key of\n        the sample.\n      yes: Delete.")
     {'key': ('KEY', 'Key of the sample.'), 'yes': (None, 'Delete.')}
@@ -192,6 +126,10 @@ def describe_options(docstring: str | None) -> dict[str, tuple[str | None, str]]
         name: (metavar or None, " ".join(text.split()))
         for name, metavar, text in _OPTION.findall(section)
     }
+
+
+SHARED = describe_options(__doc__)
+"""Metavar and help of the options that several commands have."""
 
 
 def parse_options(options: Sequence[str] | None, *urls: str) -> dict[str, Any]:

@@ -17,9 +17,6 @@ from shardstream.cli.options import (
     AsJson,
     FromOne,
     FromZero,
-    StorageOption,
-    Urls,
-    Version,
     load_function,
     parse_options,
     parse_version,
@@ -49,9 +46,9 @@ def plan(  # noqa: PLR0913  (the options of a command)
     number: Annotated[list[int] | None, typer.Option("--number")] = None,
     state: str | None = None,
     dataset: str | None = None,
-    version: Version = None,
+    version: str | None = None,
     as_json: AsJson = False,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Show which samples a training reads at a step, or when samples come.
 
@@ -65,7 +62,6 @@ def plan(  # noqa: PLR0913  (the options of a command)
       shardstream plan --dataset train:make_dataset --ranks 8 --batch-size 64 --step 1200 --rank 3
 
     Options:
-      urls (URL): Folder, tar, quoted pattern or index.json.
       ranks (N): Ranks of the training.
       workers (N): Loader workers of each rank.
       batch_size (N): Samples of a batch of one rank.
@@ -215,7 +211,7 @@ _HEADINGS = ("workers", "samples/s", "MB/s", "first batch", "")
 
 
 def bench(  # noqa: PLR0913  (a command's options)
-    urls: Urls,
+    urls: list[str],
     *,
     workers: Annotated[int | None, typer.Option(min=0, max=256)] = None,
     decode: list[str] | None = None,
@@ -224,8 +220,8 @@ def bench(  # noqa: PLR0913  (a command's options)
     in_order: Annotated[bool, typer.Option("--in-order")] = False,
     plot: Path | None = None,
     as_json: AsJson = False,
-    version: Version = None,
-    option: StorageOption = None,
+    version: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """Measure how fast a dataset is read on this machine, and recommend the number of workers.
 

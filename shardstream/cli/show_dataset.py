@@ -14,9 +14,6 @@ import typer
 from shardstream.cli.options import (
     AsJson,
     FromZero,
-    StorageOption,
-    Urls,
-    Version,
     load_function,
     parse_options,
     parse_version,
@@ -33,11 +30,11 @@ _CLASSES_CHARACTERS = 100
 
 
 def ls(
-    urls: Urls,
+    urls: list[str],
     *,
     as_json: AsJson = False,
-    version: Version = None,
-    option: StorageOption = None,
+    version: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """List the shards of a dataset: samples, sizes, fields.
 
@@ -97,14 +94,14 @@ def _list(listing: Listing) -> None:
 
 
 def cat(  # noqa: PLR0913  (the options of a command)
-    urls: Urls,
+    urls: list[str],
     *,
     number: FromZero = None,
     key: str | None = None,
     field: str | None = None,
     output: str | None = None,
-    version: Version = None,
-    option: StorageOption = None,
+    version: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """Show one sample, or extract one of its fields.
 
@@ -251,7 +248,7 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def view(  # noqa: PLR0913  (the options of a command)
-    urls: Urls,
+    urls: list[str],
     *,
     port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
     host: str = "127.0.0.1",
@@ -259,8 +256,8 @@ def view(  # noqa: PLR0913  (the options of a command)
     bad: Annotated[list[str] | None, typer.Option("--bad")] = None,
     decode: str | None = None,
     dataset: str | None = None,
-    version: Version = None,
-    option: StorageOption = None,
+    version: str | None = None,
+    option: list[str] | None = None,
 ) -> None:
     """Look at a dataset in the browser: samples, histograms, epochs, bad samples.
 

@@ -10,21 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from shardstream.cli.options import (
-    Columns,
-    Dest,
     FromOne,
-    MaxBytes,
     MaxSamples,
-    Name,
     Overwrite,
-    Part,
     Ray,
-    RayAddress,
-    SourceOption,
-    StorageOption,
     TaskProcesses,
-    Urls,
-    Version,
     executor_of,
     parse_options,
     parse_stores,
@@ -49,7 +39,7 @@ _SKIPS_SHOWN, _FIELDS_SHOWN = 10, 12
 
 def pack(  # noqa: PLR0913  (the options of a command)
     source: str,
-    dest: Dest,
+    dest: str,
     *,
     kind: str | None = None,
     mapping: Annotated[list[str] | None, typer.Option("--map")] = None,
@@ -62,8 +52,8 @@ def pack(  # noqa: PLR0913  (the options of a command)
     shuffle: Annotated[bool | None, typer.Option("--shuffle/--no-shuffle")] = None,
     seed: int = 0,
     max_samples: MaxSamples = 10_000,
-    max_bytes: MaxBytes = "256MB",
-    columns: Columns = None,
+    max_bytes: str = "256MB",
+    columns: str | None = None,
     max_side: FromOne = None,
     image_format: str | None = None,
     masks: str | None = None,
@@ -71,17 +61,17 @@ def pack(  # noqa: PLR0913  (the options of a command)
     quality: Annotated[int | None, typer.Option(min=1, max=100, show_default="90")] = None,
     check: Annotated[bool, typer.Option("--check")] = False,
     processes: Annotated[int, typer.Option(min=1)] = 1,
-    part: Part = None,
+    part: str | None = None,
     ray: Ray = False,
-    ray_address: RayAddress = None,
-    name: Name = "",
+    ray_address: str | None = None,
+    name: str = "",
     append: Annotated[bool, typer.Option("--append")] = False,
     key_check: Annotated[bool, typer.Option("--key-check/--no-key-check")] = True,
     overwrite: Overwrite = False,
     skip_errors: Annotated[bool, typer.Option("--skip-errors")] = False,
     report: str | None = None,
-    option: StorageOption = None,
-    source_option: SourceOption = None,
+    option: list[str] | None = None,
+    source_option: list[str] | None = None,
 ) -> None:
     """Pack images, files, tables or tars into shards for training.
 
@@ -320,27 +310,27 @@ def parse_add(texts: Sequence[str] | None) -> dict[str, dict[str, str] | None] |
 
 
 def reshard(  # noqa: PLR0913  (the options of a command)
-    urls: Urls,
-    dest: Dest,
+    urls: list[str],
+    dest: str,
     *,
     max_samples: MaxSamples = 10_000,
-    max_bytes: MaxBytes = "256MB",
-    columns: Columns = None,
+    max_bytes: str = "256MB",
+    columns: str | None = None,
     shuffle: Annotated[bool, typer.Option("--shuffle")] = False,
     seed: int | None = None,
     where: str | None = None,
-    version: Version = None,
+    version: str | None = None,
     fields: str | None = None,
     add: Annotated[list[str] | None, typer.Option("--add")] = None,
     missing: str = "error",
-    name: Name = "",
+    name: str = "",
     processes: TaskProcesses = None,
-    part: Part = None,
+    part: str | None = None,
     ray: Ray = False,
-    ray_address: RayAddress = None,
+    ray_address: str | None = None,
     overwrite: Overwrite = False,
-    option: StorageOption = None,
-    source_option: SourceOption = None,
+    option: list[str] | None = None,
+    source_option: list[str] | None = None,
 ) -> None:
     """Write the samples of shards to new shards: other sizes, another order, fewer or more fields.
 
@@ -408,7 +398,7 @@ def _print_report(report: PackReport, part: str | None) -> None:
         typer.echo(state_of_parts(report.unfinished, folder))
 
 
-def merge(dest: Dest, *, option: StorageOption = None) -> None:
+def merge(dest: str, *, option: list[str] | None = None) -> None:
     """Publish a dataset whose parts were written with --part, with all its splits.
 
     Writes index.json when all parts are done; otherwise names those that are missing.

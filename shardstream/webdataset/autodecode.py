@@ -15,6 +15,8 @@ from webdataset.autodecode import Continue, call_extension_handler, handle_exten
 from shardstream.codecs import (
     VIDEO_EXTENSIONS,
     AudioDecoder,
+    ImageDecoder,
+    LossyDecodeError,
     VideoDecoder,
     audio_decoders,
     decode_buffer,
@@ -142,40 +144,26 @@ class ImageHandler:
             )
         self.imagespec = imagespec
         self.extensions = set(extensions)
+        self._decode = ImageDecoder(spec=imagespec, to_tensor=to_tensor)
 
     def __call__(self, key: str, data: bytes) -> Any:
         """Return the image, None for other names."""
         if key.rpartition(".")[2].lower() not in self.extensions:
             return None
-        array_type, number_type, mode = imagespecs[self.imagespec]
-        image = _open_image(key, data, self.imagespec).convert(mode.upper())
-        if array_type == "pil":
-            return image
-        array = np.asarray(image)
-        if number_type == "float":
-            array = array.astype(np.float32) / 255.0
-        if array_type == "numpy":
-            return array
-        return torch.from_numpy((array.transpose(2, 0, 1) if array.ndim == 3 else array).copy())
-
-
-def _open_image(key: str, data: bytes, imagespec: str) -> PIL.Image.Image:
-    try:
-        image = PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
-    except PIL.UnidentifiedImageError as error:
-        raise DecodeError(
-            f"not an image of a format that is decoded ({', '.join(PILLOW_FORMATS)})",
-            remedy="convert it, or pass decode(wds.handle_extension('NAME', function))",
-        ) from error
-    if image.mode.startswith(("I", "F")):
-        name = key.rpartition(".")[2]
-        raise DecodeError(
-            f"field {key.removeprefix('.')!r}: an image of mode {image.mode} would lose its numbers: they are clipped to 8 bits",
-            remedy=f"to scale 16 bits to 8 use decode(wds.handle_extension({name!r}, lambda data: "
-            f"ss.decode_sample({{{name!r}: data}}, {imagespec!r}, scale_16_bits=True)[{name!r}]), {imagespec!r})",
-        )
-    image.load()
-    return image
+        try:
+            return self._decode(data)
+        except PIL.UnidentifiedImageError as error:
+            raise DecodeError(
+                f"not an image of a format that is decoded ({', '.join(PILLOW_FORMATS)})",
+                remedy="convert it, or pass decode(wds.handle_extension('NAME', function))",
+            ) from error
+        except LossyDecodeError as error:
+            name = key.rpartition(".")[2]
+            raise DecodeError(
+                f"field {key.removeprefix('.')!r}: an image would lose its numbers, which {self.imagespec!r} holds in 8 bits",
+                remedy=f"to scale 16 bits to 8 use decode(wds.handle_extension({name!r}, lambda data: "
+                f"ss.decode_sample({{{name!r}: data}}, {self.imagespec!r}, scale_16_bits=True)[{name!r}]), {self.imagespec!r})",
+            ) from error
 
 
 imagehandler = ImageHandler

@@ -33,8 +33,8 @@ from shardstream.storage import (
     read_manifest,
 )
 from shardstream.webdataset import utils
-from shardstream.webdataset.environment import variable
 from shardstream.webdataset.handlers import UnsafeError
+from shardstream.webdataset.utils import variable
 
 gopen_schemes: dict[str, Callable[..., Any]] = {}
 """Protocol -> function ``(url, mode, bufsize, **kw)`` of the caller; others are opened by shardstream's storage."""

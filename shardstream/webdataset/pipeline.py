@@ -9,7 +9,7 @@ from typing import Any, Self
 from webdataset import pipeline as _theirs
 
 from shardstream.errors import OptionError, get_logger
-from shardstream.webdataset.environment import inherit_placement, main_placement
+from shardstream.webdataset.utils import inherit_placement, main_placement
 
 _logger = get_logger(__name__)
 

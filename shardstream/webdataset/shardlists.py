@@ -19,9 +19,9 @@ from shardstream.errors import OptionError, shown
 from shardstream.storage import expand_braces
 from shardstream.storage import expand_urls as expand_patterns
 from shardstream.webdataset import utils
-from shardstream.webdataset.environment import substitute_variables
 from shardstream.webdataset.filters import pipelinefilter
 from shardstream.webdataset.gopen import refuse_commands
+from shardstream.webdataset.utils import substitute_variables
 
 Shards = Iterator[dict[str, Any]]
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 import PIL.Image
 import torch
+from webdataset import writer as _theirs
 
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack
 from shardstream.errors import OptionError, SampleError, get_logger
@@ -332,7 +333,7 @@ class TarWriter:
         (self.stream if self._packer is None else self._packer).write(data)
 
 
-class ShardWriter:
+class ShardWriter(_theirs.ShardWriter):
     """Writes samples to tars of a limited size, each visible when it is complete.
 
     Args:
@@ -345,6 +346,9 @@ class ShardWriter:
         opener: Function of a name that returns a binary stream, which is closed with the tar.
         kw: Options of `TarWriter`.
     """
+
+    tarstream: TarWriter | None
+    fname: str | None
 
     def __init__(
         self,
@@ -365,13 +369,7 @@ class ShardWriter:
             raise OptionError(
                 f"the pattern {pattern!r} gives all shards one name; write a number: 'shard-%06d.tar'"
             )
-        self.pattern, self.shard = pattern, start_shard
-        self.maxcount, self.maxsize = maxcount, maxsize
-        self.post, self.opener, self.verbose, self.kw = post, opener, verbose, kw
-        self.tarstream: TarWriter | None = None
-        self.fname: str | None = None
-        self.count = self.size = self.total = 0
-        self.next_stream()
+        super().__init__(pattern, maxcount, maxsize, post, start_shard, verbose, opener, **kw)
 
     def next_stream(self) -> None:
         """Finish the tar, and begin the next one."""
@@ -384,15 +382,6 @@ class ShardWriter:
             self.opener(self.fname) if self.opener else self.fname, **self.kw
         )
         self.count = self.size = 0
-
-    def write(self, obj: Mapping[str, Any]) -> None:
-        """Write a sample, see `TarWriter.write`."""
-        if self.tarstream is None or self.count >= self.maxcount or self.size >= self.maxsize:
-            self.next_stream()
-        assert self.tarstream is not None  # noqa: S101  (for mypy)
-        self.size += self.tarstream.write(obj)
-        self.count += 1
-        self.total += 1
 
     def finish(self) -> None:
         """Finish the tar; `close` is the method for callers."""

@@ -21,6 +21,7 @@ from PIL import Image
 
 import shardstream as ss
 import shardstream.webdataset as wds
+from tests.image_files import png_of
 from tests.servers import S3Server, new_bucket
 from tests.webdataset import upstream
 from tests.webdataset.upstream import write_tar
@@ -220,6 +221,9 @@ def test_images_that_would_lose_numbers_are_errors(tmp_path: Path) -> None:
     )
     (sample,) = wds.WebDataset(url, shardshuffle=False).decode(scale, "l8")
     assert sample["png"].tolist() == [[3, 3], [3, 3]]
+    colours = shard(tmp_path / "c.tar", "a", png=png_of(np.full((2, 2, 3), 1000, np.uint16)))
+    with pytest.raises(wds.DecodingError, match="would lose its numbers"):  # Pillow keeps 8 bits
+        list(wds.WebDataset(colours, shardshuffle=False).decode("rgb8"))
     with pytest.raises(wds.DecodingError, match="not an image of a format"):
         list(
             wds.WebDataset(
