@@ -111,9 +111,9 @@ def test_each_public_name_is_once_in_the_reference() -> None:
     assert [name for name, count in found.items() if count > 1] == []
 
 
-def test_each_name_of_webdataset_is_once_in_its_table() -> None:
+def test_each_name_of_webdataset_is_once_in_its_list() -> None:
     text = (DOCS / "reference" / "webdataset.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| (\S.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^- `(\w+)`: (\S.*)$", text, re.MULTILINE)
     assert [name for name, _ in rows] == webdataset_names()
 
 

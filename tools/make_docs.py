@@ -67,12 +67,12 @@ def cli_page() -> str:
         "| 2 | wrong usage |",
         "| 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |",
         "",
-        *_table(_parameters(root, "shardstream")),
+        *_listed(_parameters(root, "shardstream")),
     ]
     rows = {name: list(_parameters(one, name)) for name, one in root.commands.items()}
     counts = Counter(row for found in rows.values() for row in found if row[0].startswith("-"))
     shared = [row for row, count in counts.items() if count >= _SHARED]
-    lines += ["## Options of several commands", "", *_table(shared)]
+    lines += ["## Options of several commands", "", *_listed(shared)]
     for name, command in root.commands.items():
         arguments = [
             str(param.metavar) for param in command.params if isinstance(param, TyperArgument)
@@ -80,7 +80,7 @@ def cli_page() -> str:
         usage = " ".join(["shardstream", name, "[OPTIONS]", *arguments])
         lines += [f"## {name}", "", f"`{usage}`", ""]
         also = ", ".join(f"`{row[0].split()[0]}`" for row in rows[name] if row in shared)
-        lines += [*_help(command.help), *_table(row for row in rows[name] if row not in shared)]
+        lines += [*_help(command.help), *_listed(row for row in rows[name] if row not in shared)]
         lines += [f"Also {also} ([above](#options-of-several-commands)).", ""] if also else []
     return "\n".join(lines).rstrip() + "\n"
 
@@ -107,9 +107,8 @@ def _parameters(command: Any, name: str) -> Iterator[tuple[str, str]]:
             yield names, _escape(text)
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    yield from ("| argument or option | |", "| --- | --- |")
-    yield from (f"| `{name}` | {text} |" for name, text in rows)
+def _listed(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield from (f"- `{name}`: {text}" for name, text in rows)
     yield ""
 
 
@@ -132,13 +131,11 @@ def webdataset_page() -> str:
         "",
         "The names of `shardstream.webdataset`, with webdataset's arguments. [From WebDataset](../webdataset.md) shows how they are used, and the differences.",
         "",
-        "| name | |",
-        "| --- | --- |",
     ]
     for name in webdataset_names():
         found = getattr(wds, name)
         text = _CONSTANTS.get(name) or inspect.getdoc(found) or ""
-        lines.append(f"| `{name}` | {_escape(text.partition(chr(10))[0].replace('``', '`'))} |")
+        lines.append(f"- `{name}`: {_escape(text.partition(chr(10))[0].replace('``', '`'))}")
     return "\n".join(lines) + "\n"
 
 
