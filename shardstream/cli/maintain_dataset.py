@@ -327,10 +327,10 @@ def log(
 
 
 def close(
-    url: Dataset,
+    url: str,
     *,
     writer: str | None = None,
-    option: StorageOption = None,
+    option: list[str] | None = None,
 ) -> None:
     """Close writers that were killed, so that readers with follow=True do not wait for them.
 
