@@ -42,6 +42,13 @@ from shardstream.storage.urls import ALIASES, HTTP, check_slashes, is_chain, pro
 
 S3 = ("s3", "s3a")
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
+# File systems (module, class) with a reader of their own. They are compared only where their module is imported already: that is slow.
+_READERS = (
+    ("s3fs", "S3FileSystem", S3fsReader),
+    ("adlfs", "AzureBlobFileSystem", AzureReader),
+    ("fsspec.implementations.http", "HTTPFileSystem", HttpReader),
+    ("huggingface_hub.hf_file_system", "HfFileSystem", HubReader),
+)
 _UNKNOWN_OPTION = "only s3fs knows one of the storage options, or of the AWS profile"
 _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
@@ -172,17 +179,12 @@ class Clients:
         if found is not None:
             return found
         filesystem, path = self.filesystem(url, reading=True)
-        s3fs = sys.modules.get("s3fs")
-        if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-            return S3fsReader(filesystem), path
-        adlfs = sys.modules.get("adlfs")
-        if adlfs is not None and isinstance(filesystem, adlfs.AzureBlobFileSystem):
-            return AzureReader(filesystem), path
-        if _is_http(filesystem):
-            return HttpReader(filesystem), path
-        hub = sys.modules.get("huggingface_hub.hf_file_system")
-        if hub is not None and isinstance(filesystem, hub.HfFileSystem):
-            return HubReader(filesystem), path
+        for module, name, reader in _READERS:
+            kind = getattr(sys.modules.get(module), name, None)
+            # A subclass of the general HTTP may read other bytes than the server sends.
+            is_kind = kind is not None and isinstance(filesystem, kind)
+            if is_kind and (reader is not HttpReader or type(filesystem) is kind):
+                return reader(filesystem), path
         return FilesystemReader(filesystem), path
 
     def s3_http(self, url: str) -> tuple[S3HttpReader, str] | None:
@@ -285,12 +287,6 @@ class Clients:
         client = session_options(self.timeouts.read_timeout_s)
         client |= self._options.get("client_kwargs") or {}
         return {**self._options, "client_kwargs": client}
-
-
-def _is_http(filesystem: Any) -> bool:
-    """Return whether a file system is fsspec's own for HTTP: its module needs aiohttp, and is slow to import."""
-    http = sys.modules.get("fsspec.implementations.http")
-    return http is not None and type(filesystem) is http.HTTPFileSystem
 
 
 def _secret_values(options: Mapping[str, Any]) -> set[str]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 import secrets
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from shardstream.errors import ChangedError, ShardError, redact, shown
 from shardstream.format import iter_members, split_member_name
 from shardstream.storage.local_files import FileVersion, stat_version
+from shardstream.storage.retry import RangeFile
 from shardstream.storage.store import Storage
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 _BLOCK_BYTES, _KEPT_BYTES = 1 << 20, 32 << 20  # of each file
 _MARKER_BYTES = 16
@@ -248,28 +244,12 @@ class FieldFile:
         )
 
 
-class _RawFieldFile(io.RawIOBase):
+class _RawFieldFile(RangeFile):
     """Reads a `FieldFile`, each read within one block."""
 
     def __init__(self, file: FieldFile) -> None:
-        self._file, self._position = file, 0
+        super().__init__(len(file))
+        self._file = file
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._file)}[whence]
-        if base + offset < 0:
-            raise OSError(errno.EINVAL, "a seek before the start of a FieldFile")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        view = memoryview(buffer)
-        data = self._file[self._position : self._position + len(view)]
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    def _read_range(self, start: int, end: int) -> bytes:
+        return self._file[start:end]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import random
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -418,8 +420,61 @@ class _RangeRead:
         return classification.error
 
 
-class RangeStream:
-    """Reads a file in order, each piece by one range read.
+class RangeFile(io.RawIOBase, ABC):
+    """A file of known length that is read by ranges: in order, or by seeks.
+
+    Args:
+        size: Its length in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self._position = size, 0
+
+    @abstractmethod
+    def _read_range(self, start: int, end: int) -> bytes:
+        """Return the bytes ``start`` to ``end``, which are in the file, or fewer."""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Continue at an offset; return it, counted from the start.
+
+        Raises:
+            OSError: If it is before the start.
+        """
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a seek before the start of the file")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return up to ``size`` bytes; an empty result is the end.
+
+        Raises:
+            StorageError: If the file is shorter than its length, or cannot be reached.
+        """
+        start = self._position
+        end = self._size if size < 0 else min(start + size, self._size)
+        data = self._read_range(start, end) if start < end else b""
+        self._position += len(data)
+        return data
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill a buffer as far as `read` does; return how many bytes."""
+        data = self.read(len(view := memoryview(buffer)))
+        view[: len(data)] = data
+        return len(data)
+
+
+class RangeStream(RangeFile):
+    """Reads a remote file, each piece by one range read.
 
     Not a file object of fsspec, for two reasons: clients return truncated bodies without an error (`Storage.read` checks the
     length), and a file object reads ahead bytes that a seek then discards.
@@ -441,22 +496,12 @@ class RangeStream:
         min_read_bytes: int = 0,
         cancelled: Cancellation | None = None,
     ) -> None:
-        self._storage, self._cancelled = storage, cancelled
+        super().__init__(size)
+        self._storage, self._url, self._cancelled = storage, url, cancelled
         self._min_read_bytes = min_read_bytes
         self._kept, self._kept_start = b"", 0
-        self._url = url
-        self._size = size
-        self._position = 0
 
-    def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; an empty result is the end.
-
-        Raises:
-            StorageError: If the file is shorter than ``size``, or cannot be reached.
-        """
-        start, end = self._position, min(self._position + size, self._size)
-        if end <= start:
-            return b""
+    def _read_range(self, start: int, end: int) -> bytes:
         at = start - self._kept_start
         if not 0 <= at < len(self._kept):
             read_end = min(max(end, start + self._min_read_bytes), self._size)
@@ -464,44 +509,4 @@ class RangeStream:
                 self._url, start, read_end, size=self._size, cancelled=self._cancelled
             )
             self._kept_start, at = start, 0
-        data = self._kept[at : at + end - start]
-        self._position = start + len(data)
-        return data
-
-    def seek(self, offset: int, /) -> int:
-        """Continue at an offset."""
-        self._position = offset
-        return offset
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-
-def open_ranges(
-    storage: Storage, url: str, size: int, buffer_bytes: int = BUFFER_BYTES
-) -> io.BufferedReader:
-    """Open a remote file as a buffered binary file, of which at least so many bytes are read at a time."""
-    return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), buffer_bytes)
-
-
-class _RawRanges(io.RawIOBase):
-    def __init__(self, stream: RangeStream, size: int) -> None:
-        self._stream, self._size, self._position = stream, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = self._stream.seek(base + offset)
-        return self._position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        data = self._stream.read(len(view := memoryview(buffer)))
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        return self._kept[at : at + end - start]

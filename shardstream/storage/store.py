@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import os
 from collections import OrderedDict
@@ -37,9 +38,9 @@ from shardstream.storage.response import (
 )
 from shardstream.storage.retry import (
     BUFFER_BYTES,
+    RangeStream,
     ReadHints,
     Servers,
-    open_ranges,
     read_remote,
     retry_call,
 )
@@ -484,7 +485,7 @@ class Storage:
         path = self.local_path(url)
         size = self._call_uncached(url, "info")["size"] if path is None else None
         if size is not None:
-            with open_ranges(self, url, size, buffer_bytes) as stream:
+            with io.BufferedReader(RangeStream(self, url, size), buffer_bytes) as stream:
                 yield stream
             return
         if path is not None:
