@@ -142,7 +142,7 @@ def open_by_content(stream: Readable, *, shard: str) -> Iterator[tuple[Readable,
         ShardError: If it is compressed with bzip2 or xz; while reading, as in `open_decompressed`.
     """
     head = stream.read(_MAGIC_BYTES)
-    whole = cast("BinaryIO", _Rejoined(head, stream))
+    whole = _CountingStream(stream, head)
     if head.startswith((b"BZh", b"\xfd7zXZ")):
         raise ShardError(
             "it is compressed with bzip2 or xz, which are not read",
@@ -150,7 +150,7 @@ def open_by_content(stream: Readable, *, shard: str) -> Iterator[tuple[Readable,
             shard=shard,
         )
     name = next((name for magic, name in _SUFFIX_BY_MAGIC if head.startswith(magic)), "")
-    with _decompress(name, _CountingStream(whole), shard) as inner:
+    with _decompress(name, whole, shard) as inner:
         if inner is not None:
             yield inner, None
         elif stream.seekable():
@@ -176,24 +176,6 @@ def _decompress(name: str, packed: _CountingStream, shard: str) -> Iterator[Read
         yield None
 
 
-class _Rejoined:
-    """A stream that begins with bytes that were read already."""
-
-    def __init__(self, head: bytes, stream: Readable) -> None:
-        self._head = head
-        self._stream = stream
-
-    def read(self, size: int = -1, /) -> bytes:
-        if not self._head:
-            return self._stream.read(size)
-        data = self._head if size < 0 else self._head[:size]
-        self._head = self._head[len(data) :]
-        return data
-
-    def seekable(self) -> bool:
-        return False
-
-
 class _FromOffset:
     """A seekable stream whose current position is offset 0."""
 
@@ -212,16 +194,23 @@ class _FromOffset:
 
 
 class _CountingStream:
-    """Count the bytes that a decompressor reads."""
+    """A stream that begins with bytes that were read already, and counts those that are read from it, such as by a decompressor."""
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: Readable, head: bytes = b"") -> None:
+        self._stream, self._head = stream, head
         self.taken = 0
 
     def read(self, size: int = -1, /) -> bytes:
-        data = self._stream.read(size)
+        if self._head:
+            data = self._head if size < 0 else self._head[:size]
+            self._head = self._head[len(data) :]
+        else:
+            data = self._stream.read(size)
         self.taken += len(data)
         return data
+
+    def seekable(self) -> bool:
+        return False
 
 
 class _DecompressedStream:

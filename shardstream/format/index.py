@@ -58,18 +58,10 @@ def decode_index(data: bytes, *, url: str) -> Offsets:
         IndexMismatchError: If they are not growing multiples of 512.
     """
     if len(data) < OFFSET_BYTES or len(data) % OFFSET_BYTES:
-        raise IndexMismatchError(
-            f"an index of {len(data)} bytes is cut",
-            remedy="run 'shardstream index' again",
-            shard=url,
-        )
+        raise _mismatch(f"an index of {len(data)} bytes is cut", url)
     offsets = np.frombuffer(data, dtype="<u8").astype(np.int64)
     if (offsets < 0).any() or (np.diff(offsets) <= 0).any() or (offsets % 512).any():
-        raise IndexMismatchError(
-            "an index must hold growing multiples of 512",
-            remedy="run 'shardstream index' again",
-            shard=url,
-        )
+        raise _mismatch("an index must hold growing multiples of 512", url)
     return offsets
 
 
@@ -86,17 +78,21 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
     """
     found = len(offsets) - 1
     if nsamples is not None and found != nsamples:
-        raise IndexMismatchError(
-            f"the index has {plural(found, 'sample')}, the manifest says {nsamples}",
-            remedy="run 'shardstream index' again",
-            shard=url,
+        raise _mismatch(
+            f"the index has {plural(found, 'sample')}, the manifest says {nsamples}", url
         )
     if offsets[-1] > filesize:
-        raise IndexMismatchError(
+        raise _mismatch(
             f"the index ends at byte {offsets[-1]}, but the tar ends at {filesize}: the tar was cut or written again",
-            remedy="fetch it again, or run 'shardstream index' again",
-            shard=url,
+            url,
+            "fetch it again, or run 'shardstream index' again",
         )
+
+
+def _mismatch(
+    what: str, url: str, remedy: str = "run 'shardstream index' again"
+) -> IndexMismatchError:
+    return IndexMismatchError(what, remedy=remedy, shard=url)
 
 
 def scan_shard(
@@ -182,10 +178,8 @@ def decode_member_index(data: bytes, *, url: str = "") -> list[list[tuple[str, i
     try:
         return _parse_members(data.decode())
     except ValueError as error:
-        raise IndexMismatchError(
-            f"not an index of members: {error}",
-            remedy="run 'shardstream index --members' again",
-            shard=url,
+        raise _mismatch(
+            f"not an index of members: {error}", url, "run 'shardstream index --members' again"
         ) from error
 
 

@@ -20,6 +20,7 @@ from shardstream.format.tar_diagnostics import TarDiagnostics
 
 BLOCK_BYTES = 512
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
+_AGAIN = "fetch or write the shard again"
 # Of one pax header or long name; real ones have hundreds of bytes.
 _HEADER_TEXT_LIMIT_BYTES = 1 << 20
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
@@ -98,12 +99,7 @@ def iter_members(
         if kind != _FILE:
             diagnostics.count_omitted(kind, member[0], member[1])
         elif not member[0]:
-            raise ShardError(
-                "a file without a name",
-                remedy="write the shard again",
-                shard=shard,
-                offset=member[1],
-            )
+            raise _damaged("a file without a name", shard, member[1])
         else:
             yield member
     diagnostics.stop = position
@@ -133,11 +129,10 @@ def iter_whole(
     elif diagnostics.stop == 0:
         raise empty_tar(shard)
     elif end is None or diagnostics.stop > end:
-        raise ShardError(
+        raise _damaged(
             f"the tar is cut: the blocks that end an archive are missing at byte {diagnostics.stop}",
-            remedy="fetch or write the shard again",
-            shard=shard,
-            offset=diagnostics.stop,
+            shard,
+            diagnostics.stop,
         )
 
 
@@ -151,11 +146,11 @@ def _check_tail(read: ReadAt, diagnostics: TarDiagnostics, shard: str) -> None:
             if not block.strip(b"\0"):
                 continue
             if offset >= record_end or _is_header(block):
-                raise ShardError(
+                raise _damaged(
                     "there are data after the end of the archive, which readers ignore (tars joined by 'cat'?)",
-                    remedy="extract all parts with 'tar --ignore-zeros' and pack them again",
-                    shard=shard,
-                    offset=offset,
+                    shard,
+                    offset,
+                    "extract all parts with 'tar --ignore-zeros' and pack them again",
                 )
             diagnostics.leftover = offset if diagnostics.leftover is None else diagnostics.leftover
         position += len(chunk)
@@ -235,7 +230,7 @@ def _plain_entry(block: bytes, position: int, shard: str) -> _Entry | None:
     except ValueError:
         return None
     if size < 0:
-        raise ShardError("a member has a negative size", shard=shard, offset=position)
+        raise _damaged("a member has a negative size", shard, position)
     body = position + BLOCK_BYTES
     return _FILE, (name, position, body, size), body + (size + 511 & -512)
 
@@ -256,10 +251,10 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
         if kind == b"g" and not extended:
             return kind, ("", start, body, size), position
         if position - start > _HEADERS_LIMIT_BYTES:
-            raise ShardError(
+            raise _damaged(
                 f"over {_HEADERS_LIMIT_BYTES} bytes of extended headers before one member",
-                shard=shard,
-                offset=start,
+                shard,
+                start,
             )
         block = read(position, BLOCK_BYTES)
     if "size" in extended:
@@ -280,18 +275,18 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
 def _refuse_partial(kind: bytes, extended: dict[str, str], start: int, shard: str) -> None:
     """Refuse members whose bytes in the tar differ from those of the file."""
     if kind == b"S" or any(record.startswith("GNU.sparse.") for record in extended):
-        raise ShardError(
+        raise _damaged(
             "a sparse member would be read without its holes",
-            remedy="pack it as a plain file (GNU tar: leave out --sparse)",
-            shard=shard,
-            offset=start,
+            shard,
+            start,
+            "pack it as a plain file (GNU tar: leave out --sparse)",
         )
     if kind == _CONTINUATION:
-        raise ShardError(
+        raise _damaged(
             "a member continues a file of another volume",
-            remedy="join the volumes, or write one tar (GNU tar: leave out --multi-volume)",
-            shard=shard,
-            offset=start,
+            shard,
+            start,
+            "join the volumes, or write one tar (GNU tar: leave out --multi-volume)",
         )
 
 
@@ -317,25 +312,15 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
         _refuse_compressed(bytes(block[:6]), shard)
     if len(block) < BLOCK_BYTES:
         what = "the tar is" if position else "not a tar file, or"
-        raise ShardError(
-            f"{what} cut inside a header ({len(block)} of 512 bytes)",
-            remedy="fetch or write the shard again",
-            shard=shard,
-            offset=position,
-        )
+        raise _damaged(f"{what} cut inside a header ({len(block)} of 512 bytes)", shard, position)
     if not _is_header(block):
         what = "not a tar file" if position == 0 else "not a tar header (its checksum is wrong)"
-        raise ShardError(
-            what,
-            remedy="the shard is damaged or not a tar: fetch or write it again",
-            shard=shard,
-            offset=position,
+        raise _damaged(
+            what, shard, position, "the shard is damaged or not a tar: fetch or write it again"
         )
     size = _number(block[124:136])
     if size is None or not 0 <= size < _SIZE_LIMIT_BYTES:
-        raise ShardError(
-            f"a header gives a size of {block[124:136]!r}", shard=shard, offset=position
-        )
+        raise _damaged(f"a header gives a size of {block[124:136]!r}", shard, position)
     return size
 
 
@@ -348,22 +333,17 @@ def _ustar_name(block: bytes) -> str:
 
 def _read_header_text(read: ReadAt, body: int, size: int, position: int, shard: str) -> bytes:
     if size > _HEADER_TEXT_LIMIT_BYTES:
-        raise ShardError(
+        raise _damaged(
             f"an extended header of {size} bytes is over the limit of {_HEADER_TEXT_LIMIT_BYTES}",
-            shard=shard,
-            offset=position,
+            shard,
+            position,
         )
     text = read(body, size + 511 & -512)
     if len(text) < size:
-        raise ShardError("the tar is cut inside an extended header", shard=shard, offset=position)
+        raise _damaged("the tar is cut inside an extended header", shard, position)
     if text[size:].strip(b"\0"):
         # Readers that parse whole blocks would find more records.
-        raise ShardError(
-            "an extended header has data after its size",
-            remedy="write the shard again",
-            shard=shard,
-            offset=position,
-        )
+        raise _damaged("an extended header has data after its size", shard, position)
     return text[:size]
 
 
@@ -374,27 +354,28 @@ def _check_end(read: ReadAt, position: int, end: int | None, shard: str) -> None
         return
     block = read(following, BLOCK_BYTES)
     if block.strip(b"\0"):
-        raise ShardError(
+        raise _damaged(
             "a single zero block before the end: readers stop here and ignore the rest",
-            shard=shard,
-            offset=position,
+            shard,
+            position,
         )
+
+
+def _damaged(what: str, shard: str, offset: int, remedy: str = _AGAIN) -> ShardError:
+    return ShardError(what, remedy=remedy, shard=shard, offset=offset)
 
 
 def empty_tar(shard: str) -> ShardError:
     """Return the error for an empty file."""
-    return ShardError(
-        "the file is empty: not a tar", remedy="fetch or write it again", shard=shard, offset=0
-    )
+    return _damaged("the file is empty: not a tar", shard, 0)
 
 
 def _cut_body(member: Member, end: int, shard: str) -> ShardError:
     name, start, body, size = member
-    return ShardError(
+    return _damaged(
         f"the tar is cut: {name or 'an entry'} needs the bytes {body} to {body + size}, but it ends at {end}",
-        remedy="fetch or write the shard again",
-        shard=shard,
-        offset=start,
+        shard,
+        start,
     )
 
 
@@ -420,7 +401,7 @@ def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
         length = int(text[at:blank]) if blank > 0 and text[at:blank].isdigit() else 0
         record = text[blank + 1 : at + length]
         if length <= 0 or at + length > len(text) or record[-1:] != b"\n" or record.find(b"=") < 1:
-            raise ShardError("a pax header has a malformed record", shard=shard, offset=position)
+            raise _damaged("a pax header has a malformed record", shard, position)
         keyword, value = record[:-1].split(b"=", 1)
         records[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         at += length
@@ -431,23 +412,17 @@ def _refuse_for_all(records: dict[str, str], position: int, shard: str) -> None:
     """Refuse a global header that sets the name or size of all members after it: readers interpret it differently."""
     for keyword in records:
         if keyword in ("path", "size") or keyword.startswith("GNU.sparse."):
-            raise ShardError(
-                f"a global pax header gives all members a {keyword!r}",
-                remedy="write the shard again",
-                shard=shard,
-                offset=position,
-            )
+            raise _damaged(f"a global pax header gives all members a {keyword!r}", shard, position)
 
 
 def _extend(known: dict[str, str], more: dict[str, str], position: int, shard: str) -> None:
     """Add the records of another header; refuse a second, different name or size."""
     for keyword in ("path", "size"):
         if keyword in more and known.get(keyword, more[keyword]) != more[keyword]:
-            raise ShardError(
+            raise _damaged(
                 f"two extended headers of one member give it different values of {keyword!r}",
-                remedy="write the shard again",
-                shard=shard,
-                offset=position,
+                shard,
+                position,
             )
     known |= more
 
@@ -455,11 +430,10 @@ def _extend(known: dict[str, str], more: dict[str, str], position: int, shard: s
 def _extended_name(name: str, position: int, shard: str) -> str:
     """Return the name of a file in an extended header, if all readers interpret it equally."""
     if not name or "\0" in name or name.endswith("/") or len(name) > _NAME_LIMIT:
-        raise ShardError(
+        raise _damaged(
             f"an extended header gives a file the invalid name {name[:80]!r} ({len(name)} characters)",
-            remedy="write the shard again",
-            shard=shard,
-            offset=position,
+            shard,
+            position,
         )
     return name
 
@@ -473,7 +447,5 @@ def _extended_size(text: str, position: int, shard: str) -> int:
         and len(digits) < 20
         and int(digits) < _SIZE_LIMIT_BYTES
     ):
-        raise ShardError(
-            f"a pax header gives the invalid size {text[:40]!r}", shard=shard, offset=position
-        )
+        raise _damaged(f"a pax header gives the invalid size {text[:40]!r}", shard, position)
     return int(digits)
