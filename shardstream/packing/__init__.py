@@ -1,15 +1,10 @@
 """Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``."""
 
 from shardstream.packing.compact import CompactReport, compact
-from shardstream.packing.encode import (
-    encode_field,
-    encode_npz,
-    encode_sample,
-    has_encoder,
-)
+from shardstream.packing.encode import encode_field, encode_npz, encode_sample, has_encoder
 from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.index import index
-from shardstream.packing.job.claim import PartJob
+from shardstream.packing.job.claim import Claim, claim_destination
 from shardstream.packing.job.cut import (
     assign_splits,
     cut_by_size,
@@ -17,8 +12,7 @@ from shardstream.packing.job.cut import (
     shuffled_order,
     split_counts,
 )
-from shardstream.packing.job.destination import Claim, ShardNames, claim_destination
-from shardstream.packing.job.folder_state import Journal, Task, read_journal
+from shardstream.packing.job.folder_state import Journal, ShardNames, Task, read_journal
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
     encode_hashes,
@@ -28,26 +22,29 @@ from shardstream.packing.job.key_hashes import (
 )
 from shardstream.packing.job.pack_plan import PackRequest
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.job.part_record import PartFiles, PartResult
+from shardstream.packing.job.parts import PartFiles, PartJob, PartResult
 from shardstream.packing.job.publish import merge
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
 from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.pack import pack
 from shardstream.packing.replace_fields import replace_fields
 from shardstream.packing.reshard import reshard
-from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.part_writer import (
+    PartWriter,
+    TarShard,
+    WriterOptions,
+    sample_pieces,
+)
 from shardstream.packing.shards.shard_writer import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_SAMPLES,
     ShardWriter,
     write_shard,
 )
-from shardstream.packing.shards.tar_shard import TarShard, sample_pieces
 from shardstream.packing.sources.class_numbering import sibling_folders
 from shardstream.packing.sources.detection import open_source
 from shardstream.packing.sources.joined_table import open_joined_table
-from shardstream.packing.sources.samples_source import SamplesSource
-from shardstream.packing.sources.source import FileRef, Record, Source, SourceOptions
+from shardstream.packing.sources.source import FileRef, Record, SamplesSource, Source, SourceOptions
 from shardstream.packing.sources.tables import is_table, iter_rows
 from shardstream.packing.verify import VerifyReport, verify
 

@@ -44,7 +44,7 @@ from shardstream.format import (
 )
 from shardstream.packing.job.append import prefix_of_appended
 from shardstream.packing.job.claim import locked
-from shardstream.packing.job.destination import remove_shard
+from shardstream.packing.job.folder_state import remove_shard
 from shardstream.packing.job.key_hashes import KeyHashes
 from shardstream.packing.job.report import ProgressFunction
 from shardstream.packing.shards.shard_scan import (

@@ -23,8 +23,12 @@ from shardstream.format import (
     is_records_name,
 )
 from shardstream.packing.job.claim import locked
-from shardstream.packing.job.destination import shard_of
-from shardstream.packing.job.folder_state import ManifestFiles, has_versions, read_old_manifest
+from shardstream.packing.job.folder_state import (
+    ManifestFiles,
+    has_versions,
+    read_old_manifest,
+    shard_of,
+)
 from shardstream.packing.job.key_hashes import (
     OTHER_KEYS,
     KeyHashes,

@@ -1,26 +1,41 @@
-"""Run a packing job: source -> records -> encoded samples -> shards of one or several datasets."""
+"""Pack a source into shards: source -> records -> encoded samples -> parts of one or several datasets."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+import uuid
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
-from shardstream.errors import OptionError
-from shardstream.format import ColumnSources
+import numpy as np
+
+from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
+from shardstream.format import END_OF_ARCHIVE, ColumnSources
+from shardstream.packing.encode import encode_field
 from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
-from shardstream.packing.job.pack_parts import run_pack
-from shardstream.packing.job.pack_plan import PackRequest
-from shardstream.packing.job.report import PackReport, Progress
+from shardstream.packing.job.cut import Numbers, Place, fields_bytes, number_parts, records_that_fit
+from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
+from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
+from shardstream.packing.job.parts import EncodedPart, PartJob, PartResult
+from shardstream.packing.job.report import PackReport, Progress, ProgressFunction
+from shardstream.packing.job.run_jobs import FindKept, run_jobs
 from shardstream.packing.shards.column_builder import checked_columns
-from shardstream.packing.shards.part_writer import WriterOptions
+from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.class_numbering import AnyClasses
 from shardstream.packing.sources.detection import AnySource
-from shardstream.packing.sources.source import SourceOptions
+from shardstream.packing.sources.source import FileRef, Record, SourceOptions, named
 from shardstream.storage import parse_bytes
-from shardstream.tasks import Executor
+from shardstream.tasks import Executor, forget, keep
+
+T = TypeVar("T")
+
+_PROBES_AT_ONCE = 4  # that a process encodes
+_SIZED = frozenset((FileRef, bytes, int))  # their length in a tar is known as they are
 
 
 def pack(  # noqa: PLR0913  (public door)
@@ -178,3 +193,305 @@ def _image_options(
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def run_pack(
+    request: PackRequest,
+    executor: Executor | None,
+    *,
+    processes: int,
+    overwrite: bool,
+    progress: ProgressFunction | None,
+) -> PackReport:
+    """Pack in this process, with ``processes`` that encode, or by an executor (see `pack`)."""
+    if executor is not None:
+        if not isinstance(request.source, str | os.PathLike):
+            raise OptionError(
+                "samples from Python are packed in this process: write them to files or a table to pack them in others, or leave executor out"
+            )
+        request = request.with_absolute_paths()
+    if request.appends or not request.checks_keys:
+        request = request.with_base(is_new=overwrite or bool(request.limits.name))
+    plan, call = request.open(), uuid.uuid4().hex
+    with EncoderPool(plan.encoder, processes) as pool:
+        cut = _Cut.of(plan, request, pool)
+        jobs = [*map(partial(_split_job, plan, request, cut), plan.splits)]
+        stream = None
+        if executor is None:
+            stream = PackStream(plan=plan, cut=cut, pool=pool).open
+        else:
+            work = PackWork(request=request, identity=_identity(plan), call=call)
+            for split, firsts in enumerate(cut.firsts(plan)):
+                works = work.parts(split, firsts)
+                jobs[split] = replace(jobs[split], parts=len(firsts) - 1, works=works)
+        try:
+            report = run_jobs(
+                jobs,
+                executor=executor,
+                overwrite=overwrite,
+                progress=progress,
+                samples=cut.count or plan.total,
+                stream=stream,
+            )
+        finally:
+            if executor is not None:
+                forget(call)
+    return replace(report, files=plan.source.num_files)
+
+
+def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> PartJob:
+    options = dict(plan.task.options)
+    if cut.part_records is not None:  # of two processes that measure differently, one stops
+        options["part_records"] = cut.part_records
+    extras = {
+        name: data.decode("utf-8", "surrogateescape") for name, data in plan.source.extras.items()
+    }
+    job = PartJob(
+        kind="pack",
+        title=plan.source.name,
+        names=replace(plan.names, folder=folder_of_split(plan.names, split)),
+        source=plan.task.source,
+        options=options | {"split_name": split, "split_names": [*plan.splits]},
+        limits=request.limits,
+        extras={} if request.base else extras,
+        storage_options=request.writing,
+        split=split,
+        skips=request.skips,
+        keeps_keys=plan.source.may_repeat_keys,
+    )
+    if request.base is None:
+        return job
+    folder = request.base.folder_for(job.run[:16])
+    return replace(job, names=replace(job.names, folder=folder))
+
+
+def _identity(plan: PackPlan) -> str:
+    """Return a text that changes with source and options."""
+    return json.dumps([plan.task.source, dict(plan.task.options)], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """Where the parts of a pack begin; the same whoever runs them.
+
+    Args:
+        max_records: Maximum records of a part.
+        max_bytes: Maximum bytes of a part, without the end of its tar.
+        part_records: Records of each part, where sizes are not known before; then they are not compared with ``max_bytes``.
+        count: Number of all records, where sizes are not known before.
+        is_encoded_first: Whether a process that writes all parts cuts the samples when they are encoded: those from Python, which only this
+            process has, and values without files, which are encoded once then, and here: sending them to other processes takes longer.
+    """
+
+    max_records: int
+    max_bytes: int
+    part_records: int | None = None
+    count: int = 0
+    is_encoded_first: bool = False
+
+    @classmethod
+    def of(cls, plan: PackPlan, request: PackRequest, pool: EncoderPool) -> _Cut:
+        """Return the cut of a pack: by the sizes of files that stay as they are, else by the mean size of some records.
+
+        Raises:
+            StorageError: If files cannot be reached.
+        """
+        limits, source, records = request.limits, plan.source, plan.records
+        cut = cls(max_records=limits.max_samples, max_bytes=limits.max_bytes - len(END_OF_ARCHIVE))
+        if not isinstance(request.source, str | os.PathLike):
+            return replace(cut, is_encoded_first=True)
+        if source.has_sizes and request.images.changes_nothing:
+            return replace(cut, is_encoded_first=pool.processes == 1 and not source.may_name_files)
+        count = records.count()
+        if source.total_bytes is not None and request.images.changes_nothing:
+            mean_bytes = source.total_bytes / max(1, count)
+        else:
+            some = ((None, record) for record in records.spaced_records(count))
+            samples = pool.encode(some, _PROBES_AT_ONCE)
+            sizes = [_encoded_bytes(sample) for _, sample in samples if sample.error is None]
+            mean_bytes = sum(sizes) / max(1, len(sizes))
+        fit = records_that_fit(mean_bytes, cut.max_records, cut.max_bytes)
+        return replace(cut, part_records=fit, count=count)
+
+    def number(
+        self, records: Iterable[tuple[int, Record]], firsts: Sequence[int]
+    ) -> Iterator[tuple[Place, Record]]:
+        """Yield records with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
+        if self.part_records is not None:
+            return number_parts(records, lambda _: 0, self.part_records, 0, firsts)
+        return number_parts(
+            map(_encode_values, records), _record_bytes, self.max_records, self.max_bytes, firsts
+        )
+
+    def number_encoded(
+        self, samples: Iterable[tuple[int, Encoded]], firsts: Sequence[int]
+    ) -> Iterator[tuple[Place, Encoded]]:
+        """Yield encoded samples with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
+        return number_parts(samples, _encoded_bytes, self.max_records, self.max_bytes, firsts)
+
+    def firsts(self, plan: PackPlan) -> list[Numbers]:
+        """Return for each split the first record of each part among its records, and their number; shape (parts + 1,).
+
+        Raises:
+            SourceError: If a split has no records.
+        """
+        splits = range(len(plan.splits))
+        counts, firsts = [0] * len(splits), [list[int]() for _ in splits]
+        if self.part_records is None:
+            for (split, part), _ in self.number(plan.iter_from(dict.fromkeys(splits, 0)), counts):
+                if part == len(firsts[split]):
+                    firsts[split].append(counts[split])
+                counts[split] += 1
+        else:
+            counts = [self.count] if plan.assigned is None else plan.split_counts()
+            firsts = [[*range(0, count, self.part_records)] for count in counts]
+        if not all(counts):
+            raise _empty_error(plan)
+        return [
+            np.array([*some, count], dtype=np.int64)
+            for some, count in zip(firsts, counts, strict=True)
+        ]
+
+
+def _empty_error(plan: PackPlan) -> SourceError:
+    return SourceError("there is nothing to pack: the source is empty", shard=plan.source.name)
+
+
+def _encode_values(numbered: tuple[int, Record]) -> tuple[int, Record]:
+    """Return a record, with the number of its split, with all values but files and whole numbers as bytes, or with its error."""
+    split, record = numbered
+    if _SIZED.issuperset(map(type, record.fields.values())):
+        return numbered
+    try:
+        return split, record._replace(
+            fields={
+                field: value if isinstance(value, FileRef) else encode_field(field, value)
+                for field, value in record.fields.items()
+            }
+        )
+    except SampleError as error:
+        return split, Record(record.key, {}, record.where, named(error, record.where))
+
+
+def _record_bytes(record: Record) -> int:
+    """Return how many bytes a record of files, bytes and whole numbers takes in a tar."""
+    sizes = map(_value_bytes, record.fields.values())
+    return fields_bytes(record.key, zip(record.fields, sizes, strict=True))
+
+
+def _value_bytes(value: FileRef | bytes | int) -> int:
+    if isinstance(value, FileRef):
+        return value.size
+    return len(value) if isinstance(value, bytes) else len(b"%d" % value)
+
+
+def _encoded_bytes(sample: Encoded) -> int:
+    return fields_bytes(sample.key, ((field, len(data)) for field, data in sample.fields.items()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackStream:
+    """The samples of all splits that this process writes: one pass over the records, which are encoded ahead, also across parts.
+
+    Args:
+        plan: The records.
+        cut: Where parts begin.
+        pool: Encodes the records.
+    """
+
+    plan: PackPlan
+    cut: _Cut
+    pool: EncoderPool
+
+    def open(
+        self, jobs: Collection[int], find_kept: FindKept
+    ) -> Generator[tuple[Place, Encoded], None, None]:
+        """Yield the samples of the splits whose parts are not kept (see `OpenStream`)."""
+        plan, missing = self.plan, set(jobs)
+        firsts, begins = [0] * len(plan.splits), dict.fromkeys(jobs, 0)
+        for split in jobs:
+            # The records of the first kept parts are not read again: each was written or skipped.
+            while (kept := find_kept(split, firsts[split])) is not None:
+                missing.discard(split)
+                firsts[split] += 1
+                begins[split] += kept.nsamples + len(kept.skipped)
+        cut, pool, records = self.cut, self.pool, plan.iter_from(begins)
+        if cut.is_encoded_first:
+            cuts = cut.number_encoded(pool.encode(records), firsts)
+            numbered = _without_kept(cuts, firsts, find_kept)
+        else:  # files of kept parts are not opened
+            numbered = pool.encode(_without_kept(cut.number(records, firsts), firsts, find_kept))
+        for place, sample in numbered:
+            missing.discard(place[0])
+            yield place, sample
+        if missing:
+            raise _empty_error(plan)
+
+
+def _without_kept(
+    numbered: Iterable[tuple[Place, T]], firsts: Sequence[int], find_kept: FindKept
+) -> Iterator[tuple[Place, T]]:
+    """Leave out the items of kept parts; the first part of each split is known not to be."""
+    parts, is_kept = [*firsts], [False] * len(firsts)
+    for (split, part), item in numbered:
+        if part != parts[split]:
+            parts[split] = part
+            is_kept[split] = find_kept(split, part) is not None
+        if not is_kept[split]:
+            yield (split, part), item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackWork:
+    """The work of one part of a pack.
+
+    Args:
+        request: The arguments of the pack.
+        identity: Source and options when the job was planned.
+        call: Identity of the call of `pack`.
+        split: Number of the split.
+        number: Number of the part.
+        first: Position of its first record among those of the split.
+        last: Position after its last.
+    """
+
+    request: PackRequest
+    identity: str
+    call: str
+    split: int = 0
+    number: int = 0
+    first: int = 0
+    last: int = 0
+
+    def parts(self, split: int, firsts: Numbers) -> Iterator[PackWork]:
+        """Yield the work of each part of a split; ``firsts`` as `_Cut.firsts` returns it."""
+        for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
+            yield replace(self, split=split, number=number, first=first, last=last)
+
+    def write(self, writer: PartWriter) -> PartResult:
+        """Read, encode and write the records (see `PartWork.write`).
+
+        Raises:
+            SourceError: If a record cannot be packed, unless such records are skipped.
+            ChangedError: If the source has changed since the job was planned.
+        """
+        # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
+        plan = keep(self.call, "source", self._open)
+        keeps_keys = plan.source.may_repeat_keys
+        part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
+        records = (record for _, record in plan.iter_from({self.split: self.first}))
+        for some in chunked(itertools.islice(records, self.last - self.first)):
+            for sample in plan.encoder.encode(some):
+                part.add(sample)
+        return part.result()
+
+    def _open(self) -> PackPlan:
+        """Open the source."""
+        plan = self.request.open()
+        if _identity(plan) != self.identity:
+            raise ChangedError(
+                "the source, or the class numbers of a dataset next to the destination, have changed since the job began; start it "
+                "again in another folder, or with overwrite=True (--overwrite)",
+                shard=plan.source.name,
+            )
+        return plan

@@ -26,11 +26,10 @@ from shardstream.format import (
     Sample,
     encode_classes,
 )
-from shardstream.packing.job.claim import PartJob
 from shardstream.packing.job.cut import cut_by_size, fields_bytes
-from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
+from shardstream.packing.job.folder_state import ShardNames, check_is_elsewhere
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
-from shardstream.packing.job.part_record import PartResult
+from shardstream.packing.job.parts import PartJob, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.sample_range import (

@@ -23,7 +23,6 @@ from shardstream.errors import (
 from shardstream.format import Sample, has_mask_word, is_image_field
 from shardstream.order import derive_key, permute
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.job.kept_values import keep
 from shardstream.pipeline import (
     Context,
     Decode,
@@ -40,6 +39,7 @@ from shardstream.pipeline import (
     open_stages,
 )
 from shardstream.samples import FetchOptions, Numbers, Samples, leaves_of, replace_leaves
+from shardstream.tasks import keep
 
 _PREFETCH_BYTES = 64 << 20
 _CHUNK_BYTES = 4 << 20  # of samples in memory as Python objects

@@ -6,11 +6,13 @@ from shardstream.tasks.executor import (
     FuturesExecutor,
     LocalExecutor,
     Parts,
+    ProcessPool,
     RetryCount,
     Task,
+    forget,
+    keep,
     run_task,
 )
-from shardstream.tasks.process_pool import ProcessPool
 
 __all__ = [
     "JSON",
@@ -21,5 +23,7 @@ __all__ = [
     "ProcessPool",
     "RetryCount",
     "Task",
+    "forget",
+    "keep",
     "run_task",
 ]

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Protocol, Self, TypeAlias
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any, ParamSpec, Protocol, Self, TypeAlias, TypeVar, cast
 
 from shardstream.errors import OptionError, WorkerError, why_not_imported
-from shardstream.tasks.process_pool import ProcessPool
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 """Values that JSON can hold."""
@@ -20,6 +27,17 @@ Done: TypeAlias = "Callable[[Task, Result], None]"
 
 # Enough that no process waits for the next task; few, so that a long iterable of tasks is not read at once.
 _TASKS_PER_PROCESS = 2
+_EXCEPTION = 1
+"""Exit code of a process that an exception has ended: a call raises it in the parent, so it was before one."""
+_END_S = 60.0
+_POLL_S = 0.01
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# Of this process: what it keeps of the job whose task it runs, by job and name.
+_kept: dict[tuple[str, str], Any] = {}
+_kept_lock = threading.RLock()
 
 
 class Task(Protocol):
@@ -271,3 +289,135 @@ def _is_of_pickling(error: Exception) -> bool:
     if getattr(error, "__notes__", ()):
         return False
     return isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError"
+
+
+class ProcessPool:
+    """Runs functions in worker processes; use it as a context manager.
+
+    When the block ends with an exception, the processes are killed: their results are not needed, and some may
+    still be importing numpy for seconds. When a process dies, the futures raise `BrokenProcessPool`.
+
+    Args:
+        processes: Number of processes.
+        initializer: Called once in each process, with ``arguments``.
+        arguments: Picklable arguments of ``initializer``.
+    """
+
+    def __init__(
+        self,
+        processes: int,
+        initializer: Callable[..., object] | None = None,
+        arguments: tuple[object, ...] = (),
+    ) -> None:
+        # No fork: this process has threads (fsspec's, the uploader's), and a child would inherit their locks. No fork server: it
+        # keeps the environment of its own start, and credentials may have been set since.
+        self._context = _Context()
+        self._pool = ProcessPoolExecutor(
+            processes,
+            mp_context=self._context,
+            initializer=_begin,
+            initargs=(initializer, arguments),
+        )
+        # Processes are started by a thread that blocks signals: a signal ends the main thread, which would leave a process
+        # that was started halfway.
+        self._starter = ThreadPoolExecutor(
+            1, thread_name_prefix="shardstream-start", initializer=_hold_signals
+        )
+
+    def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Call a function in a worker process; return its future."""
+        return self._starter.submit(self._pool.submit, function, *args, **kwargs).result()
+
+    def why_broken(self) -> str:
+        """Say why a process has died, and what to do, after the `BrokenProcessPool`."""
+        end_s = time.monotonic() + _END_S
+        for process in self._context.started:  # all have ended, or are killed by the pool
+            process.join(_END_S)
+            while process.exitcode is None and time.monotonic() < end_s:
+                time.sleep(
+                    _POLL_S
+                )  # the pool's thread has just waited for it, too, and is about to note its exit code
+        if any(process.exitcode == _EXCEPTION for process in self._context.started):
+            return f"it could not start, see its traceback above; {why_not_imported()}"
+        return "killed, crashed or out of memory; try fewer processes"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._starter.shutdown(wait=True)
+            if kind is not None:
+                # Python 3.14 has kill_workers() for this.
+                for process in dict(getattr(self._pool, "_processes", None) or {}).values():
+                    process.kill()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _hold_signals() -> None:
+    """Let processes that this thread starts inherit blocked signals, until `_begin` ignores them."""
+    resource_tracker.ensure_running()  # if it started later, it would unblock the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+class _Process(SpawnProcess):
+    """A process that ends at once when the pool terminates it.
+
+    When one has died, the pool terminates the others and waits for them before it accepts submissions. They ignore SIGTERM (see
+    `_begin`), so the wait would last as long as their work, and from Python 3.12 on forever: the pool sends no other signal.
+    """
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Context(SpawnContext):
+    def __init__(self) -> None:
+        self.started: list[_Process] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> _Process:  # type: ignore[override]  # noqa: N802  (as in its base)
+        process = _Process(*args, **kwargs)
+        self.started.append(process)
+        return process
+
+
+def _begin(initializer: Callable[..., object] | None, arguments: tuple[object, ...]) -> None:
+    # Ctrl-C and signals to the process group reach all processes; the main process ends the workers.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, name="shardstream-parent", daemon=True).start()
+    if initializer is not None:
+        initializer(*arguments)
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent was killed: it would wait for the pool's queue forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def keep(job: str, name: str, make: Callable[[], _T]) -> _T:
+    """Return a value that all tasks of a job share in this process, such as an open source or a model; if there is none, make it, and drop those of other jobs.
+
+    Args:
+        job: Identity of the call.
+        name: Name of the value in its job.
+        make: Makes the value; other threads wait meanwhile.
+    """
+    with _kept_lock:
+        if (job, name) not in _kept:
+            value = make()
+            for other in [one for one in _kept if one[0] != job]:
+                del _kept[other]
+            _kept[job, name] = value
+        return cast("_T", _kept[job, name])
+
+
+def forget(job: str) -> None:
+    """Drop the values of a job."""
+    with _kept_lock:
+        for one in [one for one in _kept if one[0] == job]:
+            del _kept[one]

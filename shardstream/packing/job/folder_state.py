@@ -1,4 +1,4 @@
-"""Read and write the two files that tell the state of a folder: the journal of an unfinished dataset, and the manifest of a finished one.
+"""Name the shards of a folder, and read and write the two files that tell its state: the journal of an unfinished dataset, and the manifest of a finished one.
 
 The journal is written before anything else is changed, and deleted last. It holds the identity of the job (source and options), the run that owns
 the folder, and, once the dataset is published, the SHA-256 of its ``index.json``; the journal of the first split has those of all others.
@@ -8,11 +8,14 @@ A run that finds another owner stops.
 from __future__ import annotations
 
 import json
+import os
+import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from string import Formatter
 from typing import Any
 
 from shardstream.errors import (
@@ -24,9 +27,12 @@ from shardstream.errors import (
     StorageError,
 )
 from shardstream.format import (
+    COLUMNS_SUFFIX,
     FIRST_VERSION,
+    INDEX_SUFFIX,
     MANIFEST_NAME,
     Manifest,
+    ShardInfo,
     decode_all_shards,
     decode_manifest,
     encode_manifest_files,
@@ -34,12 +40,24 @@ from shardstream.format import (
     is_records_name,
     version_name,
 )
-from shardstream.storage import JOURNAL_NAME, OutputFolder, join_url
+from shardstream.storage import (
+    JOURNAL_NAME,
+    OutputFolder,
+    Storage,
+    final_name,
+    is_journal,
+    join_url,
+    parent_url,
+)
 
 # Of the file, and of the bytes that a job writes: a journal of another version is refused.
 VERSION = 6
 # Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+DEFAULT_NAME = "{shard:06d}.tar"
+_FURTHER = re.compile(r"_\d{2,}\.tar\Z")  # see `ShardNames.name`
+_SPEC = re.compile(r"\d*[dboxX]?")  # what gives each number a name of its own
+_BASES = {"b": 2, "o": 8, "x": 16, "X": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,3 +368,190 @@ def has_versions(folder: OutputFolder, names: Iterable[str]) -> bool:
         folder.read(version_name(1), 0, 1)
         return True
     return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardNames:
+    """Folder of a dataset and names of its shards.
+
+    Args:
+        folder: URL of the folder, without a slash at its end.
+        template: Name of a shard, with ``{shard}`` where its number goes.
+    """
+
+    folder: str
+    template: str
+
+    @classmethod
+    def parse(cls, url: str | os.PathLike[str]) -> ShardNames:
+        """Read a pattern such as ``s3://bucket/train/{shard:06d}.tar``, or the URL of a folder.
+
+        >>> ShardNames.parse("s3://bucket/train/").template
+        '{shard:06d}.tar'
+
+        Raises:
+            OptionError: If the pattern does not give each shard its own name in one folder.
+        """
+        text = os.fspath(url)
+        if "{" not in text and not text.lower().endswith(".tar"):
+            return cls(folder=text.rstrip("/") or "/", template=DEFAULT_NAME)
+        names = cls(folder=parent_url(text), template=text.rpartition("/")[2])
+        example = (
+            f"write for example {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}"
+        )
+        try:
+            fields = [
+                (name, spec, conversion)
+                for _, name, spec, conversion in Formatter().parse(names.template)
+                if name is not None
+            ]
+        except ValueError as error:
+            raise OptionError(f"the pattern is wrong ({error}); {example}", shard=text) from error
+        for name, spec, conversion in fields:
+            if name != "shard" or conversion or not _SPEC.fullmatch(spec or ""):
+                raise OptionError(
+                    "the pattern may contain only {shard}, with the width of the number, as in {shard:06d} or {shard:04x}; "
+                    + example,
+                    shard=text,
+                )
+        if len(fields) != 1 or "{" in names.folder or not names.template.endswith(".tar"):
+            raise OptionError(
+                "the last part of the pattern must contain {shard} once, for the number, and end in .tar; "
+                + example,
+                shard=text,
+            )
+        return names
+
+    def name(self, shard: int, further: int = 0) -> str:
+        """Return the name of a shard in its folder.
+
+        Args:
+            shard: Its number; of a job in parts, the number of the part.
+            further: Number of the shard among those of its part.
+
+        >>> names = ShardNames(folder="x", template="{shard:06d}.tar")
+        >>> names.name(7), names.name(7, 1)
+        ('000007.tar', '000007_01.tar')
+        """
+        name = self.template.format(shard=shard)
+        return f"{name.removesuffix('.tar')}_{further:02d}.tar" if further else name
+
+    def url(self, name: str) -> str:
+        """Return the URL of a file in the folder."""
+        return join_url(self.folder, name)
+
+    def is_ours(self, name: str) -> bool:
+        """Return whether a name is that of a shard of this pattern.
+
+        >>> names = ShardNames(folder="x", template="a-{shard:06d}.tar")
+        >>> names.is_ours("a-000012.tar"), names.is_ours("a-000012_01.tar"), names.is_ours("a-12.tar")
+        (True, True, False)
+        >>> names = ShardNames(folder="x", template="a_{shard:02x}.tar")
+        >>> names.is_ours("a_1f.tar"), names.is_ours("a_1f_01.tar"), names.is_ours("a.tar")
+        (True, True, False)
+        """
+        return self._has_number(name) or self._has_number(_FURTHER.sub(".tar", name))
+
+    def _has_number(self, name: str) -> bool:
+        """Return whether a number gives this name."""
+        pattern, base = "", 10
+        for text, number_name, spec, _ in Formatter().parse(self.template):
+            pattern += re.escape(text)
+            if number_name is not None:
+                pattern += "( *[0-9A-Fa-f]+)"
+                base = _BASES.get((spec or "")[-1:], 10)
+        number = re.fullmatch(pattern, name)
+        try:
+            return number is not None and name == self.name(int(number[1], base))
+        except ValueError:  # letters in a decimal number
+            return False
+
+
+def check_is_elsewhere(folders: Iterable[str], folder: str, storage: Storage) -> None:
+    """Refuse to write shards to a folder whose shards are read.
+
+    Raises:
+        OptionError: If the folder is one of ``folders``.
+    """
+    for taken in folders:
+        if storage.resolve(taken)[1].rstrip("/") == storage.resolve(folder)[1].rstrip("/"):
+            raise OptionError(
+                "the shards would be overwritten while they are read; write elsewhere", shard=folder
+            )
+
+
+def published_sha256(folder: OutputFolder, files: Container[str]) -> str:
+    """Return the hash of the manifest of a folder; "" if there is none."""
+    return sha256(folder.read(MANIFEST_NAME)).hexdigest() if MANIFEST_NAME in files else ""
+
+
+def shard_of(name: str) -> str:
+    """Return the shard that a file belongs to: the shard itself, its index or its columns.
+
+    >>> [shard_of(name) for name in ("a.tar", "a.tar.idx", "a.tar.cols.parquet")]
+    ['a.tar', 'a.tar', 'a.tar']
+    """
+    return name.removesuffix(COLUMNS_SUFFIX).removesuffix(INDEX_SUFFIX)
+
+
+def is_half_written(name: str, names: ShardNames, extras: Container[str]) -> bool:
+    """Return whether a file is what a killed writer of a dataset has left of one.
+
+    >>> names = ShardNames(folder="x", template="{shard:06d}.tar")
+    >>> [is_half_written(f"{name}.part-0123456789ab", names, ()) for name in ("000000.tar", "index.json", "notes.txt")]
+    [True, True, False]
+    """
+    final = final_name(name)
+    if final is None:
+        return False
+    is_manifest = final == MANIFEST_NAME or is_records_name(final)
+    return names.is_ours(shard_of(final)) or is_journal(final) or is_manifest or final in extras
+
+
+def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None:
+    """Delete a shard, its index, and its columns if they are among some files; the tar last: by it the next run finds what a killed one has left."""
+    if name + COLUMNS_SUFFIX in files:
+        folder.remove(name + COLUMNS_SUFFIX)
+    folder.remove(name + INDEX_SUFFIX)
+    folder.remove(name)
+
+
+def remove_replaced(
+    folder: OutputFolder,
+    names: ShardNames,
+    stale: Iterable[str],
+    written: Sequence[ShardInfo],
+    files: Collection[str],
+    *,
+    has_columns: bool,
+) -> None:
+    """Delete the shards of an earlier dataset that were not written again, and columns of those that were written without.
+
+    Args:
+        folder: The folder.
+        names: Names of the shards of the new dataset.
+        stale: Names of the shards of the earlier dataset.
+        written: The shards of the new one.
+        files: Names of the files that were there before.
+        has_columns: Whether the new dataset has columns.
+    """
+    urls = {shard.url for shard in written}
+    left = set(stale) - urls
+    # A killed run of a part may have left a further shard that its next run did not need.
+    for name in files:
+        if name.endswith(".tar") and name not in urls and names.is_ours(name):
+            left.add(name)
+    for name in sorted(filter(is_deletable, left)):
+        remove_shard(folder, name, files)
+    for shard in () if has_columns else written:
+        if shard.columns_url in files:
+            folder.remove(shard.columns_url)
+
+
+def is_deletable(name: str) -> bool:
+    """Return whether a file that a manifest or journal names may be deleted as a shard: a tar right in the folder.
+
+    >>> [is_deletable(name) for name in ("a.tar", "notes.txt", "..", "../a.tar", "s3://b/a.tar", "file::a.tar")]
+    [True, False, False, False, False, False]
+    """
+    return name.lower().endswith(".tar") and not any(sign in name for sign in ("/", "\\", "::"))

@@ -18,8 +18,7 @@ from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
 from shardstream.packing.job.append import Base, check_append, read_base
 from shardstream.packing.job.cut import Numbers, SplitNumbers, assign_splits
-from shardstream.packing.job.destination import ShardNames, check_is_elsewhere
-from shardstream.packing.job.folder_state import Task
+from shardstream.packing.job.folder_state import ShardNames, Task, check_is_elsewhere
 from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
 from shardstream.packing.shards.part_writer import WriterOptions

@@ -31,18 +31,16 @@ from shardstream.format import (
 from shardstream.packing.job.append import Addition, find_appended
 from shardstream.packing.job.claim import locked, remove_job_files, restore_journal
 from shardstream.packing.job.dataset_keys import KeyList, NewKeys
-from shardstream.packing.job.destination import (
-    ShardNames,
-    published_sha256,
-    remove_replaced,
-)
 from shardstream.packing.job.folder_state import (
     Journal,
     ManifestFiles,
     Published,
+    ShardNames,
     Task,
+    published_sha256,
     read_journal,
     read_old_manifest,
+    remove_replaced,
 )
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
@@ -50,12 +48,7 @@ from shardstream.packing.job.key_hashes import (
     place_of,
     refuse_repeated_keys,
 )
-from shardstream.packing.job.part_record import (
-    PartResult,
-    Skip,
-    combine_results,
-    read_record,
-)
+from shardstream.packing.job.parts import PartResult, Skip, combine_results, read_record
 from shardstream.packing.job.report import PackReport, SplitReport, combine_reports
 from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.sources.class_numbering import warn_of_siblings

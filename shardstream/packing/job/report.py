@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardstream.errors import OptionError, get_logger, human_bytes, plural
-from shardstream.packing.job.part_record import PartResult, Skip
+from shardstream.packing.job.parts import PartResult, Skip
 from shardstream.tasks import RetryCount
 
 _log = get_logger(__name__)

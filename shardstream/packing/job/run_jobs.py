@@ -1,7 +1,7 @@
 """Run the parts of jobs, in this process or by an executor, and publish the datasets when all are done.
 
 A job is cut into parts by its source and options alone, so that every process computes the same parts. The first process claims the
-destination with a journal (`claim`); each finished part leaves a record in the same folder (`part_record`). `publish` reads the records,
+destination with a journal (`claim`); each finished part leaves a record in the same folder (`parts`). `publish` reads the records,
 writes ``index.json`` and deletes them. A part that has a record and whose shards are in place is not run again.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardstream.errors import OptionError
-from shardstream.packing.job.claim import PartJob, claimed, join
+from shardstream.packing.job.claim import Claim, claimed, join
 from shardstream.packing.job.cut import Place
-from shardstream.packing.job.destination import Claim
 from shardstream.packing.job.parallel_encode import Encoded
-from shardstream.packing.job.part_record import (
+from shardstream.packing.job.parts import (
     EncodedPart,
     PartFiles,
+    PartJob,
     PartResult,
     PartTask,
     Skip,

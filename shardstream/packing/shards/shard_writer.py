@@ -16,9 +16,15 @@ from shardstream.errors import OptionError, SampleError, StorageError, get_logge
 from shardstream.format import ColumnSources, Manifest
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.append import Addition, check_append, read_base
+from shardstream.packing.job.claim import claim_destination
 from shardstream.packing.job.dataset_keys import NewKeys
-from shardstream.packing.job.destination import ShardNames, claim_destination, remove_replaced
-from shardstream.packing.job.folder_state import WRITER_TASK, Journal, ManifestFiles
+from shardstream.packing.job.folder_state import (
+    WRITER_TASK,
+    Journal,
+    ManifestFiles,
+    ShardNames,
+    remove_replaced,
+)
 from shardstream.packing.job.key_hashes import refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions

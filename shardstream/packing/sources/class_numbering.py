@@ -16,8 +16,7 @@ from shardstream.catalog import (
 )
 from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
-from shardstream.packing.sources.samples_source import SamplesSource
-from shardstream.packing.sources.source import Source
+from shardstream.packing.sources.source import SamplesSource, Source
 from shardstream.storage import Storage, join_url, parent_url
 
 _log = get_logger(__name__)

@@ -9,8 +9,7 @@ from typing import Any
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format import MANIFEST_NAME
 from shardstream.packing.sources.folder_source import folder_source
-from shardstream.packing.sources.samples_source import SamplesSource
-from shardstream.packing.sources.source import Source, SourceOptions
+from shardstream.packing.sources.source import SamplesSource, Source, SourceOptions
 from shardstream.packing.sources.table_source import TableSource
 from shardstream.packing.sources.tables import (
     FILE_COLUMN,

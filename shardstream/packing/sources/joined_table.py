@@ -13,10 +13,9 @@ import numpy as np
 from shardstream.errors import OptionError, SampleError, SourceError, plural
 from shardstream.format import KEY_COLUMN, Sample, import_parquet, limit_of_rows, read_parquet
 from shardstream.packing.encode import encode_field
-from shardstream.packing.sources.parquet_table import check_columns, number_dtypes, rows_of
 from shardstream.packing.sources.source import FileRef
 from shardstream.packing.sources.table_source import convert_cell, key_of
-from shardstream.packing.sources.tables import Row, iter_rows
+from shardstream.packing.sources.tables import Row, check_columns, iter_rows, number_dtypes, rows_of
 from shardstream.samples import Numbers, Table
 from shardstream.storage import Storage
 

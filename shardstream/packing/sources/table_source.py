@@ -27,7 +27,6 @@ from shardstream.format import (
 )
 from shardstream.packing.encode import has_encoder, number_array
 from shardstream.packing.job.cut import Numbers
-from shardstream.packing.sources.parquet_table import ParquetCounts
 from shardstream.packing.sources.source import (
     FileRef,
     Record,
@@ -35,7 +34,14 @@ from shardstream.packing.sources.source import (
     SourceOptions,
     fingerprint_of,
 )
-from shardstream.packing.sources.tables import MEDIA, Row, count_rows, is_value, iter_rows
+from shardstream.packing.sources.tables import (
+    MEDIA,
+    ParquetCounts,
+    Row,
+    count_rows,
+    is_value,
+    iter_rows,
+)
 from shardstream.storage import Storage, absolute_url, is_under, join_url, parent_url
 
 _log = get_logger(__name__)

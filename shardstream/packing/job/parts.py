@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
@@ -13,8 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
 from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
-from shardstream.packing.job.destination import ShardNames
-from shardstream.packing.job.folder_state import Journal, Task
+from shardstream.packing.job.folder_state import (
+    Journal,
+    ShardNames,
+    Task,
+)
 from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.shards.column_builder import ColumnSummary
@@ -327,3 +332,64 @@ def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartRes
 def missing_parts(files: Mapping[str, FileInfo], parts: int) -> list[int]:
     """Return the numbers of the parts that have no record among some files."""
     return [number for number in range(parts) if part_record_name(number) not in files]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartJob:
+    """The job of one dataset, and its destination; its identity is equal in all processes that run a part of it.
+
+    Args:
+        kind: Verb of the job, e.g. "reshard".
+        title: Description of the source, for reports.
+        names: Folder and names of the shards.
+        source: Text that changes with the source; None if that is unknown: then a stopped job begins again.
+        options: All options that decide the bytes, as JSON values.
+        limits: Maximum samples and bytes of a shard, its columns, and the name of the dataset.
+        parts: Number of parts, which source and options decide; 0 if it is not known before they are run.
+        extras: Small text files that are published with the manifest, by name.
+        storage_options: ``storage_options`` of the destination; not part of the identity.
+        split: Name of the split; "" without splits.
+        works: Work of each part, in order, where the parts are not those of a stream.
+        skips: Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued.
+        keeps_keys: Of samples that a stream yields, whether their keys are compared when the dataset is published.
+        call: Identity of this call, of a job whose source has none.
+    """
+
+    kind: str
+    title: str
+    names: ShardNames
+    source: str | None
+    options: Mapping[str, Any]
+    limits: WriterOptions
+    parts: int = 0
+    extras: Mapping[str, str] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] | None = None
+    split: str = ""
+    works: Iterable[PartWork] = ()
+    skips: bool = False
+    keeps_keys: bool = False
+    call: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def task(self) -> Task:
+        """Source and options, for the journal; `merge` needs no more."""
+        options = {"job": self.kind, **self.options, "template": self.names.template}
+        extras = dict(sorted(self.extras.items()))
+        return Task(
+            source=self.source, options=options | {"name": self.limits.name, "extras": extras}
+        )
+
+    @property
+    def run(self) -> str:
+        """Identity of the job, 32 hex digits: equal for all its processes."""
+        task = self.task
+        text = json.dumps([task.source or self.call, dict(task.options)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def open_folder(self) -> OutputFolder:
+        """Open the folder of the dataset."""
+        return open_output_folder(self.names.folder, self.storage_options, None)
+
+    def new_journal(self, folder: OutputFolder) -> Journal:
+        """Return the journal of the job when it begins; nothing is written."""
+        return Journal(folder=folder, task=self.task, parts=self.parts, run=self.run)
