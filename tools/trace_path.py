@@ -54,8 +54,8 @@ LIMITS = {
     "first state_dict": (11, 19),
     "next state_dict": (5, 9),
     "with one worker": (38, 163),
-    "ShardWriter, 40 samples": (18, 92),
-    "pack of four photos": (50, 364),
+    "ShardWriter, 40 samples": (17, 92),
+    "pack of four photos": (43, 364),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

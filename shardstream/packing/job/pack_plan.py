@@ -121,7 +121,9 @@ class PackRequest:
         if self.base is None:
             folders = [*map(partial(folder_of_split, names), splits)]
             opened = number_classes(opened, self.classes, folders, Storage(self.writing))
-            numbers: dict[str, Any] = {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+            names_file = opened.extras.get(CLASSES_NAME)
+            digest = None if names_file is None else hashlib.sha256(names_file).hexdigest()[:16]
+            numbers: dict[str, Any] = {"class_numbers": digest}
         else:
             opened, numbers = self._continue(opened, splits, self.base)
         asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
@@ -285,10 +287,6 @@ def _prefix(source: Source) -> str:
     """Return a text for keys that are running numbers, which those of the dataset may be, too: the same for the same source."""
     identity = source.fingerprint or uuid.uuid4().hex
     return f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}-"
-
-
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else hashlib.sha256(data).hexdigest()[:16]
 
 
 def _plan(source: Source, request: PackRequest, **opened: Any) -> PackPlan:
