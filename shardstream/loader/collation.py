@@ -226,7 +226,7 @@ def _check_alike(values: Sequence[Any], name: str, items: Sequence[Any]) -> None
             key = f" (sample {item.get('__key__')!r})" if isinstance(item, Mapping) else ""
             raise SampleError(
                 f"{name}: {tuple(shape)} {dtype} and {tuple(value.shape)} {value.dtype}{key} cannot be stacked to one batch; "
-                "give them one shape and dtype in a map (crop, resize, pad), or pass collate_fn",
+                "give them one shape and dtype in a map (crop, resize, pad), or pass collate_fn (docs/troubleshooting.md)",
                 field=name,
             )
 

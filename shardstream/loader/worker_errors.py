@@ -25,7 +25,7 @@ from shardstream.samples import Samples
 
 _REMEDIES = {
     "SIGKILL": "usually the system ran out of memory (see dmesg): use fewer workers, or a smaller prefetch_factor, "
-    "prefetch_bytes or window",
+    "prefetch_bytes or window (docs/troubleshooting.md)",
     "SIGBUS": "either /dev/shm is full: enlarge it (docker run --shm-size), or use fewer workers; or a local shard was cut while it was "
     "read: write new data to a folder of its own",
 }

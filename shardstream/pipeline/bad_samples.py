@@ -132,5 +132,5 @@ class SkipTracker:
         if self.counts.total() > self.budget.samples:
             raise SkipBudgetError(
                 f"skip budget exceeded: {plural(self.counts.total(), 'bad sample')}, limit {self.budget.samples} ({dict(self.counts)}); "
-                f"fix the data, or allow more with on_error=ss.SkipBudget(samples=…); last error: {text}"
+                f"fix the data, or allow more with on_error=ss.SkipBudget(samples=…) (docs/faults.md); last error: {text}"
             ) from error

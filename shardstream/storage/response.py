@@ -185,7 +185,7 @@ class ErrorMeaning(NamedTuple):
 
 
 REFUSED = ErrorMeaning(
-    "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy",
+    "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy (docs/minio.md)",
     AccessDeniedError,
 )
 NOT_FOUND = ErrorMeaning("not found; check the URL", NotFoundError)
