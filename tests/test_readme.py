@@ -48,7 +48,12 @@ RUN = (
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 )  # fmt: skip
 # Pages of formats whose packages are no part of [dev]: .ci/run installs them.
-FOREIGN = {"from-huggingface": "datasets", "from-litdata": "litdata", "from-mds": "streaming"}
+FOREIGN = {
+    "from-huggingface": "datasets",
+    "from-litdata": "litdata",
+    "from-mds": "streaming",
+    "grain": "grain",
+}
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _FILE = re.compile(r"# (\S+\.py)\n")

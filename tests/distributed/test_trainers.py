@@ -167,11 +167,11 @@ def test_distributed_checkpoints_are_loaded_on_another_number_of_ranks(tmp_path:
             assert sorted(seen) == list(range(SAMPLES)), (name, ranks)
             assert all(len(one[name]) == 4 for one in saved)
         saved, loaded = results["titan_saved"][ranks], results["titan_loaded"][others]
-        epoch = -(-SAMPLES // (8 * int(ranks)))
+        epoch = 128 // (8 * int(ranks))
         first = [number for one in saved for number in samples(one[:epoch])]
         second = [number for one in saved for number in samples(one[epoch:])]
         second += [number for one in loaded for number in samples(one)]
-        assert sorted(first) == sorted(second) == list(range(SAMPLES))
+        assert sorted(first) == sorted(second) == list(range(128))
         assert first != second
 
 
