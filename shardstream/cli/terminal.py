@@ -61,9 +61,6 @@ def aligned(rows: Sequence[tuple[str, ...]], *, right: frozenset[int] = frozense
     ]
 
 
-_TEXT = frozenset(
-    ["txt", "text", "transcript", "caption", "cls", "cls2", "id", "index", "inx", "json", "jsonl"]
-) | {"csv", "tsv", "md", "html", "xml", "yaml", "yml", "srt", "vtt", "log"}
 _PICKLES = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
 _BREAKS = re.compile(r"([\n\t])")
 _PREVIEW_CHARACTERS = 100
@@ -81,21 +78,20 @@ def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS
         data: Content of the field.
         limit: Characters of text to show; None for all, with line breaks.
     """
-    from shardstream.format import IMAGE_FORMATS  # noqa: PLC0415  (numpy; a command starts without it)
+    from shardstream.display import extension, kinds_of  # noqa: PLC0415  (numpy and Pillow; a command starts without them)
 
-    kind = field.rsplit(".", 1)[-1].lower()
     if not data:
         return "(empty)"
-    preview = None
-    if kind in _TEXT:
+    kind, preview = kinds_of([field])[field], None
+    if kind in ("text", "json", "class"):
         preview = _text(data, limit)
-    elif kind in IMAGE_FORMATS:
+    elif kind in ("picture", "mask"):
         preview = _image(data)
-    elif kind == "npy":
+    elif extension(field) == "npy":
         preview = _array(data)
     if preview is None:
         preview = _preview(data)
-        if kind in _PICKLES:
+        if extension(field) in _PICKLES:
             preview += " (may hold a pickle: not opened)"
     return preview
 
@@ -113,17 +109,15 @@ def _text(data: bytes, limit: int | None) -> str | None:
 
 
 def _image(data: bytes) -> str | None:
-    from PIL import Image  # noqa: PLC0415  (imported only for images)
-
-    from shardstream.format import PILLOW_FORMATS  # noqa: PLC0415  (numpy)
+    from shardstream.display import image_size  # noqa: PLC0415  (as above)
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
                 "ignore"
             )  # Pillow's size warning does not apply: only the header is read
-            with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
-                return f"{image.format} {image.width}x{image.height} {image.mode}"
+            size = image_size(data)
+        return f"{size['format']} {size['width']}x{size['height']} {size['mode']}"
     except Exception:  # noqa: BLE001  (Pillow raises various errors on damaged headers; show bytes instead)
         return None
 

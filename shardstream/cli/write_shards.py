@@ -259,14 +259,17 @@ def _show(report: PackReport, part: str | None, *, skips_path: str | None) -> No
         typer.echo(line)
     if skips_path is not None:  # it may fail; the dataset is written
         _write_skips(report, skips_path)
-    if part is not None:
-        folder, name = report.splits[0].url, report.splits[0].name
-        state = state_of_parts(
-            report.unfinished, folder.removesuffix(f"/{name}") if name else folder
-        )
-        typer.echo(f"part {part}: {state}")
+    _print_next(report, part)
+
+
+def _print_next(report: PackReport, part: str | None) -> None:
+    """Print the command to check what was written, or to publish the dataset that a part is of."""
+    if part is None:
+        print_checks(report)
         return
-    print_checks(report)
+    folder, name = report.splits[0].url, report.splits[0].name
+    state = state_of_parts(report.unfinished, folder.removesuffix(f"/{name}") if name else folder)
+    typer.echo(f"part {part}: {state}")
 
 
 def _fields(report: PackReport) -> str:
@@ -389,13 +392,8 @@ def _print_report(report: PackReport, part: str | None) -> None:
         typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run")
     counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
     written = f"{counts}: {human_bytes(report.total_bytes)} in {report.seconds:.1f} s, from {printable(report.source)}"
-    folder = report.splits[0].url
-    if part is None:
-        typer.echo(f"wrote {written}")
-        print_checks(report)
-    else:
-        typer.echo(f"part {part}: wrote {written}")
-        typer.echo(state_of_parts(report.unfinished, folder))
+    typer.echo(f"wrote {written}" if part is None else f"part {part}: wrote {written}")
+    _print_next(report, part)
 
 
 def merge(dest: str, *, option: list[str] | None = None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class Selections:
         self, samples: Samples, catalog: ShardCatalog, numbers_here: Callable[[Numbers], Numbers]
     ) -> None:
         self._samples, self._catalog, self._numbers_here = samples, catalog, numbers_here
-        self._kept: OrderedDict[str, Numbers] = OrderedDict()
+        self._choose: Callable[[str], Numbers] = lru_cache(_KEPT)(partial(find_where, samples))
         self._table: Any = None
         self._missing: str | None = None  # why there are no columns
         self._lock = threading.Lock()
@@ -104,15 +105,7 @@ class Selections:
             OptionError: If it is invalid, or there are no columns.
             ShardStreamError: If columns cannot be read.
         """
-        kept = self._kept.get(where)
-        if kept is not None:
-            return kept
-        numbers = find_where(self._samples, where)
-        with self._lock:
-            self._kept[where] = numbers
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return numbers
+        return self._choose(where)
 
     def samples(self, where: str) -> Samples:
         """Return the samples that fulfil a condition, as ``ShardDataset(where=)`` reads them."""

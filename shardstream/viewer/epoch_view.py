@@ -114,7 +114,7 @@ class Training:
                 found[name] = text
             elif name in _WHOLE_NUMBERS or name in _ORDER:
                 if text.strip():
-                    found[name] = _whole(name, text)
+                    found[name] = parse_whole(name, text)
                 elif name in _ORDER:
                     found[name] = None
             else:
@@ -169,7 +169,12 @@ def _with_balance(source: IndexedSource, balance: StepBalance | None) -> Indexed
     return replace(source, balance=balance)
 
 
-def _whole(name: str, text: str) -> int:
+def parse_whole(name: str, text: str) -> int:
+    """Return the whole number that a text of a form is.
+
+    Raises:
+        OptionError: If it is none.
+    """
     try:
         return int(text)
     except ValueError as error:

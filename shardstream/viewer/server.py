@@ -39,6 +39,7 @@ from shardstream.errors import (
     get_logger,
 )
 from shardstream.process_memory import tune_worker_process
+from shardstream.viewer.epoch_view import parse_whole
 from shardstream.viewer.guard import (
     DOWNLOAD_POLICY,
     HEADERS,
@@ -58,7 +59,6 @@ _log = get_logger(__name__)
 _STATIC = Path(__file__).parent / "static"
 _MAX_BODY_BYTES = 4 << 20
 _MEDIA_BYTES = 4 << 20  # of one response to a player
-_PIECE_BYTES = 8 << 20
 _THUMBNAIL, _PICTURE = 256, 2048  # maximum of both sides, in pixels
 _RENDERERS = 8  # threads of a page of thumbnails: they wait for the store, too
 
@@ -274,13 +274,13 @@ def _in_threads(function: Callable[[int], bytes], numbers: Sequence[int]) -> Ite
 
 
 def _thumbnail(session: Session, request: Request) -> Response:
-    return _shown(session.picture(_number(request), request.path_params["place"], _THUMBNAIL))
+    return _picture(session, request, _THUMBNAIL)
 
 
-def _picture(session: Session, request: Request) -> Response:
+def _picture(session: Session, request: Request, side: int = _PICTURE) -> Response:
     overlay = request.query_params.get("overlay") == "1"
     place = request.path_params["place"]
-    return _shown(session.picture(_number(request), place, _PICTURE, overlay=overlay))
+    return _shown(session.picture(_number(request), place, side, overlay=overlay))
 
 
 def _decoded(session: Session, request: Request) -> Response:
@@ -386,12 +386,7 @@ def _numbers(request: Request) -> list[int]:
 
 def _whole(values: Mapping[str, str], name: str, default: int) -> int:
     text = values.get(name, "")
-    if not text.strip():
-        return default
-    try:
-        return int(text)
-    except ValueError as error:
-        raise OptionError(f"{name} must be a whole number, not {text[:40]!r}") from error
+    return parse_whole(name, text) if text.strip() else default
 
 
 _TOKEN_BYTES = 24

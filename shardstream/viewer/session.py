@@ -34,6 +34,7 @@ from shardstream.pipeline import (
 )
 from shardstream.samples import Numbers
 from shardstream.storage import LazyShards, Storage
+from shardstream.viewer import page
 from shardstream.viewer.columns import (
     NO_COLUMNS,
     Histogram,
@@ -42,17 +43,6 @@ from shardstream.viewer.columns import (
     histograms_of_table,
 )
 from shardstream.viewer.epoch_view import Stored, Training, continued, read_state, view_epoch
-from shardstream.viewer.page import (
-    boxes_of,
-    broken_details,
-    card_of,
-    command_line,
-    describe_value,
-    details_of,
-    has_boxes,
-    masks_of,
-    message_of,
-)
 from shardstream.viewer.samples import (
     BrokenSample,
     FoundSample,
@@ -233,7 +223,7 @@ class Session:
         shown = range(first, min(first + count, total))
         numbers = list(shown) if chosen is None else chosen[first : shown.stop].tolist()
         cards = [
-            card_of(one, self.classes, self._bad_of.get(one.place.number, ()))
+            page.card_of(one, self.classes, self._bad_of.get(one.place.number, ()))
             for one in self.samples.find(numbers)
         ]
         return {
@@ -266,8 +256,8 @@ class Session:
         sample = self._find(number)
         cat = self._command("cat", "--number", str(number))
         if isinstance(sample, BrokenSample):
-            return broken_details(sample, cat)
-        found = details_of(
+            return page.broken_details(sample, cat)
+        found = page.details_of(
             sample,
             lambda name: self.samples.read_field(sample, name),
             self.classes,
@@ -336,7 +326,7 @@ class Session:
         version = self.options.version
         chosen = [] if version is None else ["--version", str(version)]
         words = [name, *self.options.urls, *arguments, *chosen]
-        return command_line(words, self.options.storage_options)
+        return page.command_line(words, self.options.storage_options)
 
     def _source(
         self, where: str, values: Mapping[str, str]
@@ -411,18 +401,18 @@ class Session:
         if self.options.decode is not None or chosen.kind != "picture" or chosen.field is None:
             return {}
         found: dict[str, Any] = {"masks": [], "boxes": [], "problems": []}
-        masks = masks_of(kinds)
+        masks = page.masks_of(kinds)
         for name, kind in kinds.items():
-            if name not in masks and not has_boxes(name, kind):
+            if name not in masks and not page.has_boxes(name, kind):
                 continue
             try:
                 data = self.samples.read_field(sample, name)
                 if name in masks:
                     found["masks"].append((name, render(kind, name, data, side, overlay=True)))
                 else:
-                    found["boxes"] += boxes_of(BASIC[extension(name)](data))
+                    found["boxes"] += page.boxes_of(BASIC[extension(name)](data))
             except Exception as error:  # noqa: BLE001  (decoders raise any error; the card shows it)
-                found["problems"].append(f"{name}: {message_of(error)}")
+                found["problems"].append(f"{name}: {page.message_of(error)}")
         if found["boxes"]:
             found |= image_size(self.samples.read_field(sample, chosen.field))
         return found
@@ -441,7 +431,9 @@ class Session:
                 picture = render_value(value, side)
                 if picture is not None:
                     return picture
-        return "\n".join(f"{one}: {describe_value(v).get('text', v)}" for one, v in values.items())
+        return "\n".join(
+            f"{one}: {page.describe_value(v).get('text', v)}" for one, v in values.items()
+        )
 
     def part(self, number: int, place: int) -> tuple[FoundSample, str, int]:
         """Return a sample, the name of one of its fields, and the size of that."""
@@ -467,7 +459,7 @@ class Session:
             return [{"name": "", "error": describe_error(error)}]
         return [
             {"name": str(name), "is_picture": render_value(value, 16) is not None}
-            | ({} if isinstance(value, bytes) else describe_value(value))
+            | ({} if isinstance(value, bytes) else page.describe_value(value))
             for name, value in values.items()
             if not str(name).startswith("__")
         ]
