@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.errors import OptionError, SourceError, UnfinishedError
+from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
 from shardstream.format import is_records_name
 from shardstream.tasks import LocalExecutor, Parts
 from shardstream.testing import make_shards
@@ -461,6 +461,31 @@ def test_what_is_refused(
     make(url)
     with pytest.raises(OptionError, match=message):
         ss.pack(samples(3, 9), url, append=True, **options)
+
+
+def test_splits_are_appended_one_by_one(tmp_path: Path) -> None:
+    def write(name: str, classes: list[str]) -> Path:
+        for number, one in enumerate(classes * 10):
+            (tmp_path / name / one).mkdir(parents=True, exist_ok=True)
+            picture = PIL.Image.new("RGB", (8, 8), (number, 0, 0))
+            picture.save(tmp_path / name / one / f"{name}{number}.jpg")
+        return tmp_path / name
+
+    split, dest, new = {"train": 0.8, "val": 0.2}, tmp_path / "dest", tmp_path / "new"
+    ss.pack(write("old", ["cat", "dog"]), dest, split=split)
+    later = write("later", ["ant", "dog"])
+    with pytest.raises(OptionError, match=r"not the splits train, val.*dest/train"):
+        ss.pack(later, dest, split=split, append=True)
+    with pytest.raises(StorageError, match="found: train/, val/.*; name the folder that holds"):
+        ss.pack(later, dest, append=True)
+    ss.pack(later, new, split=split, classes=["cat", "dog", "ant"])
+    for name, count in (("train", 32), ("val", 8)):
+        ss.pack(new / name, dest / name, append=True)
+        names = json.loads((dest / name / "classes.json").read_text())
+        assert names == ["cat", "dog", "ant"]
+        found = [*ss.ShardDataset(dest / name)]
+        assert len({one["__key__"] for one in found}) == len(found) == count
+        assert {names[int(one["cls"])] for one in found} == {*names}
 
 
 def test_a_dataset_without_indexes_is_refused(url: str) -> None:

@@ -83,6 +83,8 @@ class PackRequest:
             StorageError: If it cannot be read.
         """
         check_append(is_append=self.appends, is_new=is_new, has_defaults=self.checks_keys)
+        if self.split:
+            raise _splits_error(tuple(self.split), ShardNames.parse(self.dest).folder)
         base = read_base(ShardNames.parse(self.dest).folder, Storage(self.writing))
         limits = replace(self.limits, columns=base.columns_for(self.limits.columns))
         return replace(self, base=base, limits=limits)
@@ -152,10 +154,7 @@ class PackRequest:
     ) -> tuple[Source, dict[str, Any]]:
         """Return the source as its samples are to be appended to a dataset, and what identifies that."""
         if splits != ("",):
-            raise OptionError(
-                f"append takes one dataset at a time, not the splits {', '.join(splits)}; append each to its own",
-                shard=base.url,
-            )
+            raise _splits_error(splits, base.url)
         source, numbers = continue_class_numbers(
             source, self.classes, base.classes, base.url, Storage(self.writing)
         )
@@ -248,6 +247,16 @@ class PackPlan:
             f"the source has {found} records than when they were counted for the splits; run this again, with a source that does not change",
             shard=self.source.name,
         )
+
+
+def _splits_error(splits: Sequence[str], folder: str) -> OptionError:
+    """Return the error of an append of several datasets, whose versions could not be published together: others may change each."""
+    return OptionError(
+        f"append takes one dataset, not the splits {', '.join(splits)}: append the folder of each to its own, such as "
+        f"{join_url(folder, splits[0])}. To split new data, pack them elsewhere first, with split= (--split) and the classes of the dataset followed by "
+        "new ones (classes=, --classes)",
+        shard=folder,
+    )
 
 
 def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
