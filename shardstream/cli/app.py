@@ -29,7 +29,7 @@ from shardstream.cli.maintain_dataset import (
     verify,
 )
 from shardstream.cli.options import SHARED, describe_options, help_of
-from shardstream.cli.plan_bench import bench, plan
+from shardstream.cli.plan_bench import bench, first_use, plan
 from shardstream.cli.show_dataset import cat, ls, view
 from shardstream.cli.terminal import printable
 from shardstream.cli.write_shards import merge, pack, reshard
@@ -46,7 +46,7 @@ app = typer.Typer(
     # Markup off: brackets in URLs and keys would be parsed as markup.
     rich_markup_mode=None,
 )
-_READERS = (index, verify, ls, cat, view, plan, bench, doctor)
+_READERS = (index, verify, ls, cat, view, plan, first_use, bench, doctor)
 _CHANGES = (delete, compact, log, diff, tag, gc, close)
 for command in (pack, reshard, merge, *_READERS, *_CHANGES):
     text = help_of(command.__doc__)

@@ -1,4 +1,4 @@
-"""``shardstream plan`` and ``bench``: the samples that a training reads, and how fast."""
+"""``shardstream plan``, ``first-use`` and ``bench``: the samples that a training reads or has read, and how fast."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardstream.errors import OptionError, plural
 from shardstream.process_memory import num_cores
 
 if TYPE_CHECKING:
-    from shardstream.loader import Trial
+    from shardstream.loader import FirstUse, ShardLoader, Trial
     from shardstream.pipeline import EpochSamples, PlannedSamples, State
 
 
@@ -203,6 +203,119 @@ def _plan_json(found: EpochSamples, rows: list[dict[str, Any]] | None) -> dict[s
         "is_exact": found.is_exact,
     }
     return shown if rows is None else shown | {"samples": rows}
+
+
+def first_use(  # noqa: PLR0913  (the options of a command)
+    urls: Annotated[list[str] | None, typer.Argument()] = None,
+    *,
+    run: Annotated[str, typer.Option()],
+    key: Annotated[list[str] | None, typer.Option("--key")] = None,
+    keys: Annotated[str | None, typer.Option("--keys")] = None,
+    number: Annotated[list[int] | None, typer.Option("--number")] = None,
+    dataset: str | None = None,
+    version: str | None = None,
+    as_json: AsJson = False,
+    option: list[str] | None = None,
+) -> None:
+    """Find the last checkpoint of a run before any of some samples was used, and when each was used first.
+
+    Order, ranks and batch size are those of the last state of the run, and so is the version of the dataset. Of checkpoints only the states are
+    read, of the data the keys that are asked for and shown.
+
+    Examples:
+      shardstream first-use s3://bucket/train/ --run s3://bucket/run/ --keys takedown.txt
+      shardstream first-use data/train/ --run run/ --key 0001234 --key 0001235
+      shardstream first-use --dataset train:make_dataset --run run/ --number 17 --json
+
+    Options:
+      run (PATH): Folder of the checkpoints of save_checkpoint, one of them (.pt), or the JSON of a state (.json).
+      key (KEY): A sample; may be repeated.
+      keys (FILE): A text file (.txt) with a key on each line.
+      number (N): As --key, by number; may be repeated.
+      dataset (MODULE:FUNCTION): Function that returns the dataset of the training (a mix, weights, order=, ...) with its ranks
+        (placement=), in place of URL.
+    """
+    if bool(key) + bool(keys) + bool(number) != 1:
+        raise typer.BadParameter("give one of --key, --keys and --number")
+    options = parse_options(option, *(urls or ()), run)
+    import shardstream as ss  # noqa: PLC0415  (torch takes over a second)
+
+    states = ss.loader.read_states(run, storage_options=options if "://" in run else None)
+    made = _call(dataset) if dataset else _open_as(urls, states, parse_version(version), options)
+    last = (_states_of(made, states) or states)[-1]
+    topology: dict[str, Any] = last.get("topology") or {}
+    batch_size, drop_last = topology.get("batch_size"), bool(topology.get("drop_last"))
+    loader = ss.ShardLoader(made, batch_size, drop_last=drop_last)
+    saved = states if run.endswith(".json") else run
+    found = ss.first_use(loader, saved, keys=keys or key, numbers=number)
+    rows = _use_rows(found, loader)
+    if as_json:
+        checkpoint = {"checkpoint": found.checkpoint, "state": found.state}
+        typer.echo(json.dumps(checkpoint | {"samples": rows}, indent=1))
+    else:
+        _show_uses(found, rows)
+
+
+def _states_of(dataset: Any, states: Sequence[State]) -> list[State]:
+    """Return the states of the data of a dataset, among those of a run."""
+    own = dataset.pipeline.source.fingerprint
+    return [one for one in states if one.get("fingerprint") == own]
+
+
+def _open_as(
+    urls: list[str] | None,
+    states: Sequence[State],
+    version: int | str | None,
+    options: dict[str, Any],
+) -> Any:
+    """Open the dataset of the command in the version that a run has read last, in its order and for its ranks."""
+    import shardstream as ss  # noqa: PLC0415
+
+    known: dict[str, Any] = {"storage_options": options, "version": version}
+    order, last = {"shuffle": None, "seed": None}, states[-1]
+    read = [one["versions"][0] for one in reversed(states) if len(one.get("versions", ())) == 1]
+    for number in dict.fromkeys([version] if version is not None else [None, *read]):
+        try:
+            made = _open(urls, order, {}, known | {"version": number})
+        except OptionError:
+            if number is version:
+                raise
+            continue  # it is one of other data
+        if own := _states_of(made, states):
+            known["version"], last = number, own[-1]
+            break
+    known["placement"] = ss.Placement(0, (last.get("topology") or {}).get("ranks", 1))
+    return _open(urls, order, last, known)
+
+
+def _use_rows(found: FirstUse, loader: ShardLoader) -> list[dict[str, Any]]:
+    """Return number, epoch, step, rank and key of the first use of samples, in the order of uses."""
+    uses = zip(found.epochs, found.steps, found.ranks, found.numbers, strict=True)
+    rows = [
+        {"epoch": int(e), "step": int(s), "rank": int(r), "number": int(n)}
+        for e, s, r, n in sorted(uses)
+    ]
+    keys: dict[int, str | None] = {}
+    for epoch in sorted({row["epoch"] for row in rows}):
+        plan = loader.plan(epoch)
+        planned = plan.where(numbers=[row["number"] for row in rows if row["epoch"] == epoch])
+        keys |= dict(zip(planned.numbers.tolist(), plan.keys(planned), strict=True))
+    return [row | {"key": keys.get(row["number"])} for row in rows]
+
+
+def _show_uses(found: FirstUse, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        typer.echo("none of these samples comes in the epochs of the run")
+    elif found.state is None:
+        typer.echo("there is no checkpoint before the first use: begin anew without these samples")
+    else:
+        at = f"epoch {found.state['epoch']}, after {found.state['consumed']} samples of it"
+        place = printable(found.checkpoint or "the state")
+        typer.echo(f"the last checkpoint before any use: {place} ({at})")
+    if rows:
+        cells = [tuple(map(_cell, row.values())) for row in rows]
+        for line in aligned([tuple(rows[0]), *cells], right=frozenset(range(4))):
+            typer.echo(line)
 
 
 _BAR_CHARACTERS = 30

@@ -119,3 +119,62 @@ def test_wrong_usage(
 ) -> None:
     assert main(["plan", folder, "--batch-size", "4", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# --- shardstream first-use
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[str, str, list[list[int]]]:
+    """A dataset, the checkpoints of a run with two loaders, and the batches of rank 1 of the first epoch and a half."""
+    url = numbered(tmp_path / "data", 60, columns=["cls", "__key__"])
+    place, other = ss.Placement(1, 2), loader(numbered(tmp_path / "test", 10), 5)
+    made = loader(url, 4, shuffle=True, seed=3, placement=place)
+    batches: list[list[int]] = []
+    for _ in range(2):
+        for batch in islice(made, 8 if not batches else 3):
+            batches.append(batch["cls"].tolist())
+            ss.save_checkpoint(tmp_path / "run", step=len(batches), train=made, test=other)
+    return url, str(tmp_path / "run"), batches
+
+
+def uses(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["first-use", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_first_use_of_samples(
+    trained: tuple[str, str, list[list[int]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, run, batches = trained
+    asked = [batches[5][0], batches[3][2]]
+    expected = [
+        {"epoch": 0, "step": step, "rank": 1, "number": number, "key": f"{number:06d}"}
+        for step, number in ((3, asked[1]), (5, asked[0]))
+    ]
+    (tmp_path / "keys.txt").write_text("".join(f"{one:06d}\n" for one in asked))
+    by_keys = uses(capsys, url, "--run", run, "--keys", str(tmp_path / "keys.txt"))
+    assert by_keys["samples"] == expected
+    assert by_keys["checkpoint"] == f"{run}/step-00000003.pt"
+    numbers = [text for one in asked for text in ("--number", str(one))]
+    assert uses(capsys, url, "--run", run, *numbers) == by_keys
+    ss.delete(url, keys=["000001"])  # the run has read the version before
+    keys = [text for one in asked for text in ("--key", f"{one:06d}")]
+    assert uses(capsys, url, "--run", run, *keys) == by_keys
+    assert main(["first-use", url, "--run", run, *keys]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("the last checkpoint before any use: ")
+    assert lines[0].endswith("step-00000003.pt (epoch 0, after 24 samples of it)")
+    assert lines[1].split() == ["epoch", "step", "rank", "number", "key"]
+    assert len(lines) == 4
+    assert main(["first-use", url, "--run", run, "--number", str(batches[0][0])]) == 0
+    assert "there is no checkpoint before the first use" in capsys.readouterr().out
+
+
+def test_wrong_usage_of_first_use(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["first-use", folder, "--run", str(tmp_path)]) == 2
+    assert "one of --key, --keys and --number" in capsys.readouterr().err
+    assert main(["first-use", folder, "--run", str(tmp_path), "--number", "3"]) == 1
+    assert "no checkpoint" in capsys.readouterr().err
