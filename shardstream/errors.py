@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import sys
+from typing import Self
 
 _USERINFO = re.compile(r"(?<=://)[^/\s]*@")  # a password may have an @
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
@@ -232,6 +233,14 @@ class ManifestError(ShardStreamError):
 
 class SampleError(ShardStreamError):
     """A sample that cannot be written, grouped or batched."""
+
+    @classmethod
+    def of(cls, sample: object, what: str, *, remedy: str = "", field: str | None = None) -> Self:
+        """Return an error of a sample, with the shard and the key that it has if it is a dict."""
+        own = sample if isinstance(sample, dict) else {}
+        return cls(
+            what, remedy=remedy, shard=own.get("__url__"), key=own.get("__key__"), field=field
+        )
 
 
 class DecodeError(SampleError):

@@ -20,14 +20,14 @@ def test_shard_is_written_with_an_index_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     assert ss.packing.write_shard(path, SAMPLES) == 5
     assert len(ss.ShardDataset(path, read=ss.ReadOptions(index="require"))) == 5
-    decoded = [ss.decode_sample(sample) for sample in ss.pipeline.read_shard(path)]
+    decoded = [ss.decode_sample(sample) for sample in ss.catalog.read_shard(path)]
     assert [(one["__key__"], one["cls"], one["json"]["n"]) for one in decoded] == [
         (f"{n:03}", n, n) for n in range(5)
     ]
     packed = tmp_path / "b.tar.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     with packed.open("rb") as stream:
-        assert [one["cls"] for one in ss.pipeline.read_shard(stream)] == [
+        assert [one["cls"] for one in ss.catalog.read_shard(stream)] == [
             b"%d" % n for n in range(5)
         ]
 
@@ -36,7 +36,7 @@ def test_remote_shard_is_written_and_read(s3: S3Server) -> None:
     with new_bucket(s3) as bucket:
         url, options = f"s3://{bucket}/a.tar", s3.storage_options
         assert ss.packing.write_shard(url, SAMPLES, storage_options=options) == 5
-        assert len(list(ss.pipeline.read_shard(url, storage_options=options))) == 5
+        assert len(list(ss.catalog.read_shard(url, storage_options=options))) == 5
 
 
 def test_bad_input_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_bad_input_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
     ss.packing.write_shard(cut, SAMPLES)
     cut.write_bytes(cut.read_bytes()[:1800])
     with pytest.raises(ss.errors.ShardError, match="cut"):
-        list(ss.pipeline.read_shard(cut))
+        list(ss.catalog.read_shard(cut))
     with pytest.raises(ss.errors.NotFoundError, match="not found"):
-        list(ss.pipeline.read_shard(tmp_path / "none.tar"))
+        list(ss.catalog.read_shard(tmp_path / "none.tar"))
 
 
 def test_sample_is_decoded_as_in_a_dataset() -> None:

@@ -25,6 +25,7 @@ _DIRECTIVE = re.compile(r"^::: shardstream\.([\w.]+)$", re.MULTILINE)
 IN_ROOMS = (
     "catalog.Catalog",
     "catalog.read_columns",
+    "catalog.read_shard",
     "codecs.Audio",
     "codecs.AudioDecoder",
     "codecs.Video",
@@ -33,7 +34,6 @@ IN_ROOMS = (
     "loader.collate",
     "packing.write_shard",
     "pipeline.BadSample",
-    "pipeline.read_shard",
     "storage.FieldFile",
     "tasks.Executor",
     "tasks.FuturesExecutor",

@@ -1,7 +1,5 @@
 """Map sample numbers to byte ranges of shards and of loose files."""
 
-from shardstream.catalog.changes import deleted_by_shard as deleted_by_shard
-from shardstream.catalog.changes import refuse_deleted as refuse_deleted
 from shardstream.catalog.class_names import Classes as Classes
 from shardstream.catalog.class_names import ClassNames as ClassNames
 from shardstream.catalog.class_names import StoredClassNames as StoredClassNames
@@ -10,14 +8,13 @@ from shardstream.catalog.class_names import find_difference as find_difference
 from shardstream.catalog.class_names import read_all_classes as read_all_classes
 from shardstream.catalog.class_names import read_classes as read_classes
 from shardstream.catalog.class_names import warn_of_difference as warn_of_difference
+from shardstream.catalog.columns import Keys as Keys
+from shardstream.catalog.columns import Where as Where
+from shardstream.catalog.columns import choose_samples as choose_samples
+from shardstream.catalog.columns import find_keys as find_keys
+from shardstream.catalog.columns import find_where as find_where
 from shardstream.catalog.columns import iter_keys as iter_keys
-from shardstream.catalog.conditions import Keys as Keys
-from shardstream.catalog.conditions import Where as Where
-from shardstream.catalog.conditions import choose_samples as choose_samples
-from shardstream.catalog.conditions import find_keys as find_keys
-from shardstream.catalog.conditions import find_where as find_where
-from shardstream.catalog.conditions import read_columns as read_columns
-from shardstream.catalog.conditions import samples_with_keys as samples_with_keys
+from shardstream.catalog.columns import samples_with_keys as samples_with_keys
 from shardstream.catalog.doctor import examine_dataset as examine_dataset
 from shardstream.catalog.doctor import examine_machine as examine_machine
 from shardstream.catalog.inspect import Listing as Listing
@@ -25,17 +22,21 @@ from shardstream.catalog.inspect import class_name as class_name
 from shardstream.catalog.inspect import list_shards as list_shards
 from shardstream.catalog.inspect import list_splits as list_splits
 from shardstream.catalog.inspect import open_headers as open_headers
+from shardstream.catalog.inspect import read_columns as read_columns
 from shardstream.catalog.inspect import read_one as read_one
+from shardstream.catalog.inspect import read_shard as read_shard
 from shardstream.catalog.inspect import stream_samples as stream_samples
 from shardstream.catalog.integrity import VerifiedReader as VerifiedReader
 from shardstream.catalog.integrity import Verify as Verify
-from shardstream.catalog.manifest_versions import check_manifests as check_manifests
+from shardstream.catalog.integrity import check_manifests as check_manifests
 from shardstream.catalog.object_catalog import LabelFunction as LabelFunction
 from shardstream.catalog.object_catalog import ObjectCatalog as ObjectCatalog
 from shardstream.catalog.object_catalog import folder_label as folder_label
+from shardstream.catalog.open_samples import deleted_by_shard as deleted_by_shard
+from shardstream.catalog.open_samples import lacks_index as lacks_index
+from shardstream.catalog.open_samples import open_samples as open_samples
+from shardstream.catalog.open_samples import refuse_deleted as refuse_deleted
 from shardstream.catalog.shard_catalog import ShardCatalog as ShardCatalog
-from shardstream.catalog.shard_catalog import lacks_index as lacks_index
-from shardstream.catalog.shard_catalog import open_samples as open_samples
 from shardstream.fetch import Catalog as Catalog
 from shardstream.fetch import Extents as Extents
 from shardstream.samples import check_numbers as check_numbers

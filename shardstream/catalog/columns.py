@@ -1,12 +1,28 @@
-"""Read values of all samples from the files of columns next to their shards, and keys from the shards themselves."""
+"""Read values of all samples from the files of columns next to their shards, and choose samples by number, by key, or by a condition on them."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from shardstream.errors import IndexMismatchError, NotFoundError, OptionError, get_logger, plural
+import numpy as np
+
+from shardstream.catalog.class_names import read_classes
+from shardstream.errors import (
+    IndexMismatchError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+    get_logger,
+    how_to_install,
+    plural,
+)
 from shardstream.format import (
     KEY_COLUMN,
     Buffer,
@@ -16,16 +32,25 @@ from shardstream.format import (
     TarDiagnostics,
     decode_column_file,
     import_parquet,
+    is_reserved_column,
     key_array,
     scan_shard,
 )
-from shardstream.storage import RangeStream, Storage
+from shardstream.samples import Choice, Numbers, Samples, Subset, select_subset
+from shardstream.storage import RangeStream, Storage, parent_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+
 _log = get_logger(__name__)
 
+Where = Any
+"""A condition on columns: text in SQL, or a `pyarrow.compute.Expression`."""
+Keys = Sequence[str] | str | os.PathLike[str]
+"""Keys of samples, or the path or URL of a text file with a key on each line."""
+_NUMBER = "__number__"  # column of the numbers of samples
+_NAMED = 3  # keys that a message names
 _THREADS = 16
 _SCAN_READ_BYTES = 1 << 20
 _SCANS = 4  # shards whose keys are read at a time; each takes 150 bytes for each of its samples
@@ -149,3 +174,268 @@ def _scan_shard_keys(info: ShardInfo, storage: Storage, tar: Buffer | None) -> l
             shard=info.url,
         )
     return keys
+
+
+def choose_samples(
+    samples: Samples, subset: Choice | Keys | None = None, where: Where | None = None
+) -> Samples:
+    """Return the samples that a user chose by number or key, by a condition on columns, or by both.
+
+    Raises:
+        OptionError: If an argument is invalid or chooses no sample, or the shards have no columns; see `select_subset`, `find_keys` and
+            `find_where`.
+        StorageError: If a file cannot be read.
+    """
+    matching = None if where is None else find_where(samples, where)
+    if matching is not None and not len(matching):
+        raise OptionError(f"where={str(where)!r} chooses no sample")
+    if subset is None and matching is not None:
+        return Subset(samples, matching)
+    if _are_keys(subset):
+        subset = find_keys(samples, cast("Keys", subset))
+    chosen = select_subset(samples, slice(None) if subset is None else cast("Choice", subset))
+    if matching is None:
+        return chosen
+    numbers = chosen.numbers[np.isin(chosen.numbers, matching)]
+    if not len(numbers):
+        raise OptionError(
+            f"where={str(where)!r} chooses none of the {plural(len(chosen), 'sample')} of subset="
+        )
+    return Subset(samples, numbers)
+
+
+def _are_keys(subset: object) -> bool:
+    """Return whether a choice names samples by key: the first one of a list tells; `find_keys` checks the others.
+
+    Raises:
+        OptionError: If it is a set, whose order differs between processes, or an iterator, which can be read once only.
+    """
+    if isinstance(subset, str | os.PathLike):
+        return os.fspath(subset).lower().endswith(".txt")
+    if isinstance(subset, AbstractSet | Iterator):
+        raise OptionError(
+            f"subset= takes a list in the order of the samples, not a {type(subset).__name__}"
+        )
+    try:
+        first = next(iter(subset), None)  # type: ignore[call-overload]
+    except TypeError:  # a slice, or a number
+        return False
+    return isinstance(first, str)
+
+
+def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:
+    """Return the numbers of the samples with these keys, in the order of the keys.
+
+    Args:
+        samples: The samples.
+        keys: At least one.
+        option: Name of the option, for errors.
+
+    Raises:
+        OptionError: If a key is named twice, no sample has it, or several have it; or as in `Samples.read_columns`.
+    """
+    wanted = _listed_keys(keys, samples.storage, option)
+    numbers, ranks = _find_listed(samples.read_columns([KEY_COLUMN]), wanted)
+    counts = np.bincount(ranks, minlength=len(wanted))
+    _check_counts(wanted, counts, option)
+    return numbers[np.argsort(ranks, kind="stable")]
+
+
+def samples_with_keys(samples: Samples, keys: Keys) -> tuple[Numbers, list[str]]:
+    """Return the numbers of all samples with one of these keys, ascending, and the keys that no sample has, each once.
+
+    Keys are read from the shards where there are no columns of them.
+
+    Raises:
+        OptionError: If there are no keys, or not of text.
+        StorageError: If a file cannot be read.
+    """
+    wanted = [*dict.fromkeys(_listed_keys(keys, samples.storage, "keys="))]
+    numbers, ranks = _find_listed(samples.read_columns([KEY_COLUMN], scans=True), wanted)
+    is_known = np.bincount(ranks, minlength=len(wanted)) > 0
+    return numbers, [wanted[place] for place in np.flatnonzero(~is_known).tolist()]
+
+
+def _listed_keys(keys: Keys, storage: Storage, option: str) -> list[str]:
+    """Return keys that are given as a list, or in a file."""
+    if isinstance(keys, str | os.PathLike):
+        wanted = _read_keys(os.fspath(keys), storage)
+    else:
+        wanted = [*keys]
+    if not wanted:
+        raise OptionError(f"{option} chooses no sample")
+    kinds = {type(key).__name__ for key in cast("list[object]", wanted) if not isinstance(key, str)}
+    if kinds:
+        raise OptionError(
+            f"{option} takes keys or numbers of samples, not text and {', '.join(sorted(kinds))}"
+        )
+    return wanted
+
+
+def _find_listed(table: pa.Table, wanted: Sequence[str]) -> tuple[Numbers, Numbers]:
+    """Return the numbers of the samples that have one of some keys, ascending, and the place of the key of each among these."""
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    try:
+        asked = pa.array(wanted, pa.string())
+    except UnicodeEncodeError as error:
+        raise OptionError(f"no sample has the key {error.object!r}, which is not UTF-8") from error
+    places = pc.index_in(table[KEY_COLUMN].combine_chunks(), value_set=asked)
+    numbers = np.flatnonzero(np.asarray(places.is_valid())).astype(np.int64)
+    return numbers, np.asarray(places.drop_null(), dtype=np.int64)
+
+
+def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any], option: str) -> None:
+    """Check that each key has one sample; ``counts`` are zero for keys that repeat an earlier one."""
+    first: dict[str, int] = {}
+    for number, key in enumerate(wanted):
+        if first.setdefault(key, number) != number:
+            raise OptionError(f"{option} has the key {key!r} more than once; name each once")
+    missing = [wanted[place] for place in np.flatnonzero(counts == 0).tolist()]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise OptionError(
+            f"no sample has the key {', '.join(map(repr, missing[:_NAMED]))}{more}; 'shardstream cat' prints the keys of a shard"
+        )
+    repeated = np.flatnonzero(counts > 1).tolist()
+    if repeated:
+        raise OptionError(
+            f"{counts[repeated[0]]} samples have the key {wanted[repeated[0]]!r}; choose them by number"
+        )
+
+
+def _read_keys(url: str, storage: Storage) -> list[str]:
+    try:
+        lines = storage.read_bounded(url).decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"not a text file in UTF-8: {error}", shard=url) from error
+    return [line.removesuffix("\r") for line in lines if line.removesuffix("\r")]
+
+
+def find_where(samples: Samples, where: Where) -> Numbers:
+    """Return the numbers of the samples whose columns fulfil a condition, ascending.
+
+    Args:
+        samples: The samples.
+        where: A condition in SQL, e.g. ``"cls in (3, 9) and width >= 512"``, which DuckDB evaluates; or a `pyarrow.compute.Expression`.
+            A sample without a value, or with NaN, does not fulfil a comparison with it.
+
+    Raises:
+        OptionError: If the condition is invalid, or DuckDB is not installed; or as in `Samples.read_columns`.
+    """
+    pa, _ = import_parquet()
+    if isinstance(where, str) and not where.strip():
+        raise OptionError("where= is an empty condition; leave it out to read all samples")
+    has_keys = KEY_COLUMN in str(where)  # the largest column is left out where it can be
+    available = samples.column_names()
+    names = [name for name in available if has_keys or name != KEY_COLUMN]
+    if not names:
+        raise OptionError(
+            f"there {'is a column of keys only' if available else 'are no columns'}, which where= cannot compare; run 'shardstream index "
+            "--columns FIELDS' on the folder, with fields of numbers or text, or values in JSON (json.NAME)",
+            shard=samples.url_of(0),
+        )
+    _check_column_names(names, samples, is_sql=isinstance(where, str))
+    table = _without_nan(samples.read_columns(names))
+    table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
+    choose = _query if isinstance(where, str) else _filter
+    try:
+        found = choose(table, where, names)
+    except OptionError as error:
+        if numbers := _class_numbers(str(where), samples):
+            raise OptionError(f"{error}. Classes are stored as numbers: {numbers}") from error
+        raise
+    if len(np.intersect1d(found, np.arange(table.num_rows))) < len(found):
+        raise OptionError(
+            f"where={str(where)!r} chooses samples more than once, or others than there are; "
+            "use a condition on columns alone"
+        )
+    if isinstance(where, str) and not np.array_equal(
+        np.sort(found), np.sort(_query(table, where, names))
+    ):
+        raise OptionError(
+            f"where={where!r} chooses other samples each time, so ranks would read different ones; "
+            "use a condition on columns alone, or subset="
+        )
+    return cast("Numbers", np.sort(found.astype(np.int64)))
+
+
+def _class_numbers(where: str, samples: Samples) -> str:
+    """Format the numbers of the classes that a condition names; "" if it names none, or the classes cannot be read."""
+    quoted = set(re.findall(r"""['"]([^'"]+)['"]""", where))
+    if not quoted:
+        return ""
+    try:
+        classes = read_classes(parent_url(samples.url_of(0)), samples.storage) or ()
+    except (ManifestError, StorageError):  # the condition is the user's problem
+        return ""
+    found = [f"{name!r} is {number}" for number, name in enumerate(classes) if name in quoted]
+    return ", ".join(found[:_NAMED])
+
+
+def _check_column_names(names: Sequence[str], samples: Samples, *, is_sql: bool) -> None:
+    """Refuse names that would stand for another column: reserved ones, and in SQL those that differ only in case."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.lower() if is_sql else name, name)
+        is_reserved = name != KEY_COLUMN and is_reserved_column(name)
+        if is_reserved or other != name:
+            what = (
+                f"the column {name} has a reserved name"
+                if is_reserved
+                else f"the columns {other} and {name} differ only in case, which SQL does not distinguish"
+            )
+            raise OptionError(
+                f"{what}; write it under another name, with NAME=SOURCE of 'shardstream index --columns'"
+                + ("" if is_reserved else ", or use a pyarrow.compute expression"),
+                shard=samples.url_of(0),
+            )
+
+
+def _without_nan(table: pa.Table) -> pa.Table:
+    """Return a table without values where it has NaN: DuckDB takes NaN for the largest number, Arrow for none."""
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    for number, name in enumerate(table.column_names):
+        column = table[name]
+        if pa.types.is_floating(column.type):
+            numbers = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
+            table = table.set_column(number, name, numbers)
+    return table
+
+
+def _query(table: pa.Table, where: str, names: Sequence[str]) -> Numbers:
+    try:
+        import duckdb  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        raise OptionError(
+            f"where= as text needs one more package: {how_to_install('columns')}; a pyarrow.compute expression does not"
+        ) from error
+    with duckdb.connect(config={"enable_external_access": "false"}) as connection:
+        connection.register("samples", table)
+        try:
+            rows = connection.execute(f"SELECT {_NUMBER} FROM samples WHERE ({where}\n)")  # noqa: S608  (the user's own condition, without access to files)
+            return cast("Numbers", rows.fetchnumpy()[_NUMBER])
+        except duckdb.Error as error:
+            raise _invalid(where, names, error) from error
+
+
+def _filter(table: pa.Table, where: Any, names: Sequence[str]) -> Numbers:
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    if not isinstance(where, pc.Expression):
+        raise OptionError(
+            f"where= takes a condition in SQL as text, or a pyarrow.compute expression, not {type(where).__name__}"
+        )
+    try:
+        return cast("Numbers", table.filter(where)[_NUMBER].to_numpy())
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, KeyError) as error:
+        raise _invalid(str(where), names, error) from error
+
+
+def _invalid(where: str, names: Sequence[str], error: Exception) -> OptionError:
+    reason = "; ".join(itertools.islice(filter(None, map(str.strip, str(error).splitlines())), 2))
+    return OptionError(f"where={where!r} is invalid: {reason}. Columns: {', '.join(names)}")

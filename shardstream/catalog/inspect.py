@@ -1,17 +1,18 @@
-"""Inspect a dataset without reading all of it: its shards and fields, or one sample."""
+"""Inspect a dataset without reading all of it: its shards and fields, or one sample; read one shard from start to end."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 
 from shardstream.catalog.class_names import StoredClassNames, read_all_classes
-from shardstream.catalog.conditions import samples_with_keys
-from shardstream.catalog.shard_catalog import lacks_index, open_samples
+from shardstream.catalog.columns import samples_with_keys
+from shardstream.catalog.open_samples import lacks_index, open_samples
 from shardstream.errors import (
     NotFoundError,
     OptionError,
@@ -28,10 +29,12 @@ from shardstream.format import (
     ReadAt,
     Sample,
     ShardInfo,
+    TarDiagnostics,
     as_rows,
     iter_groups,
     iter_members,
     iter_samples,
+    open_by_content,
     open_decompressed,
     read_sample,
 )
@@ -53,9 +56,13 @@ from shardstream.storage import (
     read_manifest,
 )
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _log = get_logger(__name__)
 _MAX_DIGITS = 18  # of a class number
 _MAX_SPLITS = 100  # each folder is listed
+_READ_BYTES = 4 << 20
 _HEADERS_CHUNK_BYTES = 256 << 10  # of remote tars: larger bodies are skipped
 
 
@@ -134,6 +141,33 @@ def list_shards(
         deleted=sum(len(numbers) for _, numbers in located.deleted),
         classes=StoredClassNames(located, storage).names,
     )
+
+
+def read_columns(
+    urls: Urls,
+    columns: Sequence[str] | None = None,
+    *,
+    storage_options: dict[str, Any] | None = None,
+    filesystem: Any = None,
+) -> pa.Table:
+    """Return the columns of all samples, which ``pack``, ``index`` and `ShardWriter` write with ``columns=``, as a `pyarrow.Table`.
+
+    Row i is sample i of a `ShardDataset` without ``shuffle``, so what you compute from the table can be its ``subset=``.
+
+    Args:
+        urls: Shards as for `ShardDataset`.
+        columns: Columns to read, e.g. ``["__key__", "cls"]``; by default all.
+        storage_options: For fsspec.
+        filesystem: An fsspec file system to use instead.
+
+    Raises:
+        OptionError: If a shard has no index or no columns, lacks one, or columns of two shards have different types; if pyarrow is not installed.
+        IndexMismatchError: If columns were made of another shard.
+        ManifestError: If a file of columns is damaged.
+        StorageError: If one cannot be read.
+    """
+    storage = Storage(storage_options, filesystem)
+    return open_samples(locate_shards(urls, storage), storage).read_columns(columns)
 
 
 def list_splits(
@@ -310,6 +344,34 @@ def stream_samples(url: str, storage: Storage) -> Generator[tuple[Group, Sample]
     with storage.open(url) as raw, open_decompressed(raw, shard=url) as stream:
         end = None if is_compressed(url) else storage.info(url).size
         yield from iter_samples(ForwardReader(stream), end=end, shard=url)
+
+
+def read_shard(
+    shard: str | os.PathLike[str] | BinaryIO, *, storage_options: Mapping[str, Any] | None = None
+) -> Iterator[Sample]:
+    """Yield the samples of one tar, plain or compressed with gzip or zstd, with fields as bytes.
+
+    Args:
+        shard: URL or path, or a binary stream from its current position, which stays open.
+        storage_options: As in `ShardDataset`.
+
+    Raises:
+        StorageError: If it cannot be read.
+        ShardError: If it is damaged or cut.
+        SampleError: If its members do not form samples.
+    """
+    if isinstance(shard, str | os.PathLike):
+        url = os.fspath(shard)
+        opened: Any = Storage(storage_options).open(url)
+    else:
+        url = str(getattr(shard, "name", ""))
+        opened = nullcontext(shard)
+    diagnostics = TarDiagnostics()
+    with opened as file, open_by_content(file, shard=url) as (stream, size):
+        read = ForwardReader(stream, chunk_bytes=_READ_BYTES)
+        for _, sample in iter_samples(read, end=size, shard=url, diagnostics=diagnostics):
+            yield sample
+    diagnostics.warn(url)
 
 
 def _first_fields(url: str, storage: Storage) -> dict[str, int | None]:

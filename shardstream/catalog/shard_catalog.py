@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardstream.catalog.changes import with_replaced
 from shardstream.catalog.columns import read_all_columns, read_column_names, scan_keys
-from shardstream.catalog.integrity import Verify, open_verified_reader
-from shardstream.catalog.manifest_versions import check_manifests
+from shardstream.catalog.integrity import VerifiedReader, Verify, check_manifests
 from shardstream.catalog.member_indexes import MIN_MEAN_BYTES, Layout, MemberIndexes
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.fetch import FAR_READ_RATIO, Catalog, Extents, IndexChunk
@@ -35,7 +33,7 @@ from shardstream.format import (
     scan_shard,
 )
 from shardstream.process_memory import new_lock
-from shardstream.samples import Numbers, Samples, WithoutDeleted, check_numbers
+from shardstream.samples import Numbers, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,
     FieldPlaces,
@@ -47,13 +45,9 @@ from shardstream.storage import (
     check_map,
     checksum_of_shards,
     fingerprint_of_shards,
-    folder_of_manifest,
     hints_of,
     is_compressed,
-    join_url,
-    locate_shards,
     map_file,
-    read_numbers,
 )
 
 if TYPE_CHECKING:
@@ -121,7 +115,7 @@ class ShardCatalog(Catalog):
             counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
             self._firsts = np.concatenate(([0], np.cumsum(counts)))
             self._nsamples = int(self._firsts[-1])
-        self._verified_reader = verify and open_verified_reader(verify, self.shards, storage)
+        self._verified_reader = None if verify is None else VerifiedReader(self.shards, storage)
         self._kept: OrderedDict[IndexChunk, Offsets] = OrderedDict()
         self._kept_bytes = 0
         self._mmap_pool = MmapPool()
@@ -188,7 +182,7 @@ class ShardCatalog(Catalog):
         places = {shard: place for place, shard in enumerate(kept)}
         part._scanned = {places[n]: offsets for n, offsets in self._scanned.items() if n in places}
         if self._verified_reader is not None:
-            part._verified_reader = open_verified_reader("sha256", part.shards, self._storage)
+            part._verified_reader = VerifiedReader(part.shards, self._storage)
         part._firsts = np.append(self.first_samples(kept), self._nsamples)  # with gaps
         part._kept, part._kept_bytes = OrderedDict(), 0
         part._mmap_pool = MmapPool()
@@ -526,49 +520,3 @@ def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
     filesize = shard.filesize or int(offsets[-1])
     check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)
     return offsets
-
-
-def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
-    """Return the first shard that can only be read sequentially; None if all can be read by number."""
-    if isinstance(located.shards, LazyShards):
-        return None
-    for shard in located.shards:
-        if is_compressed(shard.url):
-            return shard.url
-        if shard.url not in located.indexed and storage.local_path(shard.url) is None:
-            return shard.url
-    return None
-
-
-def open_samples(
-    located: LocatedShards,
-    storage: Storage,
-    verify: Verify | None = None,
-    fields: Collection[str] = (),
-    places: FieldPlaces | None = None,
-) -> Samples:
-    """Return the samples of shards by number; for the arguments and errors see `ShardCatalog`."""
-    version = located.version
-    catalog = ShardCatalog(located, storage, verify, fields, places)
-    samples: Samples = catalog
-    if version is not None and version.replaced:
-        folder = folder_of_manifest(located.manifest_url or "")
-        samples = with_replaced(
-            samples,
-            version.replaced,
-            lambda name: ShardCatalog(
-                locate_shards(join_url(folder, name), storage), storage, verify
-            ),
-            lambda name, count: read_numbers(join_url(folder, name), storage, count, len(catalog)),
-            fields,
-        )
-    if located.deleted:
-        samples = WithoutDeleted(samples, _find_deleted(located, catalog))
-    return samples
-
-
-def _find_deleted(located: LocatedShards, catalog: ShardCatalog) -> Numbers:
-    """Return the numbers of the deleted samples in the catalog, ascending, shape (n,)."""
-    firsts = catalog.first_samples([place for place, _ in located.deleted])
-    parts = [numbers + first for first, (_, numbers) in zip(firsts, located.deleted, strict=True)]
-    return np.concatenate(parts)

@@ -10,10 +10,11 @@ import itertools
 import mmap
 import resource
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardstream.fetch.byte_ranges import ByteRanges, Extents, coalesce
+from shardstream.fetch.range_requests import Extents, coalesce
 from shardstream.format import (
     Rows,
     ShardSlice,
@@ -24,6 +25,9 @@ from shardstream.format import (
     restore_order,
 )
 from shardstream.samples import Fetcher, FieldChoice, MappedSamples, Numbers, split_by_step
+
+if TYPE_CHECKING:
+    from shardstream.fetch.catalog import Catalog
 
 LARGE_BYTES = 16 << 10
 """Mean size of samples from which finding many before any is copied is faster."""
@@ -40,7 +44,7 @@ class Readahead:
         budget_bytes: Maximum of bytes to read ahead.
     """
 
-    def __init__(self, catalog: ByteRanges, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
+    def __init__(self, catalog: Catalog, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
         self._budget = budget_bytes if catalog.can_coalesce else 0
@@ -90,7 +94,7 @@ class LocalFetcher(Fetcher):
         readahead: Loads pages before they are needed.
     """
 
-    def __init__(self, catalog: ByteRanges, readahead: Readahead) -> None:
+    def __init__(self, catalog: Catalog, readahead: Readahead) -> None:
         self._catalog, self._readahead = catalog, readahead
         self._nsamples = max(1, len(catalog))
 

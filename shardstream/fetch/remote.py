@@ -8,15 +8,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardstream.errors import IndexMismatchError, StorageError
-from shardstream.fetch.byte_ranges import ByteRange, ByteRanges, Extents, IndexChunk, coalesce
-from shardstream.fetch.in_flight import Data, InFlightRange, RequestPool
+from shardstream.fetch.range_requests import (
+    ByteRange,
+    Data,
+    Extents,
+    IndexChunk,
+    InFlightRange,
+    RequestPool,
+    coalesce,
+)
 from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_samples
 from shardstream.process_memory import release_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers
+
+if TYPE_CHECKING:
+    from shardstream.fetch.catalog import Catalog
 
 _NEXT_GROUP_FRACTION = (
     0.2  # prefetch of the next group when a group is started, as a fraction of the started one
@@ -54,12 +65,12 @@ class RangeFetcher(Fetcher):
         catalog: The dataset.
         upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
         options: Of the fetcher. The unused rest of all started groups plus a fifth of the last one may exceed ``prefetch_bytes``.
-        max_read_ratio: As `ByteRanges.max_read_ratio`.
+        max_read_ratio: As `Catalog.max_read_ratio`.
     """
 
     def __init__(
         self,
-        catalog: ByteRanges,
+        catalog: Catalog,
         upcoming: Iterator[Numbers],
         options: FetchOptions,
         max_read_ratio: float | None = None,
@@ -81,10 +92,6 @@ class RangeFetcher(Fetcher):
         self._started: set[_Group] = set()
         self._next: tuple[Numbers, dict[IndexChunk, Future[object]]] | None = None
         self._indexes_requested_at = 0.0
-
-    def samples(self, numbers: Numbers) -> Rows:
-        """Wait for the bytes of samples; return the sample of each number, or its error."""
-        return self.request(numbers)()
 
     def request(self, numbers: Numbers) -> Callable[[], Rows]:
         """Request the ranges of samples; return a function that requests the next ones, and then waits, as `samples`."""
@@ -235,24 +242,18 @@ class BatchFetcher(Fetcher):
 
     Args:
         catalog: The dataset.
-        max_read_ratio: As `ByteRanges.max_read_ratio`.
+        max_read_ratio: As `Catalog.max_read_ratio`.
     """
 
-    def __init__(self, catalog: ByteRanges, max_read_ratio: float | None = None) -> None:
+    def __init__(self, catalog: Catalog, max_read_ratio: float | None = None) -> None:
         self._catalog, self._max_read_ratio = catalog, max_read_ratio
         self._pool = RequestPool(catalog, hedges=False)
 
-    def samples(self, numbers: Numbers) -> Rows:
-        """Return the sample of each number, or its error.
-
-        Raises:
-            StorageError: If bytes cannot be read.
-            IndexMismatchError: If they do not match the manifest.
-        """
-        return self.request(numbers)()
-
     def request(self, numbers: Numbers) -> Callable[[], Rows]:
-        """Request the ranges of samples; return a function that waits for them, as `samples`."""
+        """Request the ranges of samples; return a function that waits for them, as `samples`.
+
+        The function raises `StorageError` if bytes cannot be read, and `IndexMismatchError` if they do not match the manifest.
+        """
         extents = self._catalog.extents(numbers % max(1, len(self._catalog)))
         spans = coalesce(extents, self._max_read_ratio)
         return partial(self._wait, extents, [self._pool.submit(span) for span in spans])
@@ -276,7 +277,7 @@ class BatchFetcher(Fetcher):
 
 
 def _parse(
-    catalog: ByteRanges, span: ByteRange, data: Data, starts: Numbers, ends: Numbers
+    catalog: Catalog, span: ByteRange, data: Data, starts: Numbers, ends: Numbers
 ) -> list[object]:
     """Return the samples of a range, or their errors, in the order of the tar."""
     url = catalog.url_of(span.shard)

@@ -32,7 +32,6 @@ from shardstream.pipeline import (
     partition_config,
     past_of,
     plan_state,
-    planned_source,
     position_in,
     resumed_source,
     state_digest,
@@ -221,7 +220,7 @@ class BatchDataset(SplitDataset):
             return present.epoch_samples(position)
         source, epoch = self.indexed_source, position.epoch
         if source is None:
-            planned_source(self.source_dataset.pipeline)
+            self.source_dataset.pipeline.source_by_number()
             raise OptionError("no plan says which samples make a batch, as batch_size= is None")
         return EpochSamples(
             source,

@@ -16,7 +16,6 @@ from shardstream.pipeline import (
     SampleWeights,
     SkipTracker,
     Weights,
-    draw_samples,
     keep_fields,
     options_or_default,
     refuse_options,
@@ -65,15 +64,15 @@ class CatalogDataset(StreamDataset):
         SkipTracker(on_error)  # validates
         reading = options_or_default(read, ReadOptions)
         refuse_options(reading, OPTIONS_OF_OPENING, "on samples that are opened")
-        chosen = choose_samples(samples, subset, where)
-        stages = () if fields is None else (keep_fields(fields, chosen.fields),)
+        if subset is not None or where is not None:
+            samples = choose_samples(samples, subset, where)
+        stages = () if fields is None else (keep_fields(fields, samples.fields),)
         source = SamplesSource(
-            samples=chosen,
+            samples=samples,
             shuffle=shuffle,
             seed=whole_number("seed", seed),
             options=options_or_default(order, OrderOptions),
             reading=reading,
-        )
-        source = draw_samples(source, weights)
+        ).drawn(weights)
         pipeline = Pipeline(source=source, stages=stages, on_error=on_error)
         super().__init__(pipeline, placement, ClassNames({}))

@@ -56,7 +56,6 @@ from shardstream.pipeline import (
     check_epoch,
     check_stage,
     default_partition,
-    draw_samples,
     field_names,
     first_stages,
     numbered_source,
@@ -68,7 +67,7 @@ from shardstream.pipeline import (
     rowable_source,
     whole_number,
 )
-from shardstream.samples import Choice, Samples
+from shardstream.samples import Choice, Samples, has_rows
 from shardstream.storage import Urls, locate_shards
 
 _SAY_MICROBATCH = (
@@ -139,7 +138,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             OptionError: If the shards are read without an index, or the items are rows, which are nothing without their steps.
         """
         source = numbered_source(self.pipeline.source)
-        if source.yields_rows:
+        if has_rows(source.samples):
             raise OptionError(
                 "rows are made of parts of samples when they are read, so they are no samples of other datasets; join, choose and weight the samples before"
             )
@@ -417,14 +416,14 @@ class ShardDataset(StreamDataset):
         stages, places = first_stages(fields, read.lazy, located.fields, storage)
         if unindexed is None:
             whole = open_samples(located, storage, read.verify, field_names(fields), places)
-            samples = SamplesSource(
-                samples=choose_samples(whole, subset, where),
+            takes_all = subset is None and where is None
+            source: Source = SamplesSource(
+                samples=whole if takes_all else choose_samples(whole, subset, where),
                 shuffle=shuffle,
                 seed=seed,
                 options=order,
                 reading=read,
-            )
-            source: Source = draw_samples(samples, weights)
+            ).drawn(weights)
         else:
             needs = {"verify=": read.verify, "subset=": subset, "where=": where}
             needs |= {"weights=": weights, "lazy=": places}

@@ -11,7 +11,7 @@ from shardstream.catalog import Classes, ClassNames
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import ShardDataset, StreamDataset
 from shardstream.loader.earlier_versions import Versions
-from shardstream.pipeline import SamplesSource, WeightedSource, numbered_source
+from shardstream.pipeline import SamplesSource, numbered_source
 from shardstream.samples import (
     JoinBy,
     JoinMissing,
@@ -74,7 +74,7 @@ def join(
     opened = [_open(other, storage_options) for other in others]
     parts = [part for part, _ in opened]
     samples = join_samples(source.samples, parts, by, missing)
-    if len(samples) < len(source.samples) and isinstance(source, WeightedSource):
+    if len(samples) < len(source.samples) and source.draws:
         raise OptionError(
             f"missing='drop' leaves out {plural(len(source.samples) - len(samples), 'sample')} that weights= counts; leave them out with "
             "subset=, or choose missing='keep'"
@@ -132,7 +132,7 @@ def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSour
         raise OptionError(
             f"a dataset with steps ({', '.join(dataset.pipeline.steps)}) cannot be joined; join first, then add the steps, and give fields to join: {{url: [field, ...]}}"
         )
-    if isinstance(source, WeightedSource) and not is_first:
+    if isinstance(source, SamplesSource) and source.draws and not is_first:
         raise OptionError(
             "weights= of a dataset that is joined to another would have no effect; give them to the first"
         )

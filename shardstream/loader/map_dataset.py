@@ -27,8 +27,8 @@ from shardstream.pipeline import (
     ItemStage,
     KeepFields,
     MapDict,
+    MixIndexedSource,
     OpenFields,
-    OrderedSource,
     Pipeline,
     Records,
     Rename,
@@ -40,7 +40,6 @@ from shardstream.pipeline import (
     ToTuple,
     check_epoch,
     check_stage,
-    numbered_source,
     records_of,
 )
 from shardstream.process_memory import new_lock
@@ -270,19 +269,14 @@ def _numbered_source(pipeline: Pipeline) -> IndexedSource:
     Raises:
         OptionError: If they have none.
     """
-    source = numbered_source(pipeline.source)
-    described = source.describe(steps=False)
-    if "weights" in described or described.get("mix", {}).get("weights") is not None:
+    source = pipeline.source_by_number(
+        "these samples have no numbers", "leave it out, or choose samples with where= or subset="
+    )
+    if source.draws:
         raise OptionError(
             "weights draw the samples of an epoch, so these have no numbers; leave weights out, and give torch's DataLoader a WeightedRandomSampler"
         )
-    for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
-        if not isinstance(stage, ItemStage):
-            raise OptionError(
-                f"the step {step.partition('(')[0]} changes the number of items, so these have no numbers; leave it out, or choose samples with "
-                "where= or subset="
-            )
-    return replace(source, shuffle=False) if isinstance(source, OrderedSource) else source
+    return source if isinstance(source, MixIndexedSource) else replace(source, shuffle=False)
 
 
 def _may_draw(stage: Stage) -> bool:

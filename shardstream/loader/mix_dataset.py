@@ -152,6 +152,8 @@ def _source(
         options=order,
         reading=replace(read, hedge=hedge),
         balance=None if order.balance is None else balance_of(order.balance, samples, shuffle=True),
+        yields_batches=all(source.yields_batches for source in sources),
+        is_new_each_epoch=any(source.is_new_each_epoch for source in sources),
     )
 
 

@@ -19,7 +19,6 @@ from shardstream.pipeline import (
     SampleWeights,
     SkipTracker,
     Weights,
-    draw_samples,
     keep_fields,
     options_or_default,
     refuse_options,
@@ -93,8 +92,7 @@ class ObjectDataset(StreamDataset):
         _set_labels(catalog, label, classes)
         source = SamplesSource(
             samples=catalog, shuffle=shuffle, seed=seed, options=order, reading=read
-        )
-        source = draw_samples(source, weights)
+        ).drawn(weights)
         stages = () if fields is None else (keep_fields(fields, catalog.fields),)
         names = {} if catalog.classes is None else {"label=": catalog.classes}
         pipeline = Pipeline(source=source, stages=stages, on_error=on_error)

@@ -32,7 +32,6 @@ from shardstream.pipeline import (
     compare_states,
     find_states,
     parse_state,
-    planned_source,
     whole_number,
 )
 from shardstream.samples import samples_in_rows
@@ -74,7 +73,7 @@ def plan(  # noqa: PLR0913  (the public door)
     """
     check_at_least(1, ranks=ranks, batch_size=batch_size)
     check_at_least(0, workers=workers)
-    if batch_size is None and not planned_source(dataset.pipeline).yields_batches:
+    if batch_size is None and not dataset.pipeline.source_by_number().yields_batches:
         raise OptionError("plan needs batch_size=, the samples of a batch of one rank")
     batches = BatchDataset(
         dataset,

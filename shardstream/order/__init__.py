@@ -1,12 +1,16 @@
 """Compute the order of samples from sizes, seed and epoch."""
 
-from shardstream.order.balanced_plan import BalancedEpochPlan as BalancedEpochPlan
-from shardstream.order.balanced_plan import StepBalance as StepBalance
+from shardstream.order.derived_plans import BalancedEpochPlan as BalancedEpochPlan
+from shardstream.order.derived_plans import StepBalance as StepBalance
+from shardstream.order.derived_plans import WeightedDraw as WeightedDraw
+from shardstream.order.derived_plans import WeightedEpochPlan as WeightedEpochPlan
+from shardstream.order.derived_plans import draw_by_weight as draw_by_weight
 from shardstream.order.epoch_plan import CopyPlan as CopyPlan
 from shardstream.order.epoch_plan import EpochOrder as EpochOrder
 from shardstream.order.epoch_plan import EpochPlan as EpochPlan
 from shardstream.order.epoch_plan import NodeEpochPlan as NodeEpochPlan
 from shardstream.order.epoch_plan import Places as Places
+from shardstream.order.epoch_plan import check_nodes as check_nodes
 from shardstream.order.epoch_plan import default_block as default_block
 from shardstream.order.epoch_plan import default_window as default_window
 from shardstream.order.mix_schedule import MixSchedule as MixSchedule
@@ -27,10 +31,8 @@ from shardstream.order.partition import uneven_effect as uneven_effect
 from shardstream.order.permutation import Ints as Ints
 from shardstream.order.permutation import derive_key as derive_key
 from shardstream.order.permutation import derive_keys as derive_keys
+from shardstream.order.permutation import mix_bits as mix_bits
 from shardstream.order.permutation import permute as permute
 from shardstream.order.row_plan import RowParts as RowParts
 from shardstream.order.row_plan import RowPlan as RowPlan
 from shardstream.order.row_plan import WindowRows as WindowRows
-from shardstream.order.weighted_plan import WeightedDraw as WeightedDraw
-from shardstream.order.weighted_plan import WeightedEpochPlan as WeightedEpochPlan
-from shardstream.order.weighted_plan import draw_by_weight as draw_by_weight

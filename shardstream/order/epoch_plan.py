@@ -70,12 +70,8 @@ class EpochOrder:
                 f"window={self.window} must be a multiple of the microbatch, {self.batch}; use "
                 f"{-(-self.window // self.batch) * self.batch}"
             )
-        if self.lanes % self.nodes:
-            raise OptionError(f"lanes={self.lanes} must be a multiple of nodes={self.nodes}")
-        if not 0 <= self.exchange <= 1:
-            raise OptionError(f"exchange must be from 0 to 1, not {self.exchange}")
-        if self.exchange and self.nodes == 1:
-            raise OptionError("exchange= has no effect with one node; set nodes=, too")
+        if self.nodes > 1 or self.exchange:
+            check_nodes(self.nodes, self.lanes, self.exchange)
         if self.nodes > 1 and not self.shuffle:
             raise OptionError(
                 "nodes= has no effect without shuffle: each rank reads the same samples in every epoch; leave it out"
@@ -85,6 +81,20 @@ class EpochOrder:
     def num_batches(self) -> int:
         """Full batches of an epoch, T."""
         return self.nsamples // self.batch
+
+
+def check_nodes(nodes: int, lanes: int, exchange: float) -> None:
+    """Check the options of an order with nodes, see `EpochOrder`.
+
+    Raises:
+        OptionError: If they exclude each other, or one is out of range.
+    """
+    if lanes % nodes:
+        raise OptionError(f"lanes={lanes} must be a multiple of nodes={nodes}")
+    if not 0 <= exchange <= 1:
+        raise OptionError(f"exchange must be from 0 to 1, not {exchange}")
+    if exchange and nodes == 1:
+        raise OptionError("exchange= has no effect with one node; set nodes=, too")
 
 
 def default_block(nsamples: int, total_bytes: int) -> int:

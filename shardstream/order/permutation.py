@@ -34,7 +34,7 @@ def derive_keys(key: int, *parts: Ints) -> UInts:
     """Mix arrays to keys: ``derive_keys(derive_key(a), [b])`` is ``[derive_key(a, b)]``."""
     keys = np.asarray(key, dtype=np.uint64)
     for part in parts:
-        keys = _mix(keys ^ part.astype(np.uint64))
+        keys = mix_bits(keys ^ part.astype(np.uint64))
     return keys
 
 
@@ -76,11 +76,11 @@ def _feistel(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
     right = values - left * b
     for number in range(_ROUNDS):
         round_keys = keys + np.uint64((2 * number + 1) * _GOLDEN & _MASK)
-        shift = _mix(right ^ round_keys)
+        shift = mix_bits(right ^ round_keys)
         shift -= shift // a * a  # faster than %, see `permute`
         left += shift
         left -= left // a * a
-        shift = _mix(left ^ (round_keys + np.uint64(_GOLDEN)))
+        shift = mix_bits(left ^ (round_keys + np.uint64(_GOLDEN)))
         shift -= shift // b * b
         right += shift
         right -= right // b * b
@@ -92,12 +92,13 @@ def _feistel_inverse(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
     right = values - left * b
     for number in reversed(range(_ROUNDS)):
         round_keys = keys + np.uint64((2 * number + 1) * _GOLDEN & _MASK)
-        right = (right + b - _mix(left ^ (round_keys + np.uint64(_GOLDEN))) % b) % b
-        left = (left + a - _mix(right ^ round_keys) % a) % a
+        right = (right + b - mix_bits(left ^ (round_keys + np.uint64(_GOLDEN))) % b) % b
+        left = (left + a - mix_bits(right ^ round_keys) % a) % a
     return left * b + right
 
 
-def _mix(values: UInts) -> UInts:
+def mix_bits(values: UInts) -> UInts:
+    """Return a hash of each number: the finaliser of SplitMix64."""
     values = values + np.uint64(_GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -31,8 +31,7 @@ from shardstream.errors import (
     redact,
 )
 from shardstream.format import INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
-from shardstream.pipeline.runner import ItemFunction, ItemStage
-from shardstream.pipeline.stage import Context
+from shardstream.pipeline.runner import ItemStage
 from shardstream.storage import FieldFile
 
 _log = get_logger(__name__)
@@ -112,10 +111,6 @@ class Decode(ItemStage):
         """Return the fields without `_chosen`: jobs compare the pickles of their steps, used or not."""
         return [{} if one.name == "_chosen" else getattr(self, one.name) for one in fields(self)]
 
-    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002  (decoding depends on nothing but bytes)
-        """Return the function that decodes a sample."""
-        return self._decode
-
     def decodes(self, field: str) -> bool:
         """Return whether the bytes of a field become another value."""
         if self.only is not None and field not in self.only:
@@ -148,7 +143,8 @@ class Decode(ItemStage):
                 return None
         return Columns(decoded)
 
-    def _decode(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+    def apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        """Return the sample with decoded fields."""
         if not isinstance(sample, dict):
             raise OptionError(
                 f"decode works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
@@ -173,11 +169,10 @@ class Decode(ItemStage):
             except (OptionError, StorageError):  # not of the sample
                 raise
             except Exception as error:
-                raise DecodeError(
+                raise DecodeError.of(
+                    sample,
                     f"cannot be decoded: {describe_error(error)}",
                     remedy="" if isinstance(error, LossyDecodeError) else _REMEDY,
-                    shard=sample.get("__url__"),
-                    key=sample.get("__key__"),
                     field=name,
                 ) from error
             if type(result) is Video:  # decoded later; errors then name the sample

@@ -18,9 +18,7 @@ from shardstream.pipeline.indexed_source import (
     numbered_source,
 )
 from shardstream.pipeline.mix import MixIndexedSource
-from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.row_source import RowSource
-from shardstream.pipeline.runner import ItemStage
+from shardstream.pipeline.rows import RowSource
 from shardstream.pipeline.stage import whole_number
 from shardstream.samples import (
     Concat,
@@ -220,18 +218,3 @@ def _in_range(name: str, value: Any, end: int) -> int:
         known = f"they are numbered from 0 to {end - 1}" if end else f"the plan has no {name}s"
         raise OptionError(f"there is no {name} {number}: {known}")
     return number
-
-
-def planned_source(pipeline: Pipeline) -> IndexedSource:
-    """Return the source of a pipeline whose batches are known before they are read.
-
-    Raises:
-        OptionError: If shards are read without an index, or a step changes how many items there are.
-    """
-    source = numbered_source(pipeline.source)
-    for name, stage in zip(pipeline.steps, pipeline.stages, strict=True):
-        if not isinstance(stage, ItemStage):
-            raise OptionError(
-                f"no plan says which sample comes when: the step {name.partition('(')[0]} changes how many items there are"
-            )
-    return source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -23,17 +22,25 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     StepBalance,
+    WeightedDraw,
+    WeightedEpochPlan,
     WorkerSteps,
     default_block,
     default_window,
 )
-from shardstream.pipeline.bad_sample_report import BadSample
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.fields import KeepFields
-from shardstream.pipeline.options import OrderOptions, ReadOptions
+from shardstream.pipeline.bad_samples import BadSample, SkipTracker
+from shardstream.pipeline.options import (
+    OrderOptions,
+    ReadOptions,
+    SampleWeights,
+    Weights,
+    balance_of,
+    draw_of,
+    refuse_options,
+)
 from shardstream.pipeline.runner import Step, StepRun
-from shardstream.pipeline.source import Source
-from shardstream.pipeline.stage import Context, Run, State
+from shardstream.pipeline.sample_steps import KeepFields
+from shardstream.pipeline.stage import Context, Run, Source, State
 from shardstream.samples import Fetcher, FetchOptions, Samples, chunk_steps
 from shardstream.storage import Storage
 
@@ -46,38 +53,47 @@ _MIN_COPIED_BYTES, _MAX_COPIED_BYTES, _SAMPLES_PER_SHARD = 5 << 19, 10 << 20, 20
 _CHUNK_STEPS = 1024
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedSource(Source):
-    """A source that reads samples in the order of an epoch plan, so that a position is one number."""
+    """A source that reads samples, or rows of them, in the order of an epoch plan, so that a position is one number.
 
-    __slots__ = ()
+    Args:
+        samples: All samples by number.
+        shuffle: Use a different order in each epoch.
+        seed: Seed of the order.
+        options: Options of the order.
+        reading: Options of prefetching.
+        balance: Costs of the samples, of ``options.balance``.
+        draw: How often each sample is expected in an epoch, if they are drawn by weight; copy c of sample i has the number
+            ``i + c * len(samples)``.
+        yields_batches: Whether an item is a batch; of a mix, one of each part.
+        is_new_each_epoch: Whether items, or those of a part, are made of other samples in each epoch.
+    """
 
-    is_sparse = False
-    """Whether an epoch may have few samples of many."""
-    yields_batches = False
-    """Whether an item is a batch."""
     samples: Samples
-    """All samples by number."""
-    options: OrderOptions
-    """Options of their order."""
-    reading: ReadOptions
-    """Options of prefetching."""
-    balance: StepBalance | None
-    """Costs of the samples, of ``options.balance``."""
+    shuffle: bool = False
+    seed: int = 0
+    options: OrderOptions = field(default_factory=OrderOptions)
+    reading: ReadOptions = field(default_factory=ReadOptions)
+    balance: StepBalance | None = None
+    draw: WeightedDraw | None = None
+    yields_batches: bool = False
+    is_new_each_epoch: bool = False
 
     @property
-    def yields_rows(self) -> bool:
-        """Whether items are made of parts of samples."""
-        return False
+    def draws(self) -> bool:
+        """Whether samples are drawn by weight, so that an epoch has some several times, others not."""
+        return self.draw is not None
 
     @property
-    def is_new_each_epoch(self) -> bool:
-        """Whether items are made of other samples in each epoch."""
-        return False
+    def differs_by_epoch(self) -> bool:
+        """Whether epochs are known to differ."""
+        return self.shuffle or self.draw is not None
 
     @property
     def nsamples(self) -> int:
         """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
-        return len(self.samples)
+        return len(self.samples) if self.draw is None else self.draw.num_samples
 
     @property
     def fingerprint(self) -> str:
@@ -89,30 +105,64 @@ class IndexedSource(Source):
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
         return self.samples.checksums
 
-    @abstractmethod
-    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
-        """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
-
-    @abstractmethod
-    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
-        """Return the batches of an epoch."""
-
-    @abstractmethod
-    def with_options(self, **changes: Any) -> IndexedSource:
-        """Return the same source with other options of the order."""
-
     @property
     def summary(self) -> str:
-        """Size of the dataset, for ``repr``."""
-        return self.samples.summary
+        """Size of the dataset, and of an epoch if samples are drawn, for ``repr``."""
+        if self.draw is None:
+            return self.samples.summary
+        how = "" if self.draw.replacement else ", each at most once"
+        return f"{self.samples.summary}, {self.draw.num_samples} drawn by weight{how}"
+
+    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
+        """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
+        options, nsamples = self.options, self.nsamples
+        total_bytes = self.samples.total_bytes * nsamples // max(1, len(self.samples))
+        if self.samples.can_coalesce:
+            window = options.window or default_window(nsamples, total_bytes, batch)
+            block = options.block or default_block(nsamples, total_bytes)
+        else:  # reading neighbours saves nothing: shuffle single samples; windows only group the requests
+            window = options.window or max(1, _LOOSE_WINDOW // batch) * batch
+            block = options.block or 1
+        return EpochOrder(
+            nsamples=nsamples,
+            batch=batch,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            lanes=options.lanes or math.lcm(lanes, options.nodes),
+            nodes=options.nodes,
+            exchange=options.exchange,
+            # Without shuffle all readers share a window: it only sets how much is fetched together.
+            window=window if self.shuffle else window * lanes,
+            block=block,
+        )
+
+    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
+        """Return the batches of an epoch."""
+        if self.draw is not None:
+            plan: EpochPlan = WeightedEpochPlan(order, epoch, self.draw)
+        elif order.nodes > 1:
+            plan = NodeEpochPlan(order, epoch)
+        else:
+            plan = EpochPlan(order, epoch)
+        return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
+
+    def with_options(self, **changes: Any) -> Self:
+        """Return the same source with other options of the order."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def restrict_to(self, numbers: Ints) -> Self:
+        """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
+        return replace(self, samples=self.samples.restrict_to(numbers))
 
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
-        """Return what must equal that of a state: nodes that keep their blocks, if there are several, and costs by which samples are dealt."""
+        """Return what must equal that of a state, where there are such: nodes that keep their blocks, costs of samples and weights."""
         options, found = self.options, dict[str, Any]()
         if options.nodes > 1:
             found |= {"nodes": options.nodes, "exchange": options.exchange}
         if self.balance is not None:
             found |= {"balance": self.balance.describe()}
+        if self.draw is not None:
+            found |= {"weights": self.draw.describe()}
         return found
 
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
@@ -121,8 +171,8 @@ class IndexedSource(Source):
             prefetch_bytes=self.reading.prefetch_bytes,
             hedge=self.reading.hedge,
             num_workers=num_workers,
-            is_sparse=self.is_sparse
-            or self.balance is not None,  # a reader has few samples of a block
+            # A reader may have few samples of many if they are drawn, or dealt to batches by cost.
+            is_sparse=self.draw is not None or self.balance is not None,
         )
 
     def number_of(self, number: int) -> int | None:
@@ -140,10 +190,6 @@ class IndexedSource(Source):
                 found = replace(found, shard=redact(url), offset=offset)
             done.append(found)
         return tuple(done)
-
-    def restrict_to(self, numbers: Ints) -> IndexedSource:  # noqa: ARG002
-        """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
-        return self
 
     def open_steps(self, epoch: int, skips: SkipTracker) -> Step | None:  # noqa: ARG002
         """Return the steps that samples pass before the pipeline's own stages, as one; None if there are none."""
@@ -184,65 +230,29 @@ def numbered_source(source: Source) -> IndexedSource:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderedSource(IndexedSource):
-    """Samples, or rows of them, in an order of their own.
-
-    Args:
-        samples: All samples.
-        shuffle: Use a different order in each epoch.
-        seed: Seed of the order.
-        options: Options of the order.
-        reading: Options of prefetching.
-        balance: Costs of the samples, of ``options.balance``.
-    """
-
-    samples: Samples
-    shuffle: bool = False
-    seed: int = 0
-    options: OrderOptions = field(default_factory=OrderOptions)
-    reading: ReadOptions = field(default_factory=ReadOptions)
-    balance: StepBalance | None = None
-
-    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
-        """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
-        options, nsamples = self.options, self.nsamples
-        total_bytes = self.samples.total_bytes * nsamples // max(1, len(self.samples))
-        if self.samples.can_coalesce:
-            window = options.window or default_window(nsamples, total_bytes, batch)
-            block = options.block or default_block(nsamples, total_bytes)
-        else:  # reading neighbours saves nothing: shuffle single samples; windows only group the requests
-            window = options.window or max(1, _LOOSE_WINDOW // batch) * batch
-            block = options.block or 1
-        return EpochOrder(
-            nsamples=nsamples,
-            batch=batch,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            lanes=options.lanes or math.lcm(lanes, options.nodes),
-            nodes=options.nodes,
-            exchange=options.exchange,
-            # Without shuffle all readers share a window: it only sets how much is fetched together.
-            window=window if self.shuffle else window * lanes,
-            block=block,
-        )
-
-    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
-        """Return the batches of an epoch."""
-        plan = EpochPlan(order, epoch) if order.nodes == 1 else NodeEpochPlan(order, epoch)
-        return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
-
-    def restrict_to(self, numbers: Ints) -> Self:
-        """Return a source with the same orders that may have some samples only, and is smaller when it is pickled."""
-        return replace(self, samples=self.samples.restrict_to(numbers))
-
-    def with_options(self, **changes: Any) -> Self:
-        """Return the same source with other options of the order."""
-        return replace(self, options=replace(self.options, **changes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplesSource(OrderedSource):
+class SamplesSource(IndexedSource):
     """The samples of one dataset, as they are stored."""
+
+    def drawn(self, weights: SampleWeights | Weights | None) -> SamplesSource:
+        """Return the source, with samples drawn by weight if there are weights, and with costs if its order has ``balance=``.
+
+        Args:
+            weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class.
+
+        Raises:
+            OptionError: If the options of the order or the weights are not possible.
+            StorageError: If the file of the weights cannot be read.
+        """
+        source, options = self, self.options
+        if weights is not None:
+            reason = "with weights=, which draw other samples in each epoch"
+            refuse_options(options, ["nodes", "exchange"], reason)
+            source = replace(source, draw=draw_of(source.samples, weights))
+        source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
+        if options.balance is not None:
+            balance = balance_of(options.balance, source.samples, shuffle=source.shuffle)
+            source = replace(source, balance=balance)
+        return source
 
 
 def partition_config(

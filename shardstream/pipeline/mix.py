@@ -1,11 +1,14 @@
-"""Mix indexed datasets lane by lane with a computed schedule, so that a position stays one number."""
+"""Mix indexed datasets lane by lane with a computed schedule, so that a position stays one number.
+
+The schedule says which dataset fills a place of a lane, and the plan of that dataset which sample.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -15,101 +18,30 @@ from shardstream.order import (
     CopyPlan,
     EpochOrder,
     EpochPlan,
+    Ints,
     MixSchedule,
-    StepBalance,
+    Places,
+    SteppedMixSchedule,
     default_window,
+    derive_key,
 )
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource
-from shardstream.pipeline.mix_plan import EPOCHS_PER_PASS, MixEpochPlan, MixLanes, lane_lengths
-from shardstream.pipeline.options import OrderOptions, ReadOptions
+from shardstream.pipeline.options import MOST_SEGMENTS, MixWeights, WeightSchedule
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import Moved, Runner, Step
-from shardstream.pipeline.stage import State, check_at_least, whole_number
+from shardstream.pipeline.stage import State
 from shardstream.pipeline.step_signatures import function_name
 from shardstream.samples import Concat, FetchOptions
 
 Stop = Literal["first_exhausted", "all_exhausted"]
-
-_MOST_SEGMENTS = 1024  # of an epoch: each takes 8 bytes for each lane and dataset, and about 0.3 ms when the epoch begins
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSchedule:
-    """Weights of a mix by the step of the training, for ``weights=`` of `mix`.
-
-        ss.WeightSchedule({0: {"web": 1, "code": 0}, 1000: {"web": 0.5, "code": 0.5}}, step=256)
-
-    A step is a number of samples that all ranks together receive, so the weights are the same on any number of ranks and workers,
-    and after a resume on others. Epoch e of the mix begins at sample ``e * samples`` of the training. A microbatch has the weights
-    of its first sample.
-
-    Args:
-        weights: First step -> weights by name from that step on, beginning with step 0; or a function of the step (not of the epoch) that
-            returns weights by name.
-        step: Samples of a step: usually the batch size times the number of ranks.
-        every: Steps between two calls of a function, whose weights hold until the next call: up to 1,024 calls in an epoch.
-
-    Raises:
-        OptionError: If the steps are no whole numbers from 0 on, or ``every`` does not belong to a function.
-    """
-
-    weights: Mapping[int, Mapping[str, float]] | Callable[[int], Mapping[str, float]]
-    _: KW_ONLY
-    step: int
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(1, step=self.step, every=self.every)
-        if callable(self.weights) == (self.every is None):
-            raise OptionError("WeightSchedule needs every= for a function, and for nothing else")
-        if not callable(self.weights):
-            steps = [whole_number("a step of WeightSchedule", step) for step in self.weights]
-            if 0 not in steps or min(steps) < 0:
-                raise OptionError(
-                    f"the steps of WeightSchedule begin with 0, not {sorted(steps)[:1]}"
-                )
-
-    @property
-    def table(self) -> dict[int, Mapping[str, float]]:
-        """First step -> weights, in the order of the steps; empty for a function."""
-        return {} if callable(self.weights) else dict(sorted(self.weights.items()))
-
-    def describe(self) -> State:
-        """Return the values that must equal those of a state."""
-        described: Any = [[step, dict(weights)] for step, weights in self.table.items()]
-        if callable(self.weights):
-            described = function_name(self.weights)
-        return {"step": self.step, "every": self.every, "weights": described}
-
-    def segments(self, first: int, samples: int) -> list[tuple[int, Mapping[str, float]]]:
-        """Return the weights of some samples of the training, each with the sample from which they hold, counted from ``first``.
-
-        Raises:
-            OptionError: If they are too many.
-        """
-        if callable(self.weights) and self.every is not None:
-            size = self.every * self.step
-            calls = range(first // size, -(-(first + samples) // size))
-            steps = [call * self.every for call in calls]
-        else:
-            steps = [step for step in self.table if step * self.step < first + samples]
-            num_over = sum(step * self.step <= first for step in steps)
-            steps = steps[num_over - 1 :]
-        if len(steps) > _MOST_SEGMENTS:
-            raise OptionError(
-                f"WeightSchedule has {len(steps)} weights in an epoch, at most {_MOST_SEGMENTS} are possible; use a larger every="
-            )
-        weights = self.weights if callable(self.weights) else self.weights.__getitem__
-        return [(max(0, step * self.step - first), weights(step)) for step in steps]
-
-
-MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]] | WeightSchedule
-
 WeightChanges = Sequence[Sequence[Any]]
 """Weights given in the training, as states have them: pairs of the sample of the training from which they hold, and weights by name."""
 
 _LEAST_SHARE = 0.9  # of the samples of an epoch; a shorter one warns
+EPOCHS_PER_PASS = 1 << 32
+"""Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
+_MIX = 5  # purpose of the random key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,20 +160,18 @@ class MixIndexedSource(IndexedSource):
         recipe: Parts, weights and stop rule.
         sources: Sources of the parts, in order.
         samples: Samples of all parts.
-        seed: Seed of the order.
-        options: Options of the order of the mix.
-        reading: Options of prefetching.
-        balance: Costs of the samples, of ``options.balance``.
+        seed: As in `IndexedSource`, like the next five.
+        options: As above.
+        reading: As above.
+        balance: As above.
+        yields_batches: As above.
+        is_new_each_epoch: As above.
         changes: Weights given in the training, by `changed_at`.
     """
 
     recipe: MixRecipe
     sources: tuple[IndexedSource, ...]
     samples: Concat
-    seed: int = 0
-    options: OrderOptions
-    reading: ReadOptions
-    balance: StepBalance | None = None
     changes: WeightChanges = ()
     shuffle: bool = field(init=False, default=True)
 
@@ -283,9 +213,9 @@ class MixIndexedSource(IndexedSource):
             plan = EpochPlan(order, epoch)
         return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
 
-    def with_options(self, **changes: Any) -> MixIndexedSource:
-        """Return the same mix with other options of the order."""
-        return replace(self, options=replace(self.options, **changes))
+    def restrict_to(self, numbers: Ints) -> Self:  # noqa: ARG002
+        """Return the mix: parts have samples of their own, too."""
+        return self
 
     def changed_at(
         self, epoch: int, consumed: int, weights: Mapping[str, float]
@@ -308,15 +238,15 @@ class MixIndexedSource(IndexedSource):
         MixSchedule(values, 0)  # validates
         sample, named = epoch * recipe.samples + consumed, dict(zip(recipe.parts, values, strict=True))  # fmt: skip
         kept = [change for change in self.changes if change[0] < sample]
-        if sum(epoch * recipe.samples <= at for at, _ in kept) >= _MOST_SEGMENTS:
-            raise OptionError(f"set_weights was called {_MOST_SEGMENTS} times in an epoch, which is the most that is possible")  # fmt: skip
+        if sum(epoch * recipe.samples <= at for at, _ in kept) >= MOST_SEGMENTS:
+            raise OptionError(f"set_weights was called {MOST_SEGMENTS} times in an epoch, which is the most that is possible")  # fmt: skip
         return replace(self, changes=[*kept, [sample, named]])
 
     def fetch_options(self, num_workers: int = 1) -> FetchOptions:
         """Return the options with which a fetcher of the samples is opened; an epoch may have few samples of a part."""
         options = IndexedSource.fetch_options(self, num_workers)
-        is_sparse = options.is_sparse or any(source.is_sparse for source in self.sources)
-        return replace(options, is_sparse=is_sparse)
+        is_sparse = any(source.fetch_options().is_sparse for source in self.sources)
+        return replace(options, is_sparse=options.is_sparse or is_sparse)
 
     def number_of(self, number: int) -> None:
         """Return None: the number may count in the mix, or in one of its parts."""
@@ -327,19 +257,9 @@ class MixIndexedSource(IndexedSource):
         return _PartSteps(self.samples, runners, skips)
 
     @property
-    def is_new_each_epoch(self) -> bool:
-        """Whether rows of a part have other samples in each epoch."""
-        return any(source.is_new_each_epoch for source in self.sources)
-
-    @property
-    def yields_rows(self) -> bool:
-        """Whether items of a part are made of parts of samples."""
-        return any(source.yields_rows for source in self.sources)
-
-    @property
-    def yields_batches(self) -> bool:  # type: ignore[override]  # a constant of other sources
-        """Whether an item of each part is a batch."""
-        return all(source.yields_batches for source in self.sources)
+    def draws(self) -> bool:
+        """Whether samples are drawn by weight."""
+        return self.recipe.weights is not None
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
@@ -444,3 +364,195 @@ def _length(lanes: MixLanes, recipe: MixRecipe, batch: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if is_within_epoch(middle) else (low, middle)
     return (low if recipe.stop == "first_exhausted" else high) * batch
+
+
+class MixLanes:
+    """Compute the sample at each place of a mix; lane l of the mix takes its samples from lane l of each part.
+
+    Args:
+        mix: The mix.
+        planned: Segments of the epoch as they were known at its begin.
+        segments: Segments of the epoch, with weights that were given since.
+        order: Order of the epoch.
+        epoch: From 0.
+    """
+
+    def __init__(
+        self,
+        mix: MixIndexedSource,
+        planned: list[tuple[int, list[float]]],
+        segments: list[tuple[int, list[float]]],
+        order: EpochOrder,
+        epoch: int,
+    ) -> None:
+        self._mix, self.nsamples = mix, len(mix.samples)
+        self._lanes = order.lanes
+        self._epoch = epoch
+        self._schedule = _schedule_of(segments, order, epoch)
+        shares = np.array([np.array(weights) / sum(weights) for _, weights in segments])
+        self._shares: Any = shares.max(axis=0)
+        self._windows = _windows_of(planned, segments, order.window)
+        self._plans: dict[tuple[int, int], EpochPlan] = {}
+        numbers = np.arange(order.lanes, dtype=np.int64)
+        part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(self._shares))]
+        self.sizes = np.stack([-((numbers - size) // order.lanes) for size in part_sizes], axis=1)
+        self.wanted = self._shares > 0
+        small = (self.sizes == 0).any(axis=0) & self.wanted
+        if small.any():
+            name = list(mix.recipe.parts)[int(np.flatnonzero(small)[0])]
+            raise OptionError(
+                f"dataset {name!r} has fewer samples than the mix has lanes, {order.lanes}; use fewer lanes"
+            )
+
+    def whole_length(self, recipe: MixRecipe) -> int:
+        """Return the samples that an epoch would have in one lane, with batches of one sample."""
+        if recipe.samples is not None:
+            return recipe.samples
+        lengths = self.sizes.sum(axis=0)[self.wanted] / self._shares[self.wanted]
+        return int(lengths.min() if recipe.stop == "first_exhausted" else lengths.max())
+
+    def counts(self, lengths: Ints) -> Ints:
+        """Return the number of samples of each part in the first places of every lane, shape (L, parts)."""
+        return self._schedule.counts(lengths, np.arange(self._lanes, dtype=np.int64))
+
+    def samples(self, lanes: Ints, places: Ints) -> Ints:
+        """Return the sample numbers, in all samples, at places of lanes; shape (n,) each."""
+        part, turn = self._schedule.assign_sources(places, lanes)
+        passes, turn = np.divmod(turn, self.sizes[lanes, part])
+        numbers = np.empty_like(places)
+        for kind in np.unique(part).tolist():
+            for pass_number in np.unique(passes[part == kind]).tolist():
+                is_in_pass = (part == kind) & (passes == pass_number)
+                batches = turn[is_in_pass] * self._lanes + lanes[is_in_pass]
+                plan = self._plan(kind, pass_number)
+                numbers[is_in_pass] = self._number(kind, pass_number, plan.batches(batches)[:, 0])
+        return numbers
+
+    def find(self, samples: Ints, counts: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the lanes and places at which samples come: the inverse of `samples`.
+
+        Args:
+            samples: Numbers in all samples, without copies; shape (n,).
+            counts: How often each part is taken in each lane, shape (L, parts).
+
+        Returns:
+            Numbers with copies, lanes and places, shape (m,) each.
+        """
+        found = [np.empty((3, 0), dtype=np.int64)]
+        kinds, own = self._mix.samples.find(samples)
+        for kind in np.unique(kinds).tolist():
+            sizes = self.sizes[:, kind]
+            for pass_number in range(int((-(-counts[:, kind] // np.maximum(sizes, 1))).max())):
+                numbers, batches, _ = self._plan(kind, pass_number).find(own[kinds == kind])
+                turns, lanes = np.divmod(batches, self._lanes)
+                turns += pass_number * sizes[lanes]
+                is_taken = turns < counts[lanes, kind]
+                lanes = lanes[is_taken]
+                places = self._schedule.find_places(
+                    np.full_like(lanes, kind), turns[is_taken], lanes
+                )
+                numbers = self._number(kind, pass_number, numbers[is_taken])
+                found.append(np.stack((numbers, lanes, places)))
+        numbers, lanes, places = np.concatenate(found, axis=1)
+        return numbers, lanes, places
+
+    def _number(self, kind: int, pass_number: int, numbers: Ints) -> Ints:
+        """Return the numbers in all samples of those of a part in one of its passes, with copies."""
+        samples = self._mix.samples
+        inner_pass, inner = np.divmod(numbers, len(samples.inner[kind]))
+        # A repeated sample gets a new number: it is fetched again, and its random augmentation differs.
+        turns = inner_pass + pass_number * self._plan(kind, 0).passes
+        found: Ints = samples.firsts[kind] + inner + turns * len(samples)
+        return found
+
+    def passes(self, counts: Ints) -> int:
+        """Return an upper bound for the pass numbers of an epoch, so that those of nested mixes do not collide.
+
+        Args:
+            counts: As in `find`.
+        """
+        turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
+        inner = max(self._plan(part, 0).passes for part in range(counts.shape[1]))
+        # Doubled for nested mixes whose weights differ between passes.
+        return 2 * turns * inner
+
+    def _plan(self, part: int, pass_number: int) -> EpochPlan:
+        plan = self._plans.get((part, pass_number))
+        if plan is None:
+            source = self._mix.sources[part]
+            epoch = self._epoch + pass_number * EPOCHS_PER_PASS
+            order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
+            order = replace(
+                order, lanes=self._lanes, window=source.options.window or self._windows[part]
+            )
+            if pass_number:  # those of a nested mix differ in length, but lanes take as much of each as of the first
+                order = replace(order, nsamples=self._plan(part, 0).order.nsamples)
+            plan = self._plans[part, pass_number] = source.plan(order, epoch)
+        return plan
+
+
+def _windows_of(
+    planned: Sequence[tuple[int, list[float]]],
+    segments: Sequence[tuple[int, list[float]]],
+    window: int,
+) -> list[int]:
+    """Return the window of each part: the largest that was planned.
+
+    Weights given within the epoch may not alter the order of a part that has samples already, so they count only for parts that have none
+    until then.
+    """
+    sizes = [
+        [one and max(1, round(window * one / sum(weights))) for one in weights]
+        for _, weights in (*planned, *segments)
+    ]
+    of_parts = zip(*sizes, strict=True)
+    number = len(planned)
+    return [int(max(one[:number]) or next(filter(None, one[number:]), 1)) for one in of_parts]
+
+
+def _schedule_of(
+    segments: Sequence[tuple[int, list[float]]], order: EpochOrder, epoch: int
+) -> MixSchedule | SteppedMixSchedule:
+    """Return the schedule of an epoch; weights hold from the first whole batch on."""
+    by_batch = {-(-first // order.batch): weights for first, weights in segments}
+    schedules = [
+        (batch, MixSchedule(weights, derive_key(order.seed, epoch, _MIX, *[batch] * (batch > 0))))
+        for batch, weights in by_batch.items()
+    ]
+    if len(schedules) == 1:
+        return schedules[0][1]
+    return SteppedMixSchedule(schedules, lanes=order.lanes, batch=order.batch)
+
+
+class MixEpochPlan(EpochPlan):
+    """The batches of one epoch of a mix."""
+
+    def __init__(self, order: EpochOrder, epoch: int, lanes: MixLanes) -> None:
+        super().__init__(order, epoch)
+        self._lanes = lanes
+        self._counts = lanes.counts(lane_lengths(order.num_batches, order.lanes) * order.batch)
+        self.passes, self.nsamples = lanes.passes(self._counts), lanes.nsamples
+
+    def batches(self, numbers: Ints) -> Ints:
+        """Return the samples of some batches, shape (n, b)."""
+        order = self.order
+        slots = np.arange(order.batch, dtype=np.int64)
+        places = (numbers // order.lanes * order.batch)[:, None] + slots
+        lanes = np.repeat(numbers % order.lanes, order.batch)
+        return self._lanes.samples(lanes, places.ravel()).reshape(places.shape)
+
+    def find(self, samples: Ints) -> Places:
+        """Return the batches in which samples come, and where: those of each copy."""
+        order = self.order
+        numbers, lanes, places = self._lanes.find(samples, self._counts)
+        turns, slots = np.divmod(places, order.batch)
+        return Places(numbers, turns * order.lanes + lanes, slots)
+
+    def rest(self, start: int) -> Ints:
+        """Return the samples of the batches from ``start`` on; a mix ends with a full batch."""
+        return self.batches(np.arange(start, self.order.num_batches, dtype=np.int64)).ravel()
+
+
+def lane_lengths(batches: int, lanes: int) -> Ints:
+    """Return the number of batches of each lane."""
+    return -((np.arange(lanes, dtype=np.int64) - batches) // lanes)

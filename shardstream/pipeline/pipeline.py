@@ -6,16 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from shardstream.distributed import WorkerInfo
+from shardstream.errors import OptionError
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
-from shardstream.pipeline.fields import KeepFields, OpenFields
-from shardstream.pipeline.indexed_source import IndexedSource
-from shardstream.pipeline.map import Select
+from shardstream.pipeline.indexed_source import IndexedSource, numbered_source
 from shardstream.pipeline.runner import ItemStage, Runner, open_runner
-from shardstream.pipeline.source import Source
-from shardstream.pipeline.stage import Context, Run, Stage, State, open_stages
+from shardstream.pipeline.sample_steps import KeepFields, OpenFields, Select
+from shardstream.pipeline.stage import Context, Run, Source, Stage, State, open_stages
 from shardstream.pipeline.step_signatures import describe
-from shardstream.pipeline.stream_ops import Shuffle
+from shardstream.pipeline.stream_steps import Shuffle
 from shardstream.storage import Storage, protocol_of
 
 
@@ -77,6 +76,25 @@ class Pipeline:
     def num_steps(self) -> int:
         """Number of stages that the user added; keys of random numbers, which ``fields=`` and ``lazy=`` must not change."""
         return sum(not isinstance(stage, KeepFields | OpenFields) for stage in self.stages)
+
+    def source_by_number(
+        self, reason: str = "no plan says which sample comes when", remedy: str = ""
+    ) -> IndexedSource:
+        """Return the source, of which each sample gives one item or none.
+
+        Args:
+            reason: What needs it, for the message.
+            remedy: As in `OptionError`.
+
+        Raises:
+            OptionError: If shards are read without an index, or a step changes how many items there are.
+        """
+        source = numbered_source(self.source)
+        for step, stage in zip(self.steps, self.stages, strict=True):
+            if not isinstance(stage, ItemStage):
+                changes = f"the step {step.partition('(')[0]} changes how many items there are"
+                raise OptionError(f"{reason}: {changes}", remedy=remedy)
+        return source
 
     def storage_for(self, url: str) -> Storage:
         """Return the storage for another file, with the dataset's options if the protocols match."""

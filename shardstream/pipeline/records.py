@@ -6,15 +6,13 @@ from dataclasses import dataclass
 
 from shardstream.catalog import ObjectCatalog
 from shardstream.errors import OptionError
-from shardstream.pipeline.fields import OpenFields
 from shardstream.pipeline.indexed_source import SamplesSource
-from shardstream.pipeline.map import MapTuple, ToTuple
 from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.row_source import RowSource
+from shardstream.pipeline.rows import RowSource
 from shardstream.pipeline.runner import ItemStage
+from shardstream.pipeline.sample_steps import MapTuple, OpenFields, ToTuple
 from shardstream.pipeline.sequential_source import SequentialSource
 from shardstream.pipeline.stage import Stage
-from shardstream.pipeline.weighted_source import WeightedSource
 from shardstream.samples import Samples
 
 
@@ -62,7 +60,7 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
             "a mix has no order of its own",
             "write each dataset, or ShardDataset([url, url]) without weights",
         )
-    if isinstance(source, WeightedSource):
+    if source.draws:
         raise _refusal(
             "weights= draws samples several times, and their keys would repeat", "leave it out"
         )

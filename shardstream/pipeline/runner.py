@@ -24,7 +24,10 @@ Moved = tuple[Sequence[Any], list[int]]
 
 
 class ItemStage:
-    """A stage that returns one item per item or refuses it, so that it needs no position."""
+    """A stage that returns one item per item or refuses it, so that it needs no position.
+
+    Subclasses have `apply`, or `bind` if the function depends on seed or epoch.
+    """
 
     threads: int = 0
     """Threads that process items in parallel, keeping their order; 0 uses the caller's thread."""
@@ -33,9 +36,15 @@ class ItemStage:
     leads_by_column = False
     """Whether it takes columns even if later stages do not: single samples of its result share no memory."""
 
-    def bind(self, context: Context) -> ItemFunction:
-        """Return the function for one epoch."""
+    def apply(self, item: Any, number: int) -> Any:
+        """Return one item for an item; ``number`` is the sample number."""
         raise NotImplementedError
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        if type(self).apply is ItemStage.apply:  # else `on_error` could skip all items
+            raise NotImplementedError(f"{type(self).__name__} has neither apply nor bind")
+        return self.apply
 
     def apply_to_columns(self, columns: Columns) -> Columns | TupleColumns | None:  # noqa: ARG002
         """Return what the function of `bind` returns for these samples; None where it must be called for each of them.

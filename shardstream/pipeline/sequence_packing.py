@@ -13,10 +13,10 @@ from shardstream.codecs import length_of
 from shardstream.errors import OptionError, SampleError
 from shardstream.format import Sample
 from shardstream.order import Long, derive_key
-from shardstream.pipeline.binning import BinningRun
-from shardstream.pipeline.map import find_field
-from shardstream.pipeline.row_source import RowPart
+from shardstream.pipeline.rows import RowPart
+from shardstream.pipeline.sample_steps import find_field
 from shardstream.pipeline.stage import Context, Run, SourceRun, State
+from shardstream.pipeline.stream_steps import BinningRun
 
 Packing = Literal["concat", "first_fit"]
 IGNORED = -100
@@ -127,50 +127,28 @@ class _ConcatRun(SourceRun):
 
 class _FirstFitRun(BinningRun):
     def __init__(self, source: Run, stage: PackSequences, context: Context) -> None:
-        super().__init__(source, context.skips)
+        super().__init__(source, context.skips, stage.length)
         self._stage = stage
-        self._filled: dict[Hashable, int] = {}  # tokens of each open row
         self._num_rows = 0
 
-    def choose_bin(self, item: Any) -> Hashable | None:
-        size = len(tokens_of(item, self._stage.field))
+    def choose_bin(self, item: Any) -> tuple[Hashable, int] | None:
+        size, length = len(tokens_of(item, self._stage.field)), self._stage.length
         if size == 0:
             return None
-        if size > self._stage.length:
-            raise SampleError(
-                f"a sequence of {size} tokens does not fit a row of {self._stage.length}; cut it in a map, or use packing='concat'",
-                shard=item.get("__url__"),
-                key=item.get("__key__"),
+        if size > length:
+            raise SampleError.of(
+                item,
+                f"a sequence of {size} tokens does not fit a row of {length}; cut it in a map, or use packing='concat'",
                 field=self._stage.field,
             )
-        rows_that_fit = (
-            row for row, filled in self._filled.items() if filled + size <= self._stage.length
-        )
-        row = next(rows_that_fit, None)
+        row = next((row for row, filled in self.filled.items() if filled + size <= length), None)
         if row is None:
             self._num_rows += 1
             row = self._num_rows
-        self._filled[row] = self._filled.get(row, 0) + size
-        return row
+        return row, size
 
-    def is_full(self, name: Hashable) -> bool:
-        return self._filled[name] == self._stage.length
-
-    def find_overflowing_bin(self) -> Hashable | None:
-        return (
-            max(self._filled, key=self._filled.__getitem__)
-            if len(self._filled) > self._stage.open_rows
-            else None
-        )
-
-    def keeps_incomplete(self) -> bool:
-        return True
-
-    def drop_bin(self, name: Hashable) -> None:
-        del self._filled[name]
-
-    def clear(self) -> None:
-        self._filled.clear()
+    def is_overflowing(self) -> bool:
+        return len(self.filled) > self._stage.open_rows
 
     def batch(self, items: list[Any]) -> Sample:
         pieces = [tokens_of(item, self._stage.field) for item in items]
@@ -249,9 +227,8 @@ class PackedRows:
         for name in self.fields[1:]:
             other = length_of(sample[find_field(name, sample, _STEP)])
             if other != length:
-                raise _refusal(
-                    sample, name, f"has {other} elements, but {self.fields[0]!r} has {length}"
-                )
+                problem = f"has {other} elements, but {self.fields[0]!r} has {length}"
+                raise SampleError.of(sample, f"{_STEP} {problem}", field=name)
         return length
 
     def make(self, parts: Sequence[RowPart]) -> Sample:
@@ -291,18 +268,12 @@ def tokens_of(item: Any, field: str) -> np.ndarray[Any, Any]:
     """
     tokens = np.asarray(item[find_field(field, item, _STEP)])
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise _refusal(
+        raise SampleError.of(
             item,
-            field,
-            f"needs whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
+            f"{_STEP} needs whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
+            field=field,
         )
     return tokens
-
-
-def _refusal(item: Any, field: str, problem: str) -> SampleError:
-    return SampleError(
-        f"{_STEP} {problem}", shard=item.get("__url__"), key=item.get("__key__"), field=field
-    )
 
 
 def make_row(pieces: Sequence[np.ndarray[Any, Any]], field: str, length: int, pad: int) -> Sample:

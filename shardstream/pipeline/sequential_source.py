@@ -22,8 +22,7 @@ from shardstream.format import (
 )
 from shardstream.order import derive_key, permute
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.source import Source
-from shardstream.pipeline.stage import Context, Run, State
+from shardstream.pipeline.stage import Context, Run, Source, State
 from shardstream.storage import (
     FileVersions,
     LazyShards,

@@ -1,17 +1,20 @@
-"""Protocols of a pipeline: a stage describes a step and is pickled, a run executes it in one process."""
+"""Protocols of a pipeline: a source reads raw samples, a stage describes a step and is pickled, a run executes it in one process."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
+from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError
 from shardstream.order import derive_key
-from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.bad_samples import BadSample, SkipTracker
+from shardstream.storage import Storage
 
 EPOCHS = 1 << 31
 """Epoch numbers are below this limit; a mix uses the higher bits for the passes of its parts."""
@@ -64,6 +67,18 @@ def whole_number(name: str, value: SupportsIndex) -> int:
         return operator.index(value)
     except TypeError:
         raise OptionError(f"{name} must be a whole number, not {value!r}") from None
+
+
+def set_whole_numbers(options: object, least: int, *names: str) -> None:
+    """Replace fields of a frozen dataclass by plain ints, which states can hold as JSON; None stays.
+
+    Raises:
+        OptionError: If one is not a whole number of at least ``least``.
+    """
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            check_at_least(least, **{name: value})
+            object.__setattr__(options, name, whole_number(name, value))
 
 
 def check_epoch(epoch: SupportsIndex) -> int:
@@ -157,3 +172,72 @@ def open_stages(stages: Sequence[Stage], source: Run, context: Context) -> Run:
     for stage in stages:
         run = stage.open(run, context)
     return run
+
+
+class Source(ABC):
+    """Raw samples of one or several datasets; a frozen dataclass, picklable.
+
+    A source partitions its samples over loader workers. `IndexedSource` does so by a plan, so that a position is one number; other
+    sources give each worker a stream with its own position.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Seed of the order."""
+
+    @property
+    @abstractmethod
+    def shuffle(self) -> bool:
+        """Whether each epoch has a different order."""
+
+    @property
+    def differs_by_epoch(self) -> bool:
+        """Whether epochs are known to differ."""
+        return self.shuffle
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+
+    @property
+    @abstractmethod
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether steps of its parts may leave samples out."""
+        return False
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        return "streams"
+
+    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
+        """Return the values that must equal those of a state: of a mix under "mix", of weights of samples under "weights".
+
+        Args:
+            steps: Include the stages of the parts.
+        """
+        return {}
+
+    def order_identity(self, worker_info: WorkerInfo, epoch: int) -> State:  # noqa: ARG002
+        """Return the numbers of the order that must equal those of a state."""
+        return {}
+
+    def with_locations(self, bad: Iterable[BadSample]) -> tuple[BadSample, ...]:
+        """Return bad samples with their number in the dataset, and their place, where the source knows them."""
+        return tuple(bad)
+
+    @abstractmethod
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:
+        """Open the stream of one loader worker."""
+
+    @abstractmethod
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage of the first shard, and its URL; an empty string if there are no shards."""

@@ -23,7 +23,7 @@ def describe(step: object) -> str:
 
     A field ``name`` replaces the name of the first function. Fields with ``compare=False`` are left out.
 
-    >>> from shardstream.pipeline.stream_ops import Shuffle
+    >>> from shardstream.pipeline.stream_steps import Shuffle
     >>> describe(Shuffle(window=50))
     'Shuffle(window=50)'
     """

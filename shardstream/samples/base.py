@@ -108,12 +108,16 @@ class FetchOptions:
     is_sparse: bool = False
 
 
-class Fetcher(ABC):
-    """Return samples, after waiting for their bytes if necessary."""
+class Fetcher:
+    """Return samples, after waiting for their bytes if necessary; subclasses have `request`, or `samples` if they send no requests before."""
 
-    @abstractmethod
     def samples(self, numbers: Numbers) -> Rows:
         """Return the sample of each number, or its error."""
+        return self.request(numbers)()
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests for samples; return a function that waits for them, as `samples`. By default none are sent."""
+        return partial(self.samples, numbers)
 
     def read(
         self,
@@ -133,10 +137,6 @@ class Fetcher(ABC):
             yield from split_by_step(some, found)
             del found  # free the memory before the next read
 
-    def request(self, numbers: Numbers) -> Callable[[], Rows]:
-        """Send the requests for samples; return a function that waits for them, as `samples`. By default none are sent."""
-        return partial(self.samples, numbers)
-
     def find(self, numbers: Numbers) -> MappedSamples | None:  # noqa: ARG002
         """Return samples whose bytes are copied at access; None unless they are local and of one form."""
         return None
@@ -145,8 +145,8 @@ class Fetcher(ABC):
         """Return the statistics so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``, as far as there are any."""
         return {}
 
-    def close(self) -> None:  # noqa: B027  (nothing to release by default)
-        """Release threads, maps and buffers."""
+    def close(self) -> None:
+        """Release threads, maps and buffers; by default there are none."""
 
 
 def chunk_steps(steps: Sequence[Numbers], max_samples: int) -> Iterator[Sequence[Numbers]]:

@@ -6,18 +6,15 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, SampleError, plural
 from shardstream.format import Columns, Rows, Sample
-from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples, places_in
+from shardstream.samples.base import Fetcher, Numbers, Samples, places_in
 from shardstream.samples.view import View, ViewFetcher
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _OWN = ("__key__", "__url__")
 
@@ -79,6 +76,38 @@ class JoinPart:
         return replace(self, kept=kept, numbers=self.numbers[places_in(self.kept, kept)])
 
 
+class JoinFetcher(ViewFetcher):
+    """Read joined samples: each dataset by a fetcher of its own."""
+
+    _view: Join
+    _shares_requests = False  # each batch needs all datasets, so that none has requests to spare
+    # Those of a view over one dataset would not join.
+    read, find = Fetcher.read, Fetcher.find
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests of all datasets; return a function that returns the joined samples, or the first error of their parts.
+
+        The function raises `IndexMismatchError` if samples of the same position have different keys.
+        """
+        if not len(numbers):
+            return list
+        join, waiting = self._view, [self.fetchers[0].request(numbers)]
+        places = list[Numbers]()  # of the samples that a dataset has
+        for part, fetcher in zip(join.parts, self.fetchers[1:], strict=True):
+            theirs = part.numbers_of(numbers, len(join))
+            places.append(np.flatnonzero(theirs >= 0))
+            waiting.append(fetcher.request(theirs[places[-1]]))
+
+        def wait() -> Rows:
+            joined = _without(waiting[0](), join.left_out)
+            for part, mine, wait_for_part in zip(join.parts, places, waiting[1:], strict=True):
+                found = wait_for_part()
+                joined = _join_columns(joined, found, part) or _join_rows(joined, found, mine, part)
+            return joined
+
+        return wait
+
+
 class Join(View):
     """Samples of a first dataset, in its order, each with the fields of one sample of other datasets.
 
@@ -89,6 +118,8 @@ class Join(View):
         parts: The others.
         left_out: Fields of the first that are left out.
     """
+
+    fetcher_type = JoinFetcher
 
     def __init__(
         self, first: Samples, parts: Sequence[JoinPart], left_out: Collection[str] = ()
@@ -104,6 +135,11 @@ class Join(View):
 
     def __len__(self) -> int:
         return len(self.first)
+
+    @property
+    def prefetch_weights(self) -> list[float]:
+        """Mean size of the samples of each dataset: each batch needs all of them."""
+        return [one.mean_bytes for one in self.inner]
 
     @cached_property
     def total_bytes(self) -> int:
@@ -170,65 +206,6 @@ class Join(View):
         others = zip(self.parts, made.inner[1:], strict=True)
         made.parts = tuple([replace(part, samples=samples) for part, samples in others])
         return made
-
-    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
-        """Return the columns of the first dataset; row i is sample i."""
-        return self.first.read_columns(names, scans=scans)
-
-    def open_fetcher(
-        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
-    ) -> Fetcher:
-        """Open a fetcher for each dataset; together they have the budget of one."""
-        means = [one.mean_bytes for one in self.inner]
-        return JoinFetcher(self, means, upcoming, options or FetchOptions())
-
-
-class JoinFetcher(ViewFetcher):
-    """Read joined samples: each dataset by a fetcher of its own.
-
-    Args:
-        join: The samples.
-        weights: Share of each dataset in the prefetch; only the ratios count.
-        upcoming: As in `Samples.open_fetcher`.
-        options: Of all fetchers together.
-    """
-
-    _shares_requests = False  # each batch needs all datasets, so that none has requests to spare
-    # Those of a view over one dataset would not join.
-    read, find = Fetcher.read, Fetcher.find
-
-    def __init__(
-        self,
-        join: Join,
-        weights: Sequence[float],
-        upcoming: Iterable[Numbers] | None,
-        options: FetchOptions,
-    ) -> None:
-        super().__init__(join, weights, upcoming, options)
-        self._join = join
-
-    def request(self, numbers: Numbers) -> Callable[[], Rows]:
-        """Send the requests of all datasets; return a function that returns the joined samples, or the first error of their parts.
-
-        The function raises `IndexMismatchError` if samples of the same position have different keys.
-        """
-        if not len(numbers):
-            return list
-        join, waiting = self._join, [self.fetchers[0].request(numbers)]
-        places = list[Numbers]()  # of the samples that a dataset has
-        for part, fetcher in zip(join.parts, self.fetchers[1:], strict=True):
-            theirs = part.numbers_of(numbers, len(join))
-            places.append(np.flatnonzero(theirs >= 0))
-            waiting.append(fetcher.request(theirs[places[-1]]))
-
-        def wait() -> Rows:
-            joined = _without(waiting[0](), join.left_out)
-            for part, mine, wait_for_part in zip(join.parts, places, waiting[1:], strict=True):
-                found = wait_for_part()
-                joined = _join_columns(joined, found, part) or _join_rows(joined, found, mine, part)
-            return joined
-
-        return wait
 
 
 def _without(samples: Rows, left_out: frozenset[str]) -> Rows:
@@ -302,11 +279,10 @@ def _join(
     names = _names_in(part, other)
     missing = [field for field in part.fields or () if field not in names]
     if part.is_strict and missing:
-        return SampleError(
+        return SampleError.of(
+            row,
             f"its sample or row in {other.get('__url__')} has no such field",
             remedy="pass missing='keep' (--missing keep) if some samples lack it",
-            shard=row.get("__url__"),
-            key=row["__key__"],
             field=missing[0],
         )
     added = {field: other[name] for field, name in names.items()}
@@ -319,11 +295,10 @@ def _join(
 def _with_fields(row: Sample, added: Mapping[str, object], url: str) -> Sample | Exception:
     both = next((field for field in added if field in row), None)
     if both is not None:
-        return SampleError(
+        return SampleError.of(
+            row,
             f"two of the joined datasets have the field {both!r}; the second is {url}",
             remedy=f"take it under another name, {{URL: {{'new.{both}': {both!r}}}}}, or leave it out: ss.join(first, {{URL: fields}})",
-            shard=row.get("__url__"),
-            key=row["__key__"],
             field=both,
         )
     row.update(added)

@@ -137,13 +137,8 @@ def values_of(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]
                 shard=samples.place_of(number)[0],
             )
         found = column.to_numpy()
-    elif isinstance(given, str | os.PathLike):
-        found = read_array(os.fspath(given), samples, f"{option} takes a .npy file of numbers")
     else:
-        try:
-            found = np.asarray(given)
-        except ValueError as error:  # nested lists of different lengths
-            raise OptionError(f"{option} takes one list of numbers: {error}") from error
+        found = read_array(samples, given, option, "numbers")
     if found.ndim != 1 or found.dtype.kind not in "biuf":
         raise OptionError(
             f"{option} takes the name of a column or one number for each sample, in one dimension, not {found.dtype} of shape {found.shape}"

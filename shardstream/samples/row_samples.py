@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +12,8 @@ import numpy as np
 from shardstream.errors import plural
 from shardstream.format import Rows
 from shardstream.order import RowParts, RowPlan
-from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples
-from shardstream.samples.concat import Concat
-from shardstream.samples.view import View, ViewFetcher
+from shardstream.samples.base import Fetcher, Numbers, Samples
+from shardstream.samples.view import Concat, ViewFetcher, ViewOfOne
 
 
 class RowItem(NamedTuple):
@@ -33,7 +32,33 @@ class RowItem(NamedTuple):
     stops: list[int]
 
 
-class RowSamples(View):
+class _RowFetcher(ViewFetcher):
+    """Read the samples of rows; the item of a row is a `RowItem`."""
+
+    _view: RowSamples
+    # Those of a view whose samples are those of another would return samples.
+    read, find = Fetcher.read, Fetcher.find
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        """Send the requests for the samples of rows, each once; return a function that waits for them."""
+        parts = self._view.plan.parts(numbers)
+        unique, places = np.unique(parts.numbers, return_inverse=True)
+        wait = self.fetchers[0].request(unique)
+        return lambda: list(_split(parts, places.tolist(), list(wait())))
+
+
+def _split(parts: RowParts, places: list[int], samples: Sequence[Any]) -> Iterator[Any]:
+    """Yield a `RowItem` for each row."""
+    numbers, starts, stops = parts.numbers.tolist(), parts.starts.tolist(), parts.stops.tolist()
+    first = 0
+    for count in parts.counts.tolist():
+        mine = slice(first, first + count)
+        found = [samples[place] for place in places[mine]]
+        yield RowItem(found, numbers[mine], starts[mine], stops[mine])
+        first += count
+
+
+class RowSamples(ViewOfOne):
     """Rows as samples: row i consists of the parts of other samples that a plan says.
 
     Args:
@@ -41,17 +66,14 @@ class RowSamples(View):
         plan: The parts of each row.
     """
 
+    fetcher_type = _RowFetcher
+
     def __init__(self, whole: Samples, plan: RowPlan) -> None:
-        super().__init__([whole])
+        super().__init__(whole)
         self.plan = plan
 
     def __len__(self) -> int:
         return len(self.plan)
-
-    @property
-    def whole(self) -> Samples:
-        """The samples that rows are made of."""
-        return self.inner[0]
 
     @cached_property
     def total_bytes(self) -> int:
@@ -88,23 +110,8 @@ class RowSamples(View):
         parts = self.plan.parts(numbers)
         return np.add.reduceat(self.whole.sizes(parts.numbers), parts.firsts)
 
-    def column_names(self) -> list[str]:
-        """Return no names: columns are those of samples."""
-        return []
-
-    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> Any:
-        """Refuse to read columns: those of the samples are not those of rows.
-
-        Raises:
-            OptionError: Always.
-        """
-        return Samples.read_columns(self, names, scans=scans)
-
-    def open_fetcher(
-        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
-    ) -> Fetcher:
-        """Open a fetcher of the samples, which returns a `RowItem` for each row."""
-        return _RowFetcher(self, [1.0], upcoming, options or FetchOptions())
+    # Columns are those of samples, not of rows.
+    column_names, read_columns = Samples.column_names, Samples.read_columns
 
 
 def has_rows(samples: Samples) -> bool:
@@ -171,40 +178,3 @@ def rows_with(samples: Samples, numbers: Numbers) -> Numbers:
         for kind in np.unique(kinds).tolist()
     ]
     return np.concatenate([np.empty_like(numbers, shape=0), *rows])
-
-
-class _RowFetcher(ViewFetcher):
-    """Read the samples of rows; the item of a row is a `RowItem`."""
-
-    # Those of a view whose samples are those of another would return samples.
-    read, find = Fetcher.read, Fetcher.find
-
-    def __init__(
-        self,
-        rows: RowSamples,
-        weights: Sequence[float],
-        upcoming: Iterable[Numbers] | None,
-        options: FetchOptions,
-    ) -> None:
-        super().__init__(rows, weights, upcoming, options)
-        self._rows = rows
-
-    def request(self, numbers: Numbers) -> Callable[[], Rows]:
-        """Send the requests for the samples of rows, each once; return a function that waits for them."""
-        parts = self._rows.plan.parts(numbers)
-        unique, places = np.unique(parts.numbers, return_inverse=True)
-        return partial(_items, parts, places.tolist(), self.fetchers[0].request(unique))
-
-
-def _items(parts: RowParts, places: list[int], wait: Callable[[], Rows]) -> list[Any]:
-    return list(_split(parts, places, list(wait())))
-
-
-def _split(parts: RowParts, places: list[int], samples: Sequence[Any]) -> Iterator[RowItem]:
-    numbers, starts, stops = parts.numbers.tolist(), parts.starts.tolist(), parts.stops.tolist()
-    first = 0
-    for count in parts.counts.tolist():
-        mine = slice(first, first + count)
-        found = [samples[place] for place in places[mine]]
-        yield RowItem(found, numbers[mine], starts[mine], stops[mine])
-        first += count

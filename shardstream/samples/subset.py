@@ -1,4 +1,4 @@
-"""Some samples of others as samples of their own, so that orders, lengths and states are those of the subset."""
+"""Some samples of others: those that a user chooses, those that are left after deletions, or all with holes where some were deleted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -15,11 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
-from shardstream.samples.base import Fetcher, FetchOptions, Numbers, Samples, places_in
-from shardstream.samples.view import ViewOfOne
+from shardstream.format import Rows
+from shardstream.samples.base import (
+    Fetcher,
+    FetchOptions,
+    FieldChoice,
+    MappedSamples,
+    Numbers,
+    RefusedError,
+    Samples,
+    check_numbers,
+    places_in,
+)
+from shardstream.samples.view import View, ViewFetcher, ViewOfOne
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 Choice = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | slice | str | os.PathLike[str]
 """Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools, or of
@@ -71,11 +83,7 @@ class Subset(ViewOfOne):
         return part
 
     def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
-        """Return the numbers of samples in the whole, shape (n,)."""
-        return self.whole_numbers(numbers)
-
-    def whole_numbers(self, numbers: Numbers) -> Numbers:
-        """Return the numbers of samples in the whole; a copy is a copy there, too."""
+        """Return the numbers of samples in the whole, shape (n,); a copy is a copy there, too."""
         copies, wanted = np.divmod(numbers, max(1, self._length))
         found = self._numbers[places_in(self._kept, wanted)]
         numbers_there: Numbers = found.astype(np.int64) + copies * len(self.whole)
@@ -92,6 +100,148 @@ class Subset(ViewOfOne):
         return super().open_fetcher(upcoming, replace(options or FetchOptions(), is_sparse=True))
 
 
+class WithoutDeleted(ViewOfOne):
+    """The samples that are left, in their order: memory and time depend on the number of deleted ones alone.
+
+    Args:
+        whole: All samples.
+        deleted: Numbers of the deleted ones, ascending, shape (n,).
+    """
+
+    def __init__(self, whole: Samples, deleted: Numbers) -> None:
+        super().__init__(whole)
+        check_numbers(deleted, len(whole))
+        self.deleted = deleted
+        # Of the samples that are left, how many come before each deleted one.
+        self._left_before: Numbers = deleted - np.arange(len(deleted))
+        self._length = len(whole) - len(deleted)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset, and with the samples that are deleted."""
+        digest = hashlib.sha256(f"without deleted samples: {self.whole.fingerprint}\n".encode())
+        digest.update(self.deleted.astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        deleted = f"{len(self.deleted):,} deleted"
+        return f"{plural(self.num_shards, 'shard')}, {plural(self._length, 'sample')}, {deleted}"
+
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
+        """Return the numbers of samples in the whole, shape (n,); a copy is a copy there, too."""
+        copies, wanted = np.divmod(numbers, max(1, self._length))
+        before = np.searchsorted(self._left_before, wanted, side="right")
+        found: Numbers = wanted + before + copies * len(self.whole)
+        return found
+
+    def numbers_of(self, whole_numbers: Numbers) -> Numbers:
+        """Return the numbers that samples of the whole have here, shape (n,); -1 for deleted ones: the inverse of `numbers_in`."""
+        before = np.searchsorted(self.deleted, whole_numbers)
+        is_deleted = np.append(self.deleted, -1)[before] == whole_numbers
+        return np.where(is_deleted, -1, whole_numbers - before)
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the columns of all samples that are left; row i is sample i."""
+        left = np.ones(len(self.whole), dtype=bool)
+        left[self.deleted] = False
+        return self.whole.read_columns(names, scans=scans).filter(left)
+
+
+class _DeletedSinceFetcher(ViewFetcher):
+    """Return a `RefusedError` in place of each deleted sample."""
+
+    _view: DeletedSince
+
+    def request(self, numbers: Numbers) -> Callable[[], Rows]:
+        are_deleted = self._view.are_deleted(numbers)
+        wait_for_others = list if are_deleted.all() else super().request(numbers)
+        if not are_deleted.any():
+            return wait_for_others
+
+        def wait() -> Rows:
+            others = iter(wait_for_others())
+            hole = RefusedError("deleted in a later version")
+            return [hole if is_hole else next(others) for is_hole in are_deleted.tolist()]
+
+        return wait
+
+    def read(
+        self, steps: Sequence[Numbers], max_samples: int, choice: FieldChoice | None = None
+    ) -> Iterator[Rows]:
+        if self._view.are_deleted(np.concatenate(steps)).any():
+            return Fetcher.read(self, steps, max_samples, choice)
+        return super().read(steps, max_samples, choice)
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:
+        return None if self._view.are_deleted(numbers).any() else super().find(numbers)
+
+
+class DeletedSince(ViewOfOne):
+    """The samples of an earlier version, of which those that were deleted since are refused and not read.
+
+    Numbers and fingerprint are those of the earlier version, so that orders and states are, too.
+
+    Args:
+        whole: All samples of the earlier version.
+        deleted: Numbers of the samples that were deleted since, ascending, shape (n,).
+    """
+
+    fetcher_type = _DeletedSinceFetcher
+
+    def __init__(self, whole: Samples, deleted: Numbers) -> None:
+        super().__init__(whole)
+        check_numbers(deleted, len(whole))
+        self._deleted = deleted
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the earlier version."""
+        return self.whole.fingerprint
+
+    def are_deleted(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
+        """Return whether each sample was deleted since, shape (n,); copies of it, too."""
+        return np.isin(numbers % max(1, len(self)), self._deleted)
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return zeros, and the numbers."""
+        return np.zeros(len(numbers), dtype=np.int64), numbers
+
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
+        """Return the numbers of the samples that are still there, shape (m,)."""
+        return numbers[~self.are_deleted(numbers)]
+
+
+def has_deleted_since(samples: Samples) -> bool:
+    """Return whether some samples, or those that they are made of, were deleted since (see `DeletedSince`)."""
+    inner = samples.inner if isinstance(samples, View) else ()
+    return isinstance(samples, DeletedSince) or any(map(has_deleted_since, inner))
+
+
+def deleted_since(deleted: Numbers, removed: Iterable[Numbers], nsamples: int) -> Numbers:
+    """Return the samples of an earlier version that are deleted in a later one, by their numbers in the shards, ascending.
+
+    >>> deleted_since(np.array([1, 4]), [np.array([0, 2]), np.array([3])], 6).tolist()
+    [0, 2, 3, 5]
+
+    Args:
+        deleted: Those that the later version leaves out, by their numbers in its shards, ascending.
+        removed: For each compaction between both, in order: the numbers of the samples that it removed, before it, ascending.
+        nsamples: Samples in the shards of the earlier version.
+    """
+    for gone in reversed([*removed]):
+        before = np.searchsorted(gone - np.arange(len(gone)), deleted, side="right")
+        deleted = np.union1d(deleted + before, gone)
+    return deleted[deleted < nsamples]
+
+
 def select_subset(samples: Samples, subset: Choice) -> Subset:
     """Return the samples that a user chose.
 
@@ -101,15 +251,7 @@ def select_subset(samples: Samples, subset: Choice) -> Subset:
     """
     if isinstance(subset, slice):
         return _checked(samples, np.arange(len(samples))[subset])
-    if isinstance(subset, str | os.PathLike):
-        found = read_array(
-            os.fspath(subset), samples, "subset= takes a .npy file of numbers or bools"
-        )
-    else:
-        try:
-            found = np.asarray(subset)
-        except ValueError as error:  # nested lists of different lengths
-            raise OptionError(f"subset= takes one list of numbers or bools: {error}") from error
+    found = read_array(samples, subset, "subset=", "numbers or bools")
     if not found.size:
         raise OptionError("subset= chooses no sample")
     if found.ndim != 1 or not (found.dtype == bool or np.issubdtype(found.dtype, np.integer)):
@@ -145,18 +287,25 @@ def _checked(samples: Samples, numbers: npt.NDArray[Any]) -> Subset:
     return Subset(samples, numbers.astype(np.int64))
 
 
-def read_array(url: str, samples: Samples, expected: str) -> npt.NDArray[Any]:
-    """Return the array of a ``.npy`` file, with a number for each sample or fewer.
+def read_array(samples: Samples, given: object, option: str, kind: str) -> npt.NDArray[Any]:
+    """Return the numbers of a list, or of a ``.npy`` file, with one for each sample or fewer.
 
     Args:
-        url: Path or URL.
         samples: The samples; their storage reads the file.
-        expected: Beginning of the message, such as "subset= takes a .npy file of numbers".
+        given: The list, or the path or URL of a file.
+        option: Name of the option, for errors.
+        kind: Its elements, such as "numbers".
 
     Raises:
-        OptionError: If it is no such file.
+        OptionError: If it is no such file, or has lists of different lengths.
         StorageError: If it cannot be read.
     """
+    if not isinstance(given, str | os.PathLike):
+        try:
+            return np.asarray(given)
+        except ValueError as error:  # nested lists of different lengths
+            raise OptionError(f"{option} takes one list of {kind}: {error}") from error
+    url, expected = os.fspath(given), f"{option} takes a .npy file of {kind}"
     data = samples.storage.read_bounded(url, expected_bytes=_NUMBER_BYTES * len(samples))
     try:
         found = np.load(io.BytesIO(data), allow_pickle=False)

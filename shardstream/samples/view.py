@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from shardstream.errors import OptionError
 from shardstream.format import Rows, as_rows, from_rows
 from shardstream.samples.base import (
     Fetcher,
@@ -23,161 +25,13 @@ from shardstream.samples.base import (
 )
 from shardstream.storage import DEFAULT_REQUESTS, Storage, limit_of_worker
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
 _MIN_PREFETCH_BYTES = 1 << 20  # of each inner fetcher
 _MAX_WAITING = 1 << 20  # numbers (8 MB) that wait for a fetcher that has taken none
 _NONE: Numbers = np.empty(0, dtype=np.int64)
-
-
-class View(Samples):
-    """Samples that are made of other samples, of any kind: views of views, too.
-
-    Args:
-        inner: The samples that it is made of, at least one.
-    """
-
-    def __init__(self, inner: Sequence[Samples]) -> None:
-        self.inner = tuple(inner)
-        self.can_coalesce = all(one.can_coalesce for one in inner)
-        self.is_local = all(one.is_local for one in inner)
-
-    @abstractmethod
-    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return the inner samples to which each sample belongs, by their place, and its number there; shape (n,) each.
-
-        Raises:
-            IndexError: If there is no such sample.
-        """
-
-    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:
-        """Return the numbers that inner samples, given by their place, have for those of some samples that need them; shape (m,)."""
-        places, own = self.find(numbers)
-        mine: Numbers = own[places == place]
-        return mine
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_first_shards"}
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards of all inner samples."""
-        return int(self._first_shards[-1])
-
-    @cached_property
-    def _first_shards(self) -> Numbers:
-        return np.cumsum([0, *(one.num_shards for one in self.inner)])
-
-    @property
-    def storage(self) -> Storage:
-        """The storage of the first inner samples."""
-        return self.inner[0].storage
-
-    @property
-    def checksums(self) -> list[str | None]:
-        """Those of all inner samples."""
-        return [checksum for one in self.inner for checksum in one.checksums]
-
-    def url_of(self, shard: int) -> str:
-        """Return the URL of a shard."""
-        place = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
-        return self.inner[place].url_of(shard - int(self._first_shards[place]))
-
-    def find_shards(self, numbers: Numbers) -> Numbers:
-        """Return the shard of each sample, shape (n,)."""
-        return self._ask(
-            numbers,
-            lambda place, own: self.inner[place].find_shards(own) + self._first_shards[place],
-        )
-
-    def place_of(self, number: int) -> tuple[str, int | None]:
-        """Return the URL of a sample's shard, and its offset there."""
-        places, own = self.find(np.array([number]))
-        return self.inner[int(places[0])].place_of(int(own[0]))
-
-    def sizes(self, numbers: Numbers) -> Numbers:
-        """Return the bytes of each sample, shape (n,)."""
-        return self._ask(numbers, lambda place, own: self.inner[place].sizes(own))
-
-    def restrict_to(self, numbers: Numbers) -> Self:
-        """Return some samples under the same numbers (see `Samples.restrict_to`)."""
-        return self.with_inner(
-            [one.restrict_to(self.numbers_in(n, numbers)) for n, one in enumerate(self.inner)]
-        )
-
-    def with_inner(self, inner: Sequence[Samples]) -> Self:
-        """Return the view of others, which have the same numbers as the inner samples."""
-        made = copy.copy(self)
-        for name in ("fingerprint", "_first_shards"):  # cached, of the inner samples
-            made.__dict__.pop(name, None)
-        made.inner = tuple(inner)
-        return made
-
-    def column_names(self) -> list[str]:
-        """Return the names of the columns of the first inner samples."""
-        return self.inner[0].column_names()
-
-    def check_manifests(self) -> None:
-        """Check that no dataset was replaced."""
-        for one in self.inner:
-            one.check_manifests()
-
-    def open_fetcher(
-        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
-    ) -> Fetcher:
-        """Open a fetcher for each of the inner samples; together they have the budget and the requests of one."""
-        return ViewFetcher(self, [1.0] * len(self.inner), upcoming, options or FetchOptions())
-
-    def _ask(self, numbers: Numbers, ask: Callable[[int, Numbers], Numbers]) -> Numbers:
-        """Return a number for each sample, which its inner samples give for theirs."""
-        places, own = self.find(numbers)
-        found = np.empty_like(own)
-        for place in np.unique(places).tolist():
-            is_mine = places == place
-            found[is_mine] = ask(place, own[is_mine])
-        return found
-
-
-class ViewOfOne(View):
-    """Samples of one other dataset, some or all; columns and shards are its own.
-
-    Args:
-        whole: The other samples.
-    """
-
-    def __init__(self, whole: Samples) -> None:
-        super().__init__([whole])
-
-    @property
-    def whole(self) -> Samples:
-        """The other samples."""
-        return self.inner[0]
-
-    @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all samples, if they are as large as those of the whole in the mean."""
-        return self.whole.total_bytes * len(self) // max(1, len(self.whole))
-
-    @property
-    def fields(self) -> tuple[str, ...] | None:
-        """Those of the whole."""
-        return self.whole.fields
-
-    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return zeros, and the numbers of samples in the whole."""
-        return np.zeros(len(numbers), dtype=np.int64), self.numbers_in(0, numbers)
-
-
-def leaves_of(samples: Samples) -> list[Samples]:
-    """Return the samples that a view consists of, through all views; those that are no view are their own."""
-    if not isinstance(samples, View):
-        return [samples]
-    return [leaf for one in samples.inner for leaf in leaves_of(one)]
-
-
-def replace_leaves(samples: Samples, leaves: Iterator[Samples]) -> Samples:
-    """Return a view with others in place of its `leaves_of`, in their order."""
-    if not isinstance(samples, View):
-        return next(leaves)
-    return samples.with_inner([replace_leaves(one, leaves) for one in samples.inner])
 
 
 class ViewFetcher(Fetcher):
@@ -185,36 +39,28 @@ class ViewFetcher(Fetcher):
 
     Args:
         view: The samples.
-        weights: Share of each of the inner samples in the prefetch; only the ratios count.
         upcoming: As in `Samples.open_fetcher`.
         options: Of all fetchers together.
     """
 
+    _view: View
     _shares_requests = True
 
     def __init__(
-        self,
-        view: View,
-        weights: Sequence[float],
-        upcoming: Iterable[Numbers] | None,
-        options: FetchOptions,
+        self, view: View, upcoming: Iterable[Numbers] | None, options: FetchOptions
     ) -> None:
         self._view, self._own_limit = view, None
         if self._shares_requests and options.concurrency is None and len(view.inner) > 1:
             # One for all, in the order of need: equal shares leave too few to large inner samples.
             self._own_limit = limit_of_worker(DEFAULT_REQUESTS, options.num_workers)
             options = replace(options, concurrency=self._own_limit)
-        total = sum(weights)
+        weights, total = view.prefetch_weights, sum(view.prefetch_weights)
         plan = None if upcoming is None else _SharedPlan(upcoming, len(view.inner))
         self.fetchers: list[Fetcher] = []
         for place, (one, weight) in enumerate(zip(view.inner, weights, strict=True)):
             budget = max(_MIN_PREFETCH_BYTES, int(options.prefetch_bytes * weight / total))
             own = None if plan is None else self._own_groups(plan.groups(place), place)
             self.fetchers.append(one.open_fetcher(own, replace(options, prefetch_bytes=budget)))
-
-    def samples(self, numbers: Numbers) -> Rows:
-        """Return the sample of each number, or its error."""
-        return self.request(numbers)()
 
     def request(self, numbers: Numbers) -> Callable[[], Rows]:
         """Send the requests of all fetchers before one of them waits; return a function that waits, as `samples`."""
@@ -306,3 +152,229 @@ class _SharedPlan:
                 is_dropped = not self._takes[other]
                 while is_dropped and self._held[other] > _MAX_WAITING and len(queue) > 1:
                     self._held[other] -= len(queue.popleft())
+
+
+class View(Samples):
+    """Samples that are made of other samples, of any kind: views of views, too.
+
+    Args:
+        inner: The samples that it is made of, at least one.
+    """
+
+    fetcher_type: ClassVar[type[ViewFetcher]] = ViewFetcher
+
+    def __init__(self, inner: Sequence[Samples]) -> None:
+        self.inner = tuple(inner)
+        self.can_coalesce = all(one.can_coalesce for one in inner)
+        self.is_local = all(one.is_local for one in inner)
+
+    @abstractmethod
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the inner samples to which each sample belongs, by their place, and its number there; shape (n,) each.
+
+        Raises:
+            IndexError: If there is no such sample.
+        """
+
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:
+        """Return the numbers that inner samples, given by their place, have for those of some samples that need them; shape (m,)."""
+        places, own = self.find(numbers)
+        mine: Numbers = own[places == place]
+        return mine
+
+    @property
+    def prefetch_weights(self) -> list[float]:
+        """Share of each of the inner samples in the prefetch; only the ratios count."""
+        return [1.0] * len(self.inner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_first_shards"}
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of all inner samples."""
+        return int(self._first_shards[-1])
+
+    @cached_property
+    def _first_shards(self) -> Numbers:
+        return np.cumsum([0, *(one.num_shards for one in self.inner)])
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the first inner samples."""
+        return self.inner[0].storage
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """Those of all inner samples."""
+        return [checksum for one in self.inner for checksum in one.checksums]
+
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        place = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
+        return self.inner[place].url_of(shard - int(self._first_shards[place]))
+
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,)."""
+        return self._ask(
+            numbers,
+            lambda place, own: self.inner[place].find_shards(own) + self._first_shards[place],
+        )
+
+    def place_of(self, number: int) -> tuple[str, int | None]:
+        """Return the URL of a sample's shard, and its offset there."""
+        places, own = self.find(np.array([number]))
+        return self.inner[int(places[0])].place_of(int(own[0]))
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Return the bytes of each sample, shape (n,)."""
+        return self._ask(numbers, lambda place, own: self.inner[place].sizes(own))
+
+    def restrict_to(self, numbers: Numbers) -> Self:
+        """Return some samples under the same numbers (see `Samples.restrict_to`)."""
+        return self.with_inner(
+            [one.restrict_to(self.numbers_in(n, numbers)) for n, one in enumerate(self.inner)]
+        )
+
+    def with_inner(self, inner: Sequence[Samples]) -> Self:
+        """Return the view of others, which have the same numbers as the inner samples."""
+        made = copy.copy(self)
+        for name in ("fingerprint", "_first_shards"):  # cached, of the inner samples
+            made.__dict__.pop(name, None)
+        made.inner = tuple(inner)
+        return made
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns of the first inner samples."""
+        return self.inner[0].column_names()
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the columns of the first inner samples; row i is sample i."""
+        return self.inner[0].read_columns(names, scans=scans)
+
+    def check_manifests(self) -> None:
+        """Check that no dataset was replaced."""
+        for one in self.inner:
+            one.check_manifests()
+
+    def open_fetcher(
+        self, upcoming: Iterable[Numbers] | None = None, options: FetchOptions | None = None
+    ) -> Fetcher:
+        """Open a fetcher for each of the inner samples; together they have the budget and the requests of one."""
+        return self.fetcher_type(self, upcoming, options or FetchOptions())
+
+    def _ask(self, numbers: Numbers, ask: Callable[[int, Numbers], Numbers]) -> Numbers:
+        """Return a number for each sample, which its inner samples give for theirs."""
+        places, own = self.find(numbers)
+        found = np.empty_like(own)
+        for place in np.unique(places).tolist():
+            is_mine = places == place
+            found[is_mine] = ask(place, own[is_mine])
+        return found
+
+
+class ViewOfOne(View):
+    """Samples of one other dataset, some or all; columns and shards are its own.
+
+    Args:
+        whole: The other samples.
+    """
+
+    def __init__(self, whole: Samples) -> None:
+        super().__init__([whole])
+
+    @property
+    def whole(self) -> Samples:
+        """The other samples."""
+        return self.inner[0]
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all samples, if they are as large as those of the whole in the mean."""
+        return self.whole.total_bytes * len(self) // max(1, len(self.whole))
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Those of the whole."""
+        return self.whole.fields
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return zeros, and the numbers of samples in the whole."""
+        return np.zeros(len(numbers), dtype=np.int64), self.numbers_in(0, numbers)
+
+
+def leaves_of(samples: Samples) -> list[Samples]:
+    """Return the samples that a view consists of, through all views; those that are no view are their own."""
+    if not isinstance(samples, View):
+        return [samples]
+    return [leaf for one in samples.inner for leaf in leaves_of(one)]
+
+
+def replace_leaves(samples: Samples, leaves: Iterator[Samples]) -> Samples:
+    """Return a view with others in place of its `leaves_of`, in their order."""
+    if not isinstance(samples, View):
+        return next(leaves)
+    return samples.with_inner([replace_leaves(one, leaves) for one in samples.inner])
+
+
+class Concat(View):
+    """Samples of several datasets, one after the other.
+
+    Args:
+        inner: The datasets, at least one.
+    """
+
+    def __init__(self, inner: Sequence[Samples]) -> None:
+        super().__init__(inner)
+        self.firsts: Numbers = np.cumsum([0, *map(len, inner)])
+        """Number of the first sample of each dataset, and of all samples; shape (datasets + 1,)."""
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all samples."""
+        return sum(one.total_bytes for one in self.inner)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any of the datasets."""
+        found = " ".join(one.fingerprint for one in self.inner)
+        return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Fields of any of the datasets; None if those of one are unknown."""
+        found = [one.fields for one in self.inner]
+        known = {name for names in found for name in names or ()}
+        return None if None in found else tuple(sorted(known))
+
+    def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the dataset of each sample, and its number there; a copy is a copy there, too."""
+        copies, numbers = np.divmod(numbers, len(self))
+        places = np.searchsorted(self.firsts, numbers, side="right") - 1
+        lengths = np.diff(self.firsts)
+        return places, numbers - self.firsts[places] + copies * lengths[places]
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns that all datasets have."""
+        first, *others = (one.column_names() for one in self.inner)
+        return [name for name in first if all(name in names for names in others)]
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the columns of all samples; row i is sample i.
+
+        Raises:
+            OptionError: If a dataset has none, or they differ in type.
+        """
+        import pyarrow as pa  # noqa: PLC0415  (an extra)
+
+        tables = [one.read_columns(names, scans=scans) for one in self.inner]
+        try:
+            return pa.concat_tables(tables, promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise OptionError(
+                f"columns of two datasets do not fit together: {error}; run 'shardstream index --columns' on all",
+                shard=self.url_of(0),
+            ) from error

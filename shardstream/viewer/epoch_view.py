@@ -21,7 +21,6 @@ from shardstream.order import (
 from shardstream.pipeline import (
     IndexedSource,
     MixIndexedSource,
-    OrderedSource,
     OrderOptions,
     parse_state,
     partition_config,
@@ -142,7 +141,7 @@ class Training:
         """
         balance = source.balance if is_balanced and self.shuffle else None
         source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
-        source = _with_balance(_seeded(source, self.seed, shuffle=self.shuffle), balance)
+        source = replace(_seeded(source, self.seed, shuffle=self.shuffle), balance=balance)
         config = partition_config(
             source, ranks=self.ranks, batch_size=self.batch_size, drop_last=self.drop_last
         )
@@ -156,17 +155,11 @@ class Training:
 
 def _seeded(source: IndexedSource, seed: int, *, shuffle: bool) -> IndexedSource:
     """Return a source with another seed, and with or without shuffle."""
-    if isinstance(source, OrderedSource):
+    if not isinstance(source, MixIndexedSource):
         return replace(source, seed=seed, shuffle=shuffle)
-    assert isinstance(source, MixIndexedSource)  # noqa: S101  (there are no others)
     if not shuffle:
         raise OptionError("a mix is always shuffled")
     return replace(source, seed=seed)
-
-
-def _with_balance(source: IndexedSource, balance: StepBalance | None) -> IndexedSource:
-    assert isinstance(source, OrderedSource | MixIndexedSource)  # noqa: S101  (there are no others)
-    return replace(source, balance=balance)
 
 
 def parse_whole(name: str, text: str) -> int:

@@ -294,8 +294,8 @@ def test_samples_by_number_begin_at_the_epoch_of_their_dataset(folder: str) -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda one: one.shuffle(9), "the step Shuffle changes the number of items"),
-        (lambda one: one.decode().batched(4), "the step Batched changes the number of items"),
+        (lambda one: one.shuffle(9), "the step Shuffle changes how many items"),
+        (lambda one: one.decode().batched(4), "the step Batched changes how many items"),
         (lambda one: ss.mix([one], weights=[1.0]), "weights draw the samples of an epoch"),
         (lambda one: ss.mix({"a": one}, weights=lambda _: {"a": 1.0}), "weights draw"),
     ],

@@ -466,7 +466,7 @@ def test_what_cannot_be_planned_is_refused(tokens: str) -> None:
     drawn = ss.ShardDataset(tokens, weights=np.ones(N)).decode()
     with pytest.raises(OptionError, match="weights draw them anew in each epoch"):
         drawn.pack_sequences("npy", 64, lengths=LENGTHS)
-    with pytest.raises(OptionError, match="the step Batched changes how many there are"):
+    with pytest.raises(OptionError, match="the step Batched changes how many items there are"):
         opened(tokens).batched(2).windows("npy", size=2, lengths=LENGTHS)
     with pytest.raises(OptionError, match="need lengths="):
         opened(tokens).pack_sequences("npy", 64, repack=True)

@@ -133,8 +133,8 @@ def test_samples_pass_the_contract(kind: str, place: str, tmp_path: Path) -> Non
 class Shifted(Subset):
     """Samples whose numbers are wrong for copies."""
 
-    def whole_numbers(self, numbers: Numbers) -> Numbers:
-        return super().whole_numbers(np.where(numbers < len(self), numbers, numbers + 1))
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:
+        return super().numbers_in(place, np.where(numbers < len(self), numbers, numbers + 1))
 
 
 class Short(Join):
@@ -253,9 +253,9 @@ class Recorded(Subset):
 
     read: ClassVar[list[int]] = []
 
-    def whole_numbers(self, numbers: Numbers) -> Numbers:
+    def numbers_in(self, place: int, numbers: Numbers) -> Numbers:
         self.read.extend(numbers.tolist())
-        return super().whole_numbers(numbers)
+        return super().numbers_in(place, numbers)
 
 
 RUNS = np.array([9, 17])
@@ -349,7 +349,7 @@ class Many(View):
 def test_numbers_over_32_bits_are_kept(tmp_path: Path) -> None:
     numbers = np.array([(1 << 33) - 1, 3, 1 << 32])
     some = Subset(Many([shards(f"{tmp_path}/a", 20).samples]), numbers)
-    assert some.whole_numbers(np.array([0, 2, 1, 4])).tolist() == [
+    assert some.numbers_in(0, np.array([0, 2, 1, 4])).tolist() == [
         (1 << 33) - 1, 1 << 32, 3, (1 << 33) + 3,
     ]  # fmt: skip
 

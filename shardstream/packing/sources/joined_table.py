@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardstream.errors import OptionError, SampleError, SourceError, plural
-from shardstream.format import KEY_COLUMN, Sample, import_parquet, limit_of_rows, read_parquet
+from shardstream.format import KEY_COLUMN, Rows, Sample, import_parquet, limit_of_rows, read_parquet
 from shardstream.packing.encode import encode_field
 from shardstream.packing.sources.source import FileRef
 from shardstream.packing.sources.table_source import convert_cell, key_of
 from shardstream.packing.sources.tables import Row, check_columns, iter_rows, number_dtypes, rows_of
-from shardstream.samples import Numbers, Table
+from shardstream.samples import Fetcher, FetchOptions, Numbers, Samples, places_in
 from shardstream.storage import Storage
 
 if TYPE_CHECKING:
@@ -27,41 +29,125 @@ _TEXT_LIMIT_BYTES = 256 << 20  # of CSV, TSV and JSON lines
 _ROWS_AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellEncoder:
-    """Encodes the cells of rows to the fields of a sample, as `pack` does.
+class JoinedTable(Samples):
+    """Rows of tables in memory, as samples of fields that are encoded as `pack` does.
 
     Args:
+        table: The columns of keys (``__key__``) and of fields.
         columns: Field -> column.
-        urls: The tables.
+        urls: URLs of the tables.
         firsts: Number of the first row of each table, and of all rows, shape (tables + 1,).
     """
 
-    columns: Mapping[str, str]
-    urls: tuple[str, ...]
-    firsts: tuple[int, ...]
+    is_local = True
 
-    def encode(self, rows: pa.Table, places: Numbers) -> list[Sample | Exception]:
-        """Return the fields of each row, or what is wrong with it (see `RowEncoder`)."""
-        dtypes, found = number_dtypes(rows.schema), list[Sample | Exception]()
-        for cells, place in zip(rows_of(rows, self.urls[0]), places.tolist(), strict=True):
-            row = Row(cells=cells, where=self.where(place), is_text=False, dtypes=dtypes)
+    def __init__(
+        self, table: pa.Table, columns: Mapping[str, str], urls: Sequence[str], firsts: Numbers
+    ) -> None:
+        self._table, self._columns = table, columns
+        self._urls, self._firsts = tuple(urls), firsts
+        self._kept: Numbers | None = None  # numbers of these rows, after `restrict_to`
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """One: all tables."""
+        return 1
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of the tables in memory."""
+        return int(self._table.nbytes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the values, and with the fields they go to."""
+        digest = hashlib.sha256(f"table {sorted(self._columns.items())}\n".encode())
+        # A copy of all would double the memory.
+        for first in range(0, self._table.num_rows, _ROWS_AT_ONCE):
+            (rows,) = self._table.slice(first, _ROWS_AT_ONCE).combine_chunks().to_batches()
+            digest.update(rows.serialize())
+        return digest.hexdigest()[:16]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that columns go to."""
+        return tuple(sorted(self._columns))
+
+    def url_of(self, shard: int) -> str:  # noqa: ARG002
+        """Return the URL of the first table."""
+        return self._urls[0]
+
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return zeros: all rows are in the tables."""
+        return np.zeros_like(numbers)
+
+    def place_of(self, number: int) -> tuple[str, int | None]:
+        """Return the table of a row, and its number there, from 1."""
+        number %= len(self)
+        table = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return f"{self._urls[table]}, row {number - int(self._firsts[table]) + 1}", None
+
+    def column_names(self) -> list[str]:
+        """Return the name of the column of keys; other columns are fields."""
+        return [KEY_COLUMN]
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
+        """Return the keys of the rows as a table.
+
+        Raises:
+            OptionError: If others are wanted.
+        """
+        if names is not None and [*names] != self.column_names():
+            return super().read_columns(names, scans=scans)
+        return self._table.select([KEY_COLUMN])
+
+    def restrict_to(self, numbers: Numbers) -> JoinedTable:
+        """Return some rows under the same numbers (see `Samples.restrict_to`)."""
+        kept = np.unique(numbers % max(1, len(self)))
+        part = copy.copy(self)
+        part.__dict__.pop("fingerprint", None)
+        part.__dict__["total_bytes"] = self.total_bytes
+        part._table, part._kept = self._table.take(places_in(self._kept, kept)), kept
+        return part
+
+    def open_fetcher(
+        self,
+        upcoming: Iterable[Numbers] | None = None,  # noqa: ARG002  (rows are in memory)
+        options: FetchOptions | None = None,  # noqa: ARG002
+    ) -> Fetcher:
+        """Open a fetcher that encodes rows."""
+        return _RowFetcher(self)
+
+    def rows(self, numbers: Numbers) -> list[Sample | Exception]:
+        """Return rows as samples of bytes, or what is wrong with them; null is a missing field."""
+        numbers = numbers % max(1, len(self))
+        taken = self._table.take(places_in(self._kept, numbers))
+        dtypes, found = number_dtypes(taken.schema), list[Sample | Exception]()
+        for cells, number in zip(rows_of(taken, self._urls[0]), numbers.tolist(), strict=True):
+            where, key = self.place_of(number)[0], str(cells[KEY_COLUMN])
+            row = Row(cells=cells, where=where, is_text=False, dtypes=dtypes)
             try:
-                found.append(_encode_row(row, self.columns))
+                fields = _encode_row(row, self._columns)
+                found.append({**fields, "__key__": key, "__url__": self._urls[0]})
             except SourceError as error:  # of one sample, so that `on_error` may skip it
-                key = str(cells[KEY_COLUMN])
-                found.append(SampleError(error.what, shard=row.where, key=key))
+                found.append(SampleError(error.what, shard=where, key=key))
         return found
 
-    def where(self, place: int) -> str:
-        """Return the table of a row, and its number there, from 1."""
-        table = int(np.searchsorted(self.firsts, place, side="right")) - 1
-        return f"{self.urls[table]}, row {place - self.firsts[table] + 1}"
+
+class _RowFetcher(Fetcher):
+    def __init__(self, table: JoinedTable) -> None:
+        self._table = table
+
+    def samples(self, numbers: Numbers) -> Rows:
+        return self._table.rows(numbers)
 
 
 def open_joined_table(
     urls: Sequence[str], fields: Mapping[str, str] | None, storage: Storage
-) -> Table:
+) -> JoinedTable:
     """Read the columns of tables of one kind: Parquet, CSV, TSV or JSON lines.
 
     Args:
@@ -91,13 +177,12 @@ def open_joined_table(
         table = pa.concat_tables(tables)
     except pa.ArrowInvalid as error:
         raise SourceError(f"two tables differ in their columns: {error}", shard=urls[0]) from error
-    firsts = (0, *np.cumsum([one.num_rows for one in tables]).tolist())
+    firsts: Numbers = np.cumsum([0, *(one.num_rows for one in tables)])
     if not table.num_rows:
         raise SourceError("the table has no rows", shard=urls[0])
     if not all(is_parquet):  # the cells are bytes by now, and the columns are named as the fields
         columns = {field: field for field in columns}
-    encoder = CellEncoder(columns=columns, urls=tuple(urls), firsts=firsts)
-    return Table(table, KEY_COLUMN, urls[0], encoder)
+    return JoinedTable(table, columns, urls, firsts)
 
 
 def _read_parquet(

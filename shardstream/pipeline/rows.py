@@ -7,18 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
+from shardstream.codecs import length_of, part_of
 from shardstream.errors import OptionError, SampleError
 from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedSource, OrderedSource
-from shardstream.pipeline.mix import MixIndexedSource
-from shardstream.pipeline.mix_plan import EPOCHS_PER_PASS
+from shardstream.pipeline.indexed_source import IndexedSource
+from shardstream.pipeline.mix import EPOCHS_PER_PASS
 from shardstream.pipeline.options import refuse_options
 from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.runner import ItemStage, Moved, Runner, Step
+from shardstream.pipeline.runner import Moved, Runner, Step
+from shardstream.pipeline.sample_steps import find_field
 from shardstream.pipeline.stage import State
 from shardstream.pipeline.step_signatures import describe
-from shardstream.pipeline.weighted_source import WeightedSource
+from shardstream.pipeline.stream_steps import Collate, collated
 from shardstream.samples import RowItem, RowSamples
 
 _IMMUTABLE = (str, bytes, int, float, bool, type(None))
@@ -68,15 +71,17 @@ class RowPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSource(OrderedSource):
+class RowSource(IndexedSource):
     """Rows that are made of the samples of a pipeline.
 
     Args:
         samples: The rows.
-        shuffle: As in `OrderedSource`, like the next three; sizes of the order count rows.
-        seed: As in `OrderedSource`.
-        options: As in `OrderedSource`.
-        reading: As in `OrderedSource`.
+        shuffle: As in `IndexedSource`, like the next five; sizes of the order count rows.
+        seed: As above.
+        options: As above.
+        reading: As above.
+        yields_batches: As above.
+        is_new_each_epoch: As above.
         part: The samples, with the steps that they pass before they become parts.
         maker: Makes a row of its parts.
     """
@@ -86,34 +91,19 @@ class RowSource(OrderedSource):
     maker: RowMaker
 
     @property
-    def yields_rows(self) -> bool:
-        """Whether items are made of parts of samples: yes."""
-        return True
-
-    @property
     def may_leave_out(self) -> bool:
         """Whether the steps before may leave samples out, and so all of a row."""
         return self.part.may_leave_out
-
-    @property
-    def yields_batches(self) -> bool:  # type: ignore[override]  # a constant of other sources
-        """Whether an item is a batch."""
-        return self.maker.is_batch
 
     @property
     def differs_by_epoch(self) -> bool:
         """Whether epochs are known to differ."""
         return self.is_new_each_epoch or self.shuffle or self.part.differs_by_epoch
 
-    @property
-    def is_new_each_epoch(self) -> bool:
-        """Whether rows have other parts in each epoch."""
-        return self.samples.plan.is_new_each_epoch
-
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
         if not self.is_new_each_epoch:
-            return OrderedSource.plan(self, order, epoch)
+            return IndexedSource.plan(self, order, epoch)
         return CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
 
     def number_of(self, number: int) -> None:
@@ -126,7 +116,7 @@ class RowSource(OrderedSource):
     def describe(self, *, steps: bool) -> State:
         """Return how rows are made, which must equal that of a state."""
         rows = {"made by": describe(self.maker), "of": self.part.describe(steps=steps)}
-        return OrderedSource.describe(self, steps=steps) | {"rows": rows}
+        return IndexedSource.describe(self, steps=steps) | {"rows": rows}
 
 
 def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) -> Pipeline:
@@ -154,6 +144,8 @@ def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) 
         seed=source.seed,
         options=source.options,
         reading=source.reading,
+        yields_batches=maker.is_batch,
+        is_new_each_epoch=plan.is_new_each_epoch,
         part=pipeline,
         maker=maker,
     )
@@ -166,26 +158,14 @@ def rowable_source(pipeline: Pipeline, step: str) -> IndexedSource:
     Raises:
         OptionError: If its samples have no numbers, are drawn anew in each epoch, or are batches already.
     """
-    if not isinstance(pipeline.source, IndexedSource):
-        raise OptionError(
-            f"{step} plans by the numbers of samples, but these shards are read without an index; run 'shardstream index' on their folder",
-            shard=pipeline.source.place()[1],
-        )
-    for name, stage in zip(pipeline.steps, pipeline.stages, strict=True):
-        if not isinstance(stage, ItemStage):
-            raise OptionError(
-                f"{step} plans by the numbers of samples, but the step {name.partition('(')[0]} changes how many there are; put it after {step}"
-            )
-    source = pipeline.source
+    reason = f"{step} plans by the numbers of samples"
+    source = pipeline.source_by_number(reason, f"put it after {step}")
     if source.is_new_each_epoch:
         raise OptionError(
             f"{step} plans rows of samples that stay the same, but here these are rows or batches that are made anew in each epoch; "
             f"put repack=True and batch_by_cost after {step}"
         )
-    drawn = isinstance(source, WeightedSource)
-    if isinstance(source, MixIndexedSource):
-        drawn = source.recipe.weights is not None
-    if drawn:
+    if source.draws:
         raise OptionError(
             f"{step} plans rows of all samples, but weights draw them anew in each epoch; use {step} on each dataset, and mix these by weights"
         )
@@ -248,11 +228,10 @@ class _RowSteps:
             return
         planned = int(self._lengths[number % len(self._rows.whole)])
         if length != planned:
-            raise SampleError(
+            raise SampleError.of(
+                sample,
                 f"the sample has {length} elements, but lengths= says {planned}, by which rows were planned; are the columns older than the "
                 "shards, or does a step change the length? (shardstream index --columns writes them again)",
-                shard=sample.get("__url__"),
-                key=sample.get("__key__"),
             )
 
 
@@ -266,3 +245,127 @@ def _parts(
             parts.append(RowPart(samples[number], start, stop, is_shared=number in used))
             used.add(number)
     return parts
+
+
+_STEP = "windows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """Makes windows of a long field: a sample with a part of the field, and ``__start__``, the place of its first element.
+
+    Args:
+        fields: Fields of which a window has a part, with one length in each sample.
+    """
+
+    fields: tuple[str, ...]
+    is_batch: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = False
+
+    def length_of(self, sample: Any) -> int | None:
+        """Return the length of the fields of a sample.
+
+        Raises:
+            SampleError: If it lacks one, they have no parts, or differ.
+        """
+        lengths = {name: self._length(sample, name) for name in self.fields}
+        if len({*lengths.values()}) > 1:
+            raise SampleError.of(
+                sample,
+                f"{_STEP}: fields of different lengths, {lengths}, have no common windows",
+            )
+        return next(iter(lengths.values()))
+
+    def make(self, parts: Sequence[RowPart]) -> Any:
+        """Return the window."""
+        (part,) = parts
+        cut = {find_field(name, part.sample, _STEP) for name in self.fields}
+        window = {
+            name: part_of(part.sample[name], part.start, part.stop)
+            if name in cut
+            else part.value(name)
+            for name in part.sample
+        }
+        return window | {"__start__": part.start}
+
+    @staticmethod
+    def _length(sample: Any, names: str) -> int:
+        name = find_field(names, sample, _STEP)
+        try:
+            return length_of(sample[name])
+        except TypeError as error:
+            raise SampleError.of(
+                sample,
+                f"{_STEP}: {error}",
+                field=name,
+            ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleWindows:
+    """Makes windows of samples that follow each other: a dict of the list of values of each field; arrays of one shape are stacked.
+
+    ``__key__`` is that of the first sample.
+    """
+
+    is_batch: ClassVar[bool] = False
+    needs_all: ClassVar[bool] = True
+
+    def length_of(self, sample: Any) -> int | None:
+        """Return the samples as they are: None.
+
+        Raises:
+            SampleError: If it is no dict.
+        """
+        if not isinstance(sample, dict):
+            raise SampleError(
+                f"{_STEP} of samples take dicts, not {type(sample).__name__}: put it before to_tuple"
+            )
+        return None
+
+    def make(self, parts: Sequence[RowPart]) -> Any:
+        """Return the window."""
+        names = dict.fromkeys(name for part in parts for name in part.sample)
+        window: dict[str, Any] = {}
+        for name in names:
+            if name.startswith("__"):
+                window[name] = parts[0].sample.get(name)
+                continue
+            lacking = next((part.sample for part in parts if name not in part.sample), None)
+            if lacking is not None:
+                raise SampleError(
+                    f"{_STEP}: a sample lacks the field {name!r}, which others of its window have",
+                    shard=lacking.get("__url__"),
+                    key=lacking.get("__key__"),
+                    field=name,
+                )
+            values = [part.value(name) for part in parts]
+            shapes = {getattr(value, "shape", None) for value in values}
+            is_array = isinstance(values[0], np.ndarray) and len(shapes) == 1
+            window[name] = np.stack(values) if is_array else values
+        return window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Makes batches of samples.
+
+    Args:
+        collate: Makes a batch of a list of samples.
+        name: As in `Map`.
+        version: As in `Map`.
+    """
+
+    collate: Collate
+    name: str | None = None
+    version: int | str | None = None
+    is_batch: ClassVar[bool] = True
+    needs_all: ClassVar[bool] = False
+
+    def length_of(self, sample: Any) -> int | None:  # noqa: ARG002
+        """Return None: samples are taken whole."""
+        return None
+
+    def make(self, parts: Sequence[RowPart]) -> Any:
+        """Return the batch."""
+        return collated(self.collate, [part.sample for part in parts])

@@ -1,4 +1,8 @@
-"""Send concurrent range requests, with optional hedging."""
+"""Merge byte ranges of samples that are close together, and request them concurrently, with optional hedging.
+
+Requests run in threads that a process does not wait for at its end. The threads of a `ThreadPoolExecutor` are joined before any code that could
+end their requests runs: after Ctrl-C a process would live until the last body has arrived.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,198 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from itertools import pairwise
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
 
 from shardstream.errors import StorageError
-from shardstream.fetch.byte_ranges import ByteRange, ByteRanges, IndexChunk
-from shardstream.fetch.daemon_threads import DaemonThreads
+from shardstream.samples import Numbers
 from shardstream.storage import SLOWEST_BYTES_PER_S, AdaptiveLimit, Slot, limit_of_worker
+
+if TYPE_CHECKING:
+    from shardstream.fetch.catalog import Catalog
+
+
+FAR_READ_RATIO = 3.0
+"""`Catalog.max_read_ratio` of samples with gaps between them."""
+# Size of one request: large enough to hide latency, small enough to spread over connections.
+_RANGE_BYTES = 4 << 20
+# Largest gap that is read and discarded: a second request costs as much CPU time as reading this many bytes.
+GAP_BYTES = 256 << 10
+
+
+class Extents(NamedTuple):
+    """Byte ranges of samples: int64 arrays of equal length."""
+
+    shards: Numbers
+    """Number of the shard, from 0."""
+    starts: Numbers
+    """Offset of the sample's first header in its tar."""
+    ends: Numbers
+    """Offset after the sample."""
+
+
+class IndexChunk(NamedTuple):
+    """A part of the index of a shard."""
+
+    shard: int
+    number: int
+    """Place of the chunk in the index, from 0."""
+
+
+class ByteRange(NamedTuple):
+    """Consecutive samples of a shard."""
+
+    shard: int
+    """Number of the shard in the dataset."""
+    start: int
+    """Offset of the first sample in the tar."""
+    end: int
+    """Offset after the last sample."""
+    places: Numbers
+    """Places of its samples in the extents passed to `coalesce`, shape (n,), in the order of the tar."""
+
+    @property
+    def size(self) -> int:
+        """Size of the range in bytes."""
+        return self.end - self.start
+
+
+def coalesce(extents: Extents, max_read_ratio: float | None = None) -> list[ByteRange]:
+    """Merge samples that are close together in a shard into ranges of at most 4 MiB, or one larger sample.
+
+    Args:
+        extents: Byte ranges of samples.
+        max_read_ratio: Maximum of the bytes of a range for each byte of its samples.
+
+    Returns:
+        The ranges, ordered by the first of their samples in ``extents``.
+    """
+    shards, starts, ends = extents
+    order = np.lexsort((starts, shards))
+    shards, starts, ends = shards[order], starts[order], ends[order]
+    is_split = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
+    if max_read_ratio is not None:
+        is_split |= _is_sparse(starts, ends, is_split, max_read_ratio)
+    runs = [0, *(np.flatnonzero(is_split) + 1).tolist(), len(order)]
+    ranges: list[ByteRange] = []
+    for run, run_end in pairwise(runs):
+        first = run
+        while first < run_end:
+            max_end = starts[first] + _RANGE_BYTES
+            last = max(first + 1, run + int(np.searchsorted(ends[run:run_end], max_end, "right")))
+            begin, end = int(starts[first]), int(ends[last - 1])
+            ranges.append(ByteRange(int(shards[first]), begin, end, order[first:last]))
+            first = last
+    return sorted(ranges, key=lambda span: int(span.places.min()))
+
+
+def _is_sparse(
+    starts: Numbers, ends: Numbers, is_split: np.ndarray, max_read_ratio: float
+) -> np.ndarray:
+    """Return the gaps at which to split, so that no range has too few bytes of samples, shape (n - 1,)."""
+    result = np.zeros_like(is_split)
+    gaps = np.flatnonzero((starts[1:] > ends[:-1]) | is_split)  # neighbours are never split
+    sizes = np.concatenate(([0], np.cumsum(ends - starts)))
+    first = 0  # sample at which the current range begins
+    for gap, last in pairwise([*gaps.tolist(), len(starts) - 1]):
+        used = int(sizes[last + 1] - sizes[first])
+        if is_split[gap]:
+            first = gap + 1
+        elif int(ends[last] - starts[first]) > max_read_ratio * used:
+            result[gap] = True
+            first = gap + 1
+    return result
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Call = tuple["Future[Any]", Callable[[], Any]]
+
+
+class DaemonThreads:
+    """Up to ``most`` threads, each started when it is needed.
+
+    Args:
+        most: The largest number of threads.
+        name: Prefix of their names.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, call: Callable[_P, _T], *args: _P.args, **options: _P.kwargs) -> Future[_T]:
+        """Call a function in a thread, in the order of submission.
+
+        Raises:
+            RuntimeError: If the threads were closed.
+        """
+        future: Future[_T] = Future()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("no request can be sent after the close")
+            self._calls.put((future, lambda: call(*args, **options)))
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
+                thread = threading.Thread(
+                    target=_run_calls,
+                    args=(self._calls, self._idle),
+                    name=f"{self._name}_{len(self._threads)}",
+                    daemon=True,
+                )
+                thread.start()
+                self._threads.append(thread)
+        return future
+
+    def close(self) -> None:
+        """Cancel the calls that have not begun; threads end after their current call."""
+        with self._lock:
+            self._is_closed = True
+            while not self._calls.empty():
+                waiting = self._calls.get()
+                if waiting is not None:
+                    waiting[0].cancel()
+                    waiting[
+                        0
+                    ].set_running_or_notify_cancel()  # else who waits for it would not be told
+            self._calls.put(None)
+
+    def join(self, until: float) -> None:
+        """Wait until the threads have ended, at most until a time of the monotonic clock."""
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+
+def _run_calls(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
+    while True:
+        try:
+            waiting = calls.get_nowait()
+        except Empty:
+            idle.release()
+            waiting = calls.get()
+        if waiting is None:
+            calls.put(None)  # for the next thread
+            return
+        future, call = waiting
+        if future.set_running_or_notify_cancel():
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001  (raised where the result is awaited)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
+        del waiting, future, call  # they keep the response in memory
+
 
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
 _HEDGE_POLL_S = 0.05  # interval of the check for slow requests
@@ -58,7 +248,7 @@ class RequestPool:
 
     def __init__(
         self,
-        catalog: ByteRanges,
+        catalog: Catalog,
         *,
         hedges: bool,
         num_workers: int = 1,
