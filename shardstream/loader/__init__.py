@@ -40,7 +40,7 @@ from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset
 from shardstream.loader.option_checks import warn_of_lanes
-from shardstream.loader.past_training import first_use, plan, replay
+from shardstream.loader.past_training import FirstUse, first_use, plan, replay
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
@@ -57,6 +57,7 @@ __all__ = [
     "DeviceCopies",
     "EpochAgreement",
     "Epochs",
+    "FirstUse",
     "MapDataset",
     "ObjectDataset",
     "PinnedMemory",
