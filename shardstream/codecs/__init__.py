@@ -14,6 +14,7 @@ from shardstream.codecs.images import IMAGE_NAMES as IMAGE_NAMES
 from shardstream.codecs.images import ImageDecoder as ImageDecoder
 from shardstream.codecs.images import decode_jpeg as decode_jpeg
 from shardstream.codecs.images import has_only_pixels as has_only_pixels
+from shardstream.codecs.images import is_plain_jpeg as is_plain_jpeg
 from shardstream.codecs.installed import import_extra as import_extra
 from shardstream.codecs.installed import installed_decoders as installed_decoders
 from shardstream.codecs.lengths_and_parts import length_of as length_of

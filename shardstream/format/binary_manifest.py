@@ -20,15 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, ManifestError
-from shardstream.format.dataset_version import (
+from shardstream.format.manifest_entries import (
+    COUNT_LIMIT,
     FIRST_VERSION,
     VERSION_KEY,
     DatasetVersion,
+    ShardInfo,
+    checksum,
     decode_version,
     encode_version,
+    fingerprint,
 )
 from shardstream.format.names import find_repeated, is_name
-from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo, checksum, fingerprint
 from shardstream.format.tar_reader import BLOCK_BYTES
 
 BINARY_KIND = "shardstream-binary-index-v1"

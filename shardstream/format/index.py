@@ -18,8 +18,7 @@ import numpy.typing as npt
 from shardstream.errors import IndexMismatchError, SampleError, plural
 from shardstream.format.names import is_meta_name, split_member_name
 from shardstream.format.samples import iter_groups
-from shardstream.format.tar_diagnostics import TarDiagnostics
-from shardstream.format.tar_reader import Member, ReadAt, iter_whole
+from shardstream.format.tar_reader import Member, ReadAt, TarDiagnostics, iter_whole
 
 Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""

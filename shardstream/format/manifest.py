@@ -24,15 +24,16 @@ from shardstream.format.binary_manifest import (
     decode_binary,
     encode_binary,
 )
-from shardstream.format.dataset_version import (
+from shardstream.format.manifest_entries import (
+    COUNT_LIMIT,
     FIRST_VERSION,
     VERSION_KEY,
     DatasetVersion,
+    ShardInfo,
     decode_version,
     encode_version,
 )
 from shardstream.format.names import find_repeated, is_name
-from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo
 
 MANIFEST_NAME = "index.json"
 KIND = "wids-shard-index-v1"

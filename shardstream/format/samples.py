@@ -8,12 +8,12 @@ from zlib import adler32
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
 from shardstream.format.names import RESERVED_FIELDS, is_meta_name, split_member_name
-from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,
     Member,
     ReadAt,
     SlicedBuffer,
+    TarDiagnostics,
     is_plain_header,
     iter_members,
     iter_whole,

@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 from PIL import Image, UnidentifiedImageError
 
-from shardstream.codecs import BitDepth, is_rendered, scale_to_8_bits, stored_depth
+from shardstream.codecs import BitDepth, is_plain_jpeg, is_rendered, scale_to_8_bits, stored_depth
 from shardstream.errors import ImageWarning, OptionError, SampleError, SourceError
 from shardstream.format import (
     IMAGE_FORMATS,
@@ -22,7 +22,6 @@ from shardstream.format import (
     check_masks,
     has_mask_word,
     is_image_field,
-    is_plain_jpeg,
     mask_fields,
 )
 

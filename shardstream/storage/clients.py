@@ -252,7 +252,7 @@ class Clients:
                 options = complete_s3fs_options(
                     options, cloud_variables(), self.timeouts.read_timeout_s if reading else None
                 )
-                from shardstream.storage.aiohttp_limits import s3fs_session  # noqa: PLC0415
+                from shardstream.storage.fsspec_clients import s3fs_session  # noqa: PLC0415
 
                 options["config_kwargs"].setdefault("http_session_cls", s3fs_session())
             elif protocol in HTTP:
@@ -282,7 +282,7 @@ class Clients:
     def _http_options(self) -> dict[str, Any]:
         """Add limits to the options of an ``HTTPFileSystem``, which waits five minutes for a silent server."""
         # fsspec needs aiohttp for HTTP alone
-        from shardstream.storage.aiohttp_limits import session_options  # noqa: PLC0415
+        from shardstream.storage.fsspec_clients import session_options  # noqa: PLC0415
 
         client = session_options(self.timeouts.read_timeout_s)
         client |= self._options.get("client_kwargs") or {}

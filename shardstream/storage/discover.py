@@ -31,16 +31,6 @@ from shardstream.format import (
     find_repeated,
     num_samples,
 )
-from shardstream.storage.dataset_versions import (
-    Deleted,
-    dataset_of_change,
-    deleted_of_some,
-    find_listed,
-    find_version,
-    read_deleted,
-    version_url,
-    warn_of_others,
-)
 from shardstream.storage.find_tars import (
     explain_web_folder,
     glob_tars,
@@ -49,7 +39,18 @@ from shardstream.storage.find_tars import (
     tars_of_folder,
     warn_of_links,
 )
-from shardstream.storage.lazy_shards import AllIndexed, LazyShards
+from shardstream.storage.listed_shards import (
+    AllIndexed,
+    Deleted,
+    LazyShards,
+    dataset_of_change,
+    deleted_of_some,
+    find_listed,
+    find_version,
+    read_deleted,
+    version_url,
+    warn_of_others,
+)
 from shardstream.storage.publish import JOURNAL_NAME, check_finished
 from shardstream.storage.store import FileInfo, Storage
 from shardstream.storage.urls import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from shardstream.format import is_plain_jpeg
+from shardstream.codecs import is_plain_jpeg
 
 
 def jpeg(mode: str = "RGB", size: tuple[int, int] = (40, 30), **options: object) -> bytes:
