@@ -100,9 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 success, 1 an error or problems found, 2 wrong usage, 130 interrupted, 143 terminated.
     """
-    if (
-        argv is None
-    ):  # atexit runs in reverse order: registered before multiprocessing is imported, it runs after multiprocessing's handlers
+    # atexit runs in reverse order: registered before multiprocessing is imported, it runs after multiprocessing's handlers
+    if argv is None:
         atexit.register(_end_resource_tracker)
     with _sigterm_raised():
         return _main(argv)
@@ -141,9 +140,8 @@ def _sigterm_raised() -> Iterator[None]:
     def end(*_: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # signal handlers need the main thread
+    # signal handlers need the main thread
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGTERM, end)

@@ -113,9 +113,8 @@ def _image(data: bytes) -> str | None:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Pillow's size warning does not apply: only the header is read
+            # Pillow's size warning does not apply: only the header is read
+            warnings.simplefilter("ignore")
             size = image_size(data)
         return f"{size['format']} {size['width']}x{size['height']} {size['mode']}"
     except Exception:  # noqa: BLE001  (Pillow raises various errors on damaged headers; show bytes instead)

@@ -245,9 +245,8 @@ def _is_grey(image: PIL.Image.Image) -> bool:
 
 _START_OF_IMAGE = b"\xff\xd8"
 _START_OF_SCAN = 0xDA
-_ABOUT_PIXELS = frozenset(
-    (*range(0xC0, 0xD0), 0xDB, 0xDD, 0xE0, 0xFE)
-)  # SOFn, DHT, DQT, DRI, APP0 (JFIF), COM
+# SOFn, DHT, DQT, DRI, APP0 (JFIF), COM
+_ABOUT_PIXELS = frozenset((*range(0xC0, 0xD0), 0xDB, 0xDD, 0xE0, 0xFE))
 _SAME_PIXELS = {"RGB": ("YCbCr", "RGB", "Gray"), "L": ("Gray",)}
 """Mode -> colour spaces of files that libjpeg-turbo decodes to the same bits as Pillow."""
 

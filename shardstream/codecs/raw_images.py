@@ -16,19 +16,21 @@ import PIL.Image
 from shardstream.format import PILLOW_FORMATS
 
 _PNG_DEPTH = 24  # byte of the bit depth in IHDR, which comes first
+# BitsPerSample, PhotometricInterpretation, SampleFormat
 _TIFF_BITS, _TIFF_SHADES, _TIFF_KINDS = (
     258,
     262,
     339,
-)  # BitsPerSample, PhotometricInterpretation, SampleFormat
+)
 _WHITE_IS_ZERO = 0
 _KINDS = {1: "unsigned", 2: "signed", 3: "float"}
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # start of codestream, SIZ
 _SIZ_COMPONENTS = 40  # bytes from there to the count of components
+# in the third byte of the box av1C (AV1 codec ISO media file format binding)
 _AVIF_HIGH, _AVIF_TWELVE = (
     0x40,
     0x20,
-)  # in the third byte of the box av1C (AV1 codec ISO media file format binding)
+)
 
 
 class BitDepth(NamedTuple):

@@ -49,9 +49,8 @@ _FLV, _FLV_TAGS = b"FLV", (8, 9, 18)  # sound, video, metadata
 _ASF_HEADER = bytes.fromhex("3026b2758e66cf11a6d900aa0062ce6c")
 _ASF_DATA = bytes.fromhex("3626b2758e66cf11a6d900aa0062ce6c")
 _ASF_HEAD_BYTES = 24
-_ONCE = frozenset(
-    [b"ftyp", b"moov", b"AVI ", _EBML, _FLV, _ASF_HEADER]
-)  # parts that a file has once
+# parts that a file has once
+_ONCE = frozenset([b"ftyp", b"moov", b"AVI ", _EBML, _FLV, _ASF_HEADER])
 _DOCUMENT_TYPES = (b"matroska", b"webm")
 _LATER_EBML = rb"\x1a\x45\xdf\xa3.{,60}\x42\x82.(matroska|webm)"
 

@@ -478,9 +478,8 @@ def _torchcodec_sound(decoders: Any, data: bytes) -> _Sound | None:
         raise
     rate, channels = decoder.metadata.sample_rate, decoder.metadata.num_channels
     start_s = decoder.metadata.begin_stream_seconds or 0.0
-    limit_s = (
-        AUDIO_LIMIT_BYTES / (4 * rate * channels) + 1
-    )  # the header may declare less than the file has
+    # the header may declare less than the file has
+    limit_s = AUDIO_LIMIT_BYTES / (4 * rate * channels) + 1
     samples = decoder.get_samples_played_in_range(start_s, start_s + limit_s)
     return iter([samples.data.numpy()]), samples.sample_rate
 

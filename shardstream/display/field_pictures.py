@@ -347,9 +347,8 @@ def _photo(data: bytes, side: int) -> Picture:
         opened.load()
         image: PIL.Image.Image = opened
         if image.mode not in ("L", "RGB") and 4 * image.width * image.height > _LARGE_BYTES:
-            image.thumbnail(
-                (2 * side, 2 * side), PIL.Image.Resampling.NEAREST
-            )  # before a conversion
+            # before a conversion
+            image.thumbnail((2 * side, 2 * side), PIL.Image.Resampling.NEAREST)
         if image.mode.startswith(("I", "F")):
             return _png(picture_of_array(np.asarray(image), side))
         if image.mode in ("P", "PA"):

@@ -250,9 +250,8 @@ class _BlockBuilder:
 
 
 MAX_TASK_BYTES = 128 << 20
-MAX_SHUFFLED_TASK_BYTES = (
-    64 << 20
-)  # one window, whose samples are in about 50 shards; they are pickled with the task
+# one window, whose samples are in about 50 shards; they are pickled with the task
+MAX_SHUFFLED_TASK_BYTES = 64 << 20
 MIN_TASK_BYTES = 4 << 20
 TASKS_PER_CPU = 4
 

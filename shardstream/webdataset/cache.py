@@ -11,8 +11,8 @@ from urllib.request import url2pathname
 from webdataset.cache import LRUCleanup, islocal, pipe_cleaner, url_to_cache_name
 
 from shardstream.errors import OptionError
-from shardstream.webdataset.gopen import gopen
-from shardstream.webdataset.handlers import Handler, goes_on, reraise_exception
+from shardstream.webdataset.handlers import Handler, reraise_exception
+from shardstream.webdataset.tariterators import url_opener
 
 Streams = Iterator[dict[str, Any]]
 
@@ -38,16 +38,10 @@ class StreamingOpen:
 
     def __call__(self, urls: Iterable[Any]) -> Streams:
         """Open shards, given as URLs or dicts with ``url``."""
-        for one in urls:
-            url = one["url"] if isinstance(one, dict) else one
-            try:
-                source = {"url": url, "stream": gopen(url, **self.options)}
-            except Exception as error:  # noqa: BLE001  (the handler decides)
-                if goes_on(error, self.handler):
-                    continue
-                break
-            if islocal(url):
-                source["local_path"] = url2pathname(urlparse(url).path)
+        sources = ({"url": one["url"] if isinstance(one, dict) else one} for one in urls)
+        for source in url_opener(sources, handler=self.handler, **self.options):
+            if islocal(source["url"]):
+                source["local_path"] = url2pathname(urlparse(source["url"]).path)
             yield source
 
 

@@ -166,9 +166,8 @@ class ResampledShards(_theirs.ResampledShards):
         empty_check: bool = True,
     ) -> None:
         checked = _check(expand_source(urls, max_urls))
-        number = (
-            seed if isinstance(seed, int) else utils.make_seed(seed)
-        )  # Python salts other hashes by process
+        # Python salts other hashes by process
+        number = seed if isinstance(seed, int) else utils.make_seed(seed)
         by_reader = worker_seed or utils.pytorch_worker_seed
         super().__init__(checked, nshards, number, by_reader, deterministic, max_urls, empty_check)
 
