@@ -361,7 +361,7 @@ def _find_indexed(
             shard=url,
         )
     for one, in_folder in folders.items():
-        if _needs_no_listing(one, storage):
+        if "://" in one and _needs_no_listing(one, storage):
             # Two indexes decide for all: they are written in order, so a stopped run lacks the last.
             ends = {in_folder[-1], in_folder[0]}
             is_there = all(_has_index(shard, storage) for shard in ends)
@@ -410,7 +410,7 @@ def _has_index(shard: ShardInfo, storage: Storage) -> bool:
 def _from_folder(url: str, storage: Storage) -> LocatedShards:
     found = _read_first(url, storage)
     if found is not None and (
-        _needs_no_listing(url, storage)
+        ("://" in url and _needs_no_listing(url, storage))
         or isinstance(found[0].shards, LazyShards)
         or found[0].dataset_version != FIRST_VERSION
     ):
