@@ -320,6 +320,7 @@ def _show_uses(found: FirstUse, rows: list[dict[str, Any]]) -> None:
 
 _BAR_CHARACTERS = 30
 _ANY_NUMBER = 1 << 30
+_MEASURED = ("workers", "samples_per_s", "mb_per_s", "first_batch_s", "bad_samples")
 _HEADINGS = ("workers", "samples/s", "MB/s", "first batch", "")
 
 
@@ -424,16 +425,7 @@ def _show_trials(trials: Sequence[Trial], chosen: Trial) -> None:
 def _trials_json(trials: Sequence[Trial], chosen: Trial) -> dict[str, Any]:
     verdict = chosen.stats.verdict
     return {
-        "trials": [
-            {
-                "workers": trial.workers,
-                "samples_per_s": trial.samples_per_s,
-                "mb_per_s": trial.mb_per_s,
-                "first_batch_s": trial.first_batch_s,
-                "bad_samples": trial.bad_samples,
-            }
-            for trial in trials
-        ],
+        "trials": [{name: getattr(trial, name) for name in _MEASURED} for trial in trials],
         "recommended_workers": chosen.workers,
         "bottleneck": None if verdict is None else verdict.bottleneck,
         "advice": [] if verdict is None else [verdict.sentence, *verdict.advice],

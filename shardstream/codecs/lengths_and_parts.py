@@ -168,15 +168,13 @@ def _of(read: Callable[[RangedFile], Any], name: str) -> _Property:
     return lambda file: take(read(file))
 
 
-def _video_metadata(file: RangedFile) -> Any:
-    return open_reader(file, None).metadata
-
-
 _TEXT: dict[str, _Property] = {"len": lambda file: len(file.read().decode())}
 _PICTURE = {name: _of_picture(name) for name in ("height", "width")}
 _SOUND = {name: _of(sound_header, name) for name in ("frames", "seconds", "rate", "channels")}
 _VIDEO = {name: _of(read_video_length, name) for name in ("frames", "seconds")}
-_VIDEO |= {name: _of(_video_metadata, name) for name in ("height", "width")}
+_VIDEO |= {
+    name: _of(lambda file: open_reader(file, None).metadata, name) for name in ("height", "width")
+}
 _PROPERTIES: dict[str, dict[str, _Property]] = {
     "npy": {"len": array_length},
     **dict.fromkeys(TEXT_FIELDS, _TEXT),
