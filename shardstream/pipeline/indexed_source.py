@@ -363,13 +363,6 @@ class IndexedRun:
         self.number, sample = next(self._samples)
         return sample
 
-    def steps(self) -> Iterator[tuple[list[int], Rows]]:
-        """Yield the numbers and samples of each step from the position on; an error stands for a damaged sample."""
-        for numbers, found in self._open():
-            self._taken += len(numbers)
-            yield numbers, found
-            del found  # free them before the next read: batches of photos are many MB
-
     def read_stats(self) -> dict[str, float]:
         """Return the reading statistics so far, as `Fetcher.stats`."""
         return {} if self._fetcher is None else self._fetcher.stats()
@@ -392,8 +385,8 @@ class IndexedRun:
             self._fetcher.close()
         self._fetcher = None
 
-    def _open(self) -> Generator[tuple[list[int], Rows], None, None]:
-        """Start reading at the position; yield numbers and samples of each step."""
+    def steps(self) -> Generator[tuple[list[int], Rows], None, None]:
+        """Yield the numbers and samples of each step from the position on; an error stands for a damaged sample."""
         width = self._partition.config.microbatches * self._partition.plan.order.batch
         first, samples_to_skip = divmod(self._taken, width)
         worker_info = self._worker_info
@@ -421,14 +414,18 @@ class IndexedRun:
                 for some in chunk_steps(chunk, max_samples):
                     found = fetcher.read(some, max_copied, choice)
                     for numbers in some:  # zip() would hold a step's samples during the next read
-                        yield numbers.tolist(), next(found)
+                        samples_of_step = next(found)
+                        self._taken += len(numbers)
+                        yield numbers.tolist(), samples_of_step
+                        del samples_of_step  # batches of photos are many MB
                 max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
         samples.check_manifests()
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
-        for numbers, found in self._open():
-            for number, sample in zip(numbers, found, strict=True):
-                self._taken += 1
+        for numbers, found in self.steps():
+            first = self._taken - len(numbers)
+            for taken, (number, sample) in enumerate(zip(numbers, found, strict=True), start=1):
+                self._taken = first + taken
                 if isinstance(sample, Exception):
                     self._skips.skip_or_raise(sample, number=self._source.number_of(number))
                 else:
