@@ -15,7 +15,6 @@ from shardstream.packing.job.cut import (
 from shardstream.packing.job.folder_state import Journal, ShardNames, Task, read_journal
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
-    encode_hashes,
     find_repeated_keys,
     hash_keys,
     place_of,
@@ -83,7 +82,6 @@ __all__ = [
     "counts_text",
     "cut_by_size",
     "encode_field",
-    "encode_hashes",
     "encode_npz",
     "encode_sample",
     "find_repeated_keys",

@@ -477,8 +477,7 @@ class PackWork:
         """
         # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
         plan = keep(self.call, "source", self._open)
-        keeps_keys = plan.source.may_repeat_keys
-        part = EncodedPart(writer, skips=self.request.skips, keeps_keys=keeps_keys)
+        part = EncodedPart(writer, skips=self.request.skips)
         records = (record for _, record in plan.iter_from({self.split: self.first}))
         for some in chunked(itertools.islice(records, self.last - self.first)):
             for sample in plan.encoder.encode(some):

@@ -28,7 +28,6 @@ from shardstream.format import (
 )
 from shardstream.packing.job.cut import cut_by_size, fields_bytes
 from shardstream.packing.job.folder_state import ShardNames, check_is_elsewhere
-from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.job.parts import PartJob, PartResult
 from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.job.run_jobs import run_jobs
@@ -542,17 +541,15 @@ class ReshardWork:
 
     def write(self, writer: PartWriter) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
-        keys, pictures = list[str](), set[str]()
+        pictures = set[str]()
         context = Context(seed=self.seed, epoch=self.epoch)
         with closing(encoded_samples(self.samples, context, self.fields)) as samples:
             for key, fields, encoded_again in samples:
                 writer.write(key, fields)
-                keys.append(key)
                 pictures.update(encoded_again)
         self.samples.samples.check_manifests()
         order = self.samples.order
         return PartResult(
             left_out=order.last - order.first - writer.nsamples,
             warnings=(*self.warnings, *(f"{name}: {_LOSS}" for name in sorted(pictures))),
-            key_hashes=encode_hashes(hash_keys(keys)),
         )

@@ -29,8 +29,6 @@ from shardstream.packing import (
     ShardNames,
     WriterOptions,
     claim_destination,
-    encode_hashes,
-    hash_keys,
     iter_cuts,
     run_jobs,
 )
@@ -283,15 +281,13 @@ class RowsWork:
         Raises:
             SampleError: If a row would not read back equal, or its key is in the shard already.
         """
-        keys = list[str]()
         for row, (key, fields) in enumerate(_loaded_rows(self.ranges), self.first_row):
             # A number may be the key of a row in another block: a union has blocks with keys and others without.
-            keys.append(f"{row:08d}" if key is None else key)
             try:
-                writer.write(keys[-1], fields)
+                writer.write(f"{row:08d}" if key is None else key, fields)
             except SampleError as error:
                 raise name_row(error, row, key) from error
-        return PartResult(key_hashes=encode_hashes(hash_keys(keys)))
+        return PartResult()
 
 
 def name_row(error: SampleError, row: int, key: str | None) -> SampleError:

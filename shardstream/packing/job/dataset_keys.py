@@ -100,6 +100,11 @@ class NewKeys:
     def __init__(self) -> None:
         self.hashes, self.ordered = KeyHashes(), KeyList()
 
+    def add(self, hashes: Hashes, places: Places) -> None:
+        """Add keys, in their order (see `KeyHashes.add`)."""
+        self.hashes.add(hashes, places)
+        self.ordered.add(hashes)
+
     def __enter__(self) -> Self:
         return self
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
 from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
 from shardstream.packing.job.folder_state import (
@@ -20,7 +22,7 @@ from shardstream.packing.job.folder_state import (
     ShardNames,
     Task,
 )
-from shardstream.packing.job.key_hashes import encode_hashes, hash_keys
+from shardstream.packing.job.key_hashes import Hashes, encode_hashes
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
@@ -142,28 +144,28 @@ class PartFiles:
     """The files of one part: its shards, and then its record.
 
     Args:
-        folder: URL of the folder of the dataset.
+        names: Folder of the dataset, as an absolute URL, and names of its shards.
         storage_options: ``storage_options`` of the folder.
         run_id: Identity of the job.
         number: Number of the part, from 0.
         of: Number of parts in the terms of `Parts`, for messages; 0 with other executors.
-        template: Name of a shard (see `ShardNames`).
         limits: Maximum samples and bytes of a shard, and its columns.
         replaces: Whether shards of these names may exist already (see `PartWriter`).
+        keeps_keys: Whether the record has the hashes of the keys.
     """
 
-    folder: str
+    names: ShardNames
     storage_options: Mapping[str, Any] | None
     run_id: str
     number: int
     of: int
-    template: str
     limits: WriterOptions
     replaces: bool
+    keeps_keys: bool
 
     def open_folder(self) -> OutputFolder:
         """Open the folder of the dataset."""
-        return open_output_folder(self.folder, self.storage_options, None)
+        return open_output_folder(self.names.folder, self.storage_options, None)
 
     def check_owner(self, folder: OutputFolder) -> None:
         """Check that the job still owns the folder (see `Journal.check_owner`)."""
@@ -180,35 +182,31 @@ class PartFiles:
         result, storage = found[1], Storage(self.storage_options)
         for name, size in result.files():
             try:
-                if storage.info(join_url(self.folder, name)).size != size:
+                if storage.info(self.names.url(name)).size != size:
                     return None
             except NotFoundError:
                 return None
         return result
 
-    def open_writer(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartWriter:
-        """Return the writer of the shards (see `PartWriter`)."""
-        names = ShardNames(folder=folder.url, template=self.template)
-        return PartWriter(
+    def open(self, check_owner: Callable[[], None] | None = None) -> OpenPart:
+        """Begin to write the part.
+
+        Args:
+            check_owner: As of `PartWriter`; by default that of the part, which is called first.
+        """
+        folder, hashes = self.open_folder(), list[Hashes]()
+        if check_owner is None:
+            check_owner = partial(self.check_owner, folder)
+            check_owner()
+        writer = PartWriter(
             folder,
             self.limits,
-            name=partial(names.name, self.number),
+            name=partial(self.names.name, self.number),
             check_owner=check_owner,
             replaces=self.replaces,
+            add_keys=(lambda some, _: hashes.append(some)) if self.keeps_keys else None,
         )
-
-    def end(self, folder: OutputFolder, writer: PartWriter, written: PartResult) -> PartResult:
-        """Wait until all shards are published, then record them; return the whole result."""
-        writer.finish()
-        result = replace(
-            written,
-            shards=tuple(writer.shards),
-            fields=dict(writer.fields),
-            columns=tuple(writer.columns),
-            column_bytes=tuple(writer.column_bytes),
-        )
-        self.record(folder, result)
-        return result
+        return OpenPart(self, folder, writer, hashes)
 
     def record(self, folder: OutputFolder, result: PartResult) -> None:
         """Record the published shards of the part.
@@ -229,6 +227,31 @@ class PartFiles:
             raise
 
 
+class OpenPart(NamedTuple):
+    """A part that is being written."""
+
+    files: PartFiles
+    folder: OutputFolder
+    writer: PartWriter
+    hashes: list[Hashes]
+    """Those of the keys of each shard, if they are kept."""
+
+    def end(self, written: PartResult) -> PartResult:
+        """Wait until all shards are published, then record them; return the whole result."""
+        writer = self.writer
+        writer.finish()
+        result = replace(
+            written,
+            shards=tuple(writer.shards),
+            fields=dict(writer.fields),
+            columns=tuple(writer.columns),
+            column_bytes=tuple(writer.column_bytes),
+            key_hashes=encode_hashes(np.concatenate(self.hashes)) if self.hashes else "",
+        )
+        self.files.record(self.folder, result)
+        return result
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTask:
     """The task of one part: runs it, unless its record says that it is done.
@@ -246,7 +269,7 @@ class PartTask:
     @property
     def name(self) -> str:
         """Number of the part, and the folder."""
-        return f"part {self.files.number} of {self.files.folder}"
+        return f"part {self.files.number} of {self.files.names.folder}"
 
     def run(self) -> Mapping[str, JSON]:
         """Write the shards and the record; a second run changes nothing."""
@@ -254,11 +277,9 @@ class PartTask:
         result = files.find()
         is_kept = result is not None and (self.keeps_skips or not result.skipped)
         if result is None or not is_kept:
-            folder = files.open_folder()
-            check_owner = partial(files.check_owner, folder)
-            check_owner()
-            with closing(files.open_writer(folder, check_owner)) as writer:
-                result = files.end(folder, writer, self.work.write(writer))
+            part = files.open()
+            with closing(part.writer) as writer:
+                result = part.end(self.work.write(writer))
         # The hashes are in the record: `publish` compares them.
         return {**replace(result, key_hashes="").encode(), "kept": is_kept}
 
@@ -269,13 +290,11 @@ class EncodedPart:
     Args:
         writer: Writes its shards.
         skips: Whether records that cannot be packed are skipped.
-        keeps_keys: Whether the hashes of its keys are kept.
     """
 
-    def __init__(self, writer: PartWriter, *, skips: bool, keeps_keys: bool) -> None:
-        self._writer, self._skips, self._keeps_keys = writer, skips, keeps_keys
+    def __init__(self, writer: PartWriter, *, skips: bool) -> None:
+        self._writer, self._skips = writer, skips
         self._skipped: list[Skip] = []
-        self._keys: list[str] = []
 
     def add(self, sample: Encoded) -> int:
         """Write a sample; return its bytes, 0 if its record is skipped.
@@ -295,14 +314,11 @@ class EncodedPart:
                 raise error
             self._skipped.append(Skip(sample.where, str(error)))
             return 0
-        if self._keeps_keys:
-            self._keys.append(sample.key)
         return self._writer.size_bytes - before
 
     def result(self) -> PartResult:
         """Return what the writer does not count."""
-        hashes = encode_hashes(hash_keys(self._keys))
-        return PartResult(skipped=tuple(self._skipped), key_hashes=hashes)
+        return PartResult(skipped=tuple(self._skipped))
 
 
 def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartResult] | None:
@@ -351,7 +367,7 @@ class PartJob:
         split: Name of the split; "" without splits.
         works: Work of each part, in order, where the parts are not those of a stream.
         skips: Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued.
-        keeps_keys: Of samples that a stream yields, whether their keys are compared when the dataset is published.
+        keeps_keys: Whether the keys of the samples are compared when the dataset is published.
         call: Identity of this call, of a job whose source has none.
     """
 
@@ -367,7 +383,7 @@ class PartJob:
     split: str = ""
     works: Iterable[PartWork] = ()
     skips: bool = False
-    keeps_keys: bool = False
+    keeps_keys: bool = True
     call: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

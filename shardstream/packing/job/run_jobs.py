@@ -21,6 +21,7 @@ from shardstream.packing.job.cut import Place
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.parts import (
     EncodedPart,
+    OpenPart,
     PartFiles,
     PartJob,
     PartResult,
@@ -38,8 +39,7 @@ from shardstream.packing.job.report import (
     logged,
     skipped_before_error,
 )
-from shardstream.packing.shards.part_writer import PartWriter
-from shardstream.storage import OutputFolder, absolute_url, is_part_record
+from shardstream.storage import absolute_url, is_part_record
 from shardstream.tasks import JSON, Executor, Parts, RetryCount, Task
 
 # Parts that are flushed and published while others are written; their records are written in order.
@@ -88,14 +88,14 @@ class _JobRun:
         """Return the files of a part, by its number; ``of`` as in `PartFiles`."""
         job = self.job
         return PartFiles(
-            folder=absolute_url(job.names.folder),
+            names=replace(job.names, folder=absolute_url(job.names.folder)),
             storage_options=job.storage_options,
             run_id=job.run,
             number=number,
             of=of,
-            template=job.names.template,
             limits=job.limits,
             replaces=self.claim.replaces,
+            keeps_keys=job.keeps_keys,
         )
 
     def ready(self) -> Ready:
@@ -217,17 +217,9 @@ class _Part(NamedTuple):
 
     job: int
     number: int
-    files: PartFiles
-    folder: OutputFolder
-    writer: PartWriter
-
-
-class _Ending(NamedTuple):
-    """A part that is written, and is being published and recorded."""
-
-    part: _Part
-    result: Future[PartResult]
-    has_counted_samples: bool
+    open: OpenPart
+    encoded: EncodedPart
+    """What takes its samples, if they come from a stream."""
 
 
 class _PartsHere:
@@ -242,16 +234,17 @@ class _PartsHere:
     def __init__(self, runs: Sequence[_JobRun], counts: PartCounts, *, keeps_skips: bool) -> None:
         self._runs, self._counts, self._keeps_skips = runs, counts, keeps_skips
         self._open: dict[int, _Part] = {}
-        self._ending: deque[_Ending] = deque()
+        # Parts that are written, and are being published and recorded; and whether their samples were counted.
+        self._ending: deque[tuple[_Part, Future[PartResult], bool]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardstream-end")
 
     def close(self) -> None:
         """Drop the parts that are not written, and wait for those that are being published."""
         for part in self._open.values():
-            part.writer.close()
-        for ending in self._ending:  # there are some after an error only
-            if ending.result.cancel():  # its record is not written then
-                ending.part.writer.close()
+            part.open.writer.close()
+        for part, result, _ in self._ending:  # there are some after an error only
+            if result.cancel():  # its record is not written then
+                part.open.writer.close()
         self._pool.shutdown(wait=True)
 
     def run(self, jobs: Collection[int], stream: OpenStream | None) -> None:
@@ -262,23 +255,21 @@ class _PartsHere:
             for number, work in enumerate(self._runs[job].job.works):
                 if self._find_kept(job, number) is None:
                     part = self._begin(job, number)
-                    self._end(part, work.write(part.writer))
+                    self._end(part, work.write(part.open.writer))
         self._wait(0)
 
     def _write_stream(self, stream: OpenStream, jobs: Collection[int]) -> None:
-        encoded: dict[int, EncodedPart] = {}
         with closing(stream(jobs, self._find_kept)) as samples:
             for (job, number), sample in samples:
                 part = self._open.get(job)
                 if part is None or part.number != number:
                     if part is not None:
-                        self._end(part, encoded[job].result(), has_counted_samples=True)
-                    writer, how = self._begin(job, number).writer, self._runs[job].job
-                    encoded[job] = EncodedPart(writer, skips=how.skips, keeps_keys=how.keeps_keys)
-                if size_bytes := encoded[job].add(sample):
+                        self._end(part, part.encoded.result(), has_counted_samples=True)
+                    part = self._begin(job, number)
+                if size_bytes := part.encoded.add(sample):
                     self._counts.add_sample(size_bytes)
-        for job, part in sorted(self._open.items()):
-            self._end(part, encoded[job].result(), has_counted_samples=True)
+        for _, part in sorted(self._open.items()):
+            self._end(part, part.encoded.result(), has_counted_samples=True)
 
     def _find_kept(self, job: int, number: int) -> PartResult | None:
         """Return the result of a part that an earlier run has written and that is kept, and count it."""
@@ -294,28 +285,27 @@ class _PartsHere:
         run = self._runs[job]
         # Records are read ahead: a later part may have been found, and kept, already.
         run.parts = max(run.parts, number + 1)
-        files = run.files(number)
-        folder = files.open_folder()
-        writer = files.open_writer(folder, run.claim.check_owner)
-        part = self._open[job] = _Part(job, number, files, folder, writer)
+        opened = run.files(number).open(run.claim.check_owner)
+        encoded = EncodedPart(opened.writer, skips=run.job.skips)
+        part = self._open[job] = _Part(job, number, opened, encoded)
         return part
 
     def _end(self, part: _Part, written: PartResult, *, has_counted_samples: bool = False) -> None:
         """Hand a part over to a thread that publishes its last shard, and records it."""
-        _, _, files, folder, writer = part
+        writer = part.open.writer
         writer.end()
 
         def end() -> PartResult:
             with closing(writer):
-                return files.end(folder, writer, written)
+                return part.open.end(written)
 
         result = self._pool.submit(end)
         del self._open[part.job]
-        self._ending.append(_Ending(part, result, has_counted_samples))
+        self._ending.append((part, result, has_counted_samples))
         self._wait(_ENDING)
 
     def _wait(self, most: int) -> None:
         """Wait until at most ``most`` parts are not recorded, and count those that are."""
-        while len(self._ending) > most or (self._ending and self._ending[0].result.done()):
+        while len(self._ending) > most or (self._ending and self._ending[0][1].done()):
             part, future, has_counted_samples = self._ending.popleft()
             self._counts.add(future.result(), part.job, has_counted_samples=has_counted_samples)

@@ -24,8 +24,7 @@ from shardstream.format import (
     encode_members,
     member_name,
 )
-from shardstream.packing.job.dataset_keys import NewKeys
-from shardstream.packing.job.key_hashes import KeyHashes, hash_keys, place_of
+from shardstream.packing.job.key_hashes import Hashes, Places, hash_keys, place_of
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile, join_url
@@ -204,7 +203,7 @@ class PartWriter:
         name: Returns the name of a shard by its number in the part, from 0.
         check_owner: Called before each shard is published; raises if another job has taken the folder over.
         replaces: Whether shards of these names may exist already.
-        keeps_keys: Whether to fill `keys`.
+        add_keys: Gets hashes and places of the keys of each shard (see `KeyHashes.add`), before it is published.
     """
 
     def __init__(
@@ -215,7 +214,7 @@ class PartWriter:
         name: Callable[[int], str],
         check_owner: Callable[[], None],
         replaces: bool = False,
-        keeps_keys: bool = False,
+        add_keys: Callable[[Hashes, Places], object] | None = None,
     ) -> None:
         self.nsamples = 0
         """Samples so far."""
@@ -230,12 +229,8 @@ class PartWriter:
         self.column_bytes: list[int] = []
         """Sizes of the files of columns, for each finished shard."""
         self._folder, self._limits, self._name = folder, limits, name
-        self.keys: KeyHashes | None = None
-        """Keys of the shards, if they are kept and there are several shards; within one, keys differ."""
         self._check_owner, self._replaces = check_owner, replaces
-        self._keeps_keys = keeps_keys
-        self.new_keys: NewKeys | None = None
-        """Gets the keys of all shards, where they are compared with those of a dataset."""
+        self._add_keys = add_keys
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._begun = 0
@@ -266,7 +261,6 @@ class PartWriter:
                 shard.nsamples >= self._limits.max_samples
                 or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._limits.max_bytes
             ):
-                self._add_keys(shard)
                 self._end_shard()
             (self._shard or self._begin_shard()).add(key, fields, pieces)
         except SampleError:  # nothing of it was written: the shard is as it was
@@ -277,17 +271,18 @@ class PartWriter:
         self.nsamples += 1
         self.size_bytes += size
 
-    def end(self) -> None:
+    def end(self, *, is_whole: bool = False) -> None:
         """Hand the last shard over without waiting until it is published.
+
+        Args:
+            is_whole: Whether there are no others in the dataset: the keys of a single shard are not added, since they differ.
 
         Raises:
             StorageError: If this or an earlier shard cannot be written.
         """
         self._check_usable()
         try:
-            if self._shard is not None and (self._begun > 1 or self.new_keys is not None):
-                self._add_keys(self._shard)
-            self._end_shard()
+            self._end_shard(adds_keys=not (is_whole and self._begun == 1))
         except BaseException as error:
             self._error = error
             raise
@@ -300,13 +295,13 @@ class PartWriter:
         """
         self._wait(0)
 
-    def finish(self) -> None:
-        """Publish the last shard, and wait until all are published.
+    def finish(self, *, is_whole: bool = False) -> None:
+        """Publish the last shard, and wait until all are published; ``is_whole`` as in `end`.
 
         Raises:
             StorageError: If one cannot be published.
         """
-        self.end()
+        self.end(is_whole=is_whole)
         self._wait(0)
 
     def check_in_place(self) -> None:
@@ -338,10 +333,6 @@ class PartWriter:
         if self._pending is not None:
             self._pending.discard()
             self._pending = self._shard = None
-        if self.keys is not None:
-            self.keys.close()
-        if self.new_keys is not None:
-            self.new_keys.close()
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._publishing.shutdown(wait=True)
 
@@ -360,23 +351,14 @@ class PartWriter:
         self._begun += 1
         return self._shard
 
-    def _add_keys(self, shard: TarShard) -> None:
-        if not (self._keeps_keys or self.new_keys is not None):
-            return
-        hashes, places = hash_keys(shard.keys), place_of(self._begun - 1, shard.nsamples)
-        if self.new_keys is not None:
-            self.new_keys.hashes.add(hashes, places)
-            self.new_keys.ordered.add(hashes)
-        else:
-            self.keys = self.keys or KeyHashes()
-            self.keys.add(hashes, places)
-
-    def _end_shard(self) -> None:
+    def _end_shard(self, *, adds_keys: bool = True) -> None:
         """Finish the current shard, if there is one, and hand it over to be published; wait while two others are in flight."""
         shard, pending = self._shard, self._pending
         if shard is None or pending is None:
             return
         if shard.nsamples:
+            if adds_keys and self._add_keys is not None:
+                self._add_keys(hash_keys(shard.keys), place_of(self._begun - 1, shard.nsamples))
             info = shard.finish()
             others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
             if shard.columns is not None:

@@ -25,7 +25,7 @@ from shardstream.packing.job.folder_state import (
     ShardNames,
     remove_replaced,
 )
-from shardstream.packing.job.key_hashes import refuse_repeated_keys
+from shardstream.packing.job.key_hashes import Hashes, KeyHashes, Places, refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.storage import Storage, open_output_folder, parent_url, parse_bytes
@@ -121,9 +121,9 @@ class ShardWriter:
             name=names.name,
             check_owner=self._claim.check_owner,
             replaces=self._claim.replaces,
-            keeps_keys=True,
+            add_keys=self._add_keys,
         )
-        self._part.new_keys = NewKeys() if append else None
+        self._keys: KeyHashes | NewKeys | None = None
         if publish_s is not None:
             self._open_for_readers()
 
@@ -227,7 +227,7 @@ class ShardWriter:
                     "no samples were written, so there is no dataset to publish; write at least one",
                     shard=self.folder,
                 )
-            self._part.finish()
+            self._part.finish(is_whole=self._append_to is None)
             if self._limits.columns is not None:
                 for warning in check_summaries(
                     self._limits.columns, self._part.columns, self._part.nsamples
@@ -236,8 +236,8 @@ class ShardWriter:
             self._claim.check_owner()
             self._part.check_in_place()
             if self._append_to is None:
-                if self._part.keys is not None:
-                    refuse_repeated_keys(self._part.keys, self._part.shards, self._folder)
+                if isinstance(self._keys, KeyHashes):
+                    refuse_repeated_keys(self._keys, self._part.shards, self._folder)
                 self._publish()
             else:
                 self._publish_appended(self._append_to, is_last=True)
@@ -249,6 +249,8 @@ class ShardWriter:
         """Drop the unfinished shard and publish no manifest; finished shards stay. After `close` it does nothing."""
         is_first, self._is_open = self._is_open, False
         self._part.close()
+        if self._keys is not None:
+            self._keys.close()
         if is_first:
             self._claim.release()
         self._folder.unlock()
@@ -266,6 +268,11 @@ class ShardWriter:
             self.close()
         else:
             self.abort()
+
+    def _add_keys(self, hashes: Hashes, places: Places) -> None:
+        if self._keys is None:
+            self._keys = KeyHashes() if self._append_to is None else NewKeys()
+        self._keys.add(hashes, places)
 
     def _publish(self) -> None:
         """Delete replaced shards and write ``index.json``; if that fails, it is not there."""
@@ -295,19 +302,19 @@ class ShardWriter:
 
     def _publish_appended(self, storage: Storage, *, is_last: bool) -> None:
         """Publish the next version of the dataset, with the shards that it does not list."""
-        part, before = self._part, self._added
+        part, before, keys = self._part, self._added, self._keys
         if len(() if before is None else before.shards) == len(part.shards):
             if is_last or not self._is_listed:
                 (close_writer if is_last else open_writer)(self._dataset, storage, self._token)
             return
-        assert part.new_keys is not None  # noqa: S101  (set by `__init__`)
-        refuse_repeated_keys(part.new_keys.hashes, part.shards, self._folder)
+        assert isinstance(keys, NewKeys)  # noqa: S101  (there are shards)
+        refuse_repeated_keys(keys.hashes, part.shards, self._folder)
         added = Addition(
             folder=self._folder.url,
             shards=tuple(part.shards),
             fields=dict(part.fields),
             classes={},
-            keys=part.new_keys if self._checks_keys else None,
+            keys=keys if self._checks_keys else None,
             before=before,
             token="" if is_last and not self._is_listed else self._token,
             is_last=is_last,
@@ -316,8 +323,8 @@ class ShardWriter:
         self._added = replace(added, keys=None, before=None)
         self._manifest = Manifest(shards=added.relative, fields=added.fields)
         if self._checks_keys:  # later ones are compared with those of the dataset
-            part.new_keys.close()
-            part.new_keys = NewKeys()
+            keys.close()
+            self._keys = None
 
     def _append(self, names: ShardNames, storage: Storage) -> ShardNames:
         """Append to the dataset that is there; return the names of the new shards."""
