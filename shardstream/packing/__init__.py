@@ -13,15 +13,10 @@ from shardstream.packing.job.cut import (
     split_counts,
 )
 from shardstream.packing.job.folder_state import Journal, ShardNames, Task, read_journal
-from shardstream.packing.job.key_hashes import (
-    KeyHashes,
-    find_repeated_keys,
-    hash_keys,
-    place_of,
-)
+from shardstream.packing.job.key_hashes import KeyHashes, find_repeated_keys, hash_keys, place_of
 from shardstream.packing.job.pack_plan import PackRequest
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.job.parts import PartFiles, PartJob, PartResult
+from shardstream.packing.job.parts import PartFiles, PartJob
 from shardstream.packing.job.publish import merge
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
 from shardstream.packing.job.run_jobs import run_jobs
@@ -29,6 +24,7 @@ from shardstream.packing.pack import pack
 from shardstream.packing.replace_fields import replace_fields
 from shardstream.packing.reshard import reshard
 from shardstream.packing.shards.part_writer import (
+    PartResult,
     PartWriter,
     TarShard,
     WriterOptions,

@@ -20,11 +20,11 @@ from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.job.cut import Numbers, Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
-from shardstream.packing.job.parts import EncodedPart, PartJob, PartResult
+from shardstream.packing.job.parts import EncodedPart, PartJob
 from shardstream.packing.job.report import PackReport, Progress, ProgressFunction
 from shardstream.packing.job.run_jobs import FindKept, run_jobs
 from shardstream.packing.shards.column_builder import checked_columns
-from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.part_writer import PartResult, PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.class_numbering import AnyClasses
 from shardstream.packing.sources.detection import AnySource

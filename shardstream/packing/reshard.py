@@ -28,7 +28,7 @@ from shardstream.format import (
 )
 from shardstream.packing.job.cut import cut_by_size, fields_bytes
 from shardstream.packing.job.folder_state import ShardNames, check_is_elsewhere
-from shardstream.packing.job.parts import PartJob, PartResult
+from shardstream.packing.job.parts import PartJob
 from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.sample_range import (
@@ -41,7 +41,7 @@ from shardstream.packing.sample_range import (
     user_stages,
 )
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
-from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.part_writer import PartResult, PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table

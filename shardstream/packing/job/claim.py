@@ -144,7 +144,7 @@ class Claim:
         extras: frozenset[str] = frozenset(),
     ) -> None:
         self.journal, self.names, self.action, self.files = journal, names, action, files
-        self.replaces = bool(journal.stale) or any(names.is_ours(shard_of(name)) for name in files)
+        self.replaces = bool(journal.stale) or any(map(names.is_ours, map(shard_of, files)))
         """Whether shards of the names that are written may exist."""
         self._extras = extras
         self._lock = threading.Lock()

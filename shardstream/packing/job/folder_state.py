@@ -11,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -32,7 +32,6 @@ from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     Manifest,
-    ShardInfo,
     decode_all_shards,
     decode_manifest,
     encode_manifest_files,
@@ -161,17 +160,16 @@ class Journal:
         Raises:
             StorageError: If one has, or the journal was deleted or cannot be read.
         """
-        name = JOURNAL_NAME
         owner = None
         with suppress(NotFoundError):
-            data = self.folder.read(name)
+            data = self.folder.read(JOURNAL_NAME)
             with suppress(*_MALFORMED):
                 owner = json.loads(data)["run"]
         if owner is None:
             raise StorageError(
                 "the journal of this pack or ShardWriter was deleted, by another one that has ended or by hand; check what is published there, or "
                 "start again with overwrite=True (--overwrite)",
-                shard=join_url(self.folder.url, name),
+                shard=join_url(self.folder.url, JOURNAL_NAME),
             )
         if owner != self.run:
             raise self._owner_changed_error()
@@ -285,7 +283,7 @@ class ManifestFiles:
         self,
         folder: OutputFolder,
         manifest: Manifest,
-        before: Iterable[str],
+        before: Collection[str],
         check_owner: Callable[[], None],
     ) -> None:
         self.manifest = manifest
@@ -324,6 +322,29 @@ class ManifestFiles:
         for name in self._before:
             if is_records_name(name) and name not in self._files and self.is_there():
                 self._folder.remove(name)
+
+    def remove_replaced(
+        self, names: ShardNames, stale: Iterable[str], *, has_columns: bool
+    ) -> None:
+        """Delete the shards of an earlier dataset that were not written again, and columns of those that were written without.
+
+        Args:
+            names: Names of the shards of the new dataset.
+            stale: Names of the shards of the earlier dataset.
+            has_columns: Whether the new dataset has columns.
+        """
+        folder, files, written = self._folder, self._before, self.manifest.shards
+        urls = {shard.url for shard in written}
+        left = set(stale) - urls
+        # A killed run of a part may have left a further shard that its next run did not need.
+        for name in files:
+            if name.endswith(".tar") and name not in urls and names.is_ours(name):
+                left.add(name)
+        for name in sorted(filter(is_deletable, left)):
+            remove_shard(folder, name, files)
+        for shard in () if has_columns else written:
+            if shard.columns_url in files:
+                folder.remove(shard.columns_url)
 
     def remove(self) -> None:
         """Delete the manifest if `write` was to write it, also if an error said that it has not.
@@ -514,38 +535,6 @@ def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None
         folder.remove(name + COLUMNS_SUFFIX)
     folder.remove(name + INDEX_SUFFIX)
     folder.remove(name)
-
-
-def remove_replaced(
-    folder: OutputFolder,
-    names: ShardNames,
-    stale: Iterable[str],
-    written: Sequence[ShardInfo],
-    files: Collection[str],
-    *,
-    has_columns: bool,
-) -> None:
-    """Delete the shards of an earlier dataset that were not written again, and columns of those that were written without.
-
-    Args:
-        folder: The folder.
-        names: Names of the shards of the new dataset.
-        stale: Names of the shards of the earlier dataset.
-        written: The shards of the new one.
-        files: Names of the files that were there before.
-        has_columns: Whether the new dataset has columns.
-    """
-    urls = {shard.url for shard in written}
-    left = set(stale) - urls
-    # A killed run of a part may have left a further shard that its next run did not need.
-    for name in files:
-        if name.endswith(".tar") and name not in urls and names.is_ours(name):
-            left.add(name)
-    for name in sorted(filter(is_deletable, left)):
-        remove_shard(folder, name, files)
-    for shard in () if has_columns else written:
-        if shard.columns_url in files:
-            folder.remove(shard.columns_url)
 
 
 def is_deletable(name: str) -> bool:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
-from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
+from shardstream.format import ShardInfo
 from shardstream.packing.job.folder_state import (
     Journal,
     ShardNames,
@@ -25,7 +24,7 @@ from shardstream.packing.job.folder_state import (
 from shardstream.packing.job.key_hashes import Hashes, encode_hashes
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.shards.column_builder import ColumnSummary
-from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
+from shardstream.packing.shards.part_writer import PartResult, PartWriter, Skip, WriterOptions
 from shardstream.packing.sources.source import named
 from shardstream.storage import (
     FileInfo,
@@ -43,75 +42,6 @@ class PartWork(Protocol):
 
     def write(self, writer: PartWriter) -> PartResult:
         """Write the samples of the part; return what the writer does not count."""
-
-
-class Skip(NamedTuple):
-    """A skipped record."""
-
-    where: str
-    """Its file or row."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartResult:
-    """Shards that a part has published.
-
-    Args:
-        shards: Their entries in the manifest, in order.
-        fields: Number of samples that have each field.
-        left_out: Samples of the source that were filtered out.
-        warnings: Findings that may be mistakes.
-        skipped: Records that were skipped, in order.
-        key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
-        columns: Number and type of the values of columns, for each shard; none without columns.
-        column_bytes: Sizes of the files of columns, for each shard; none without columns.
-    """
-
-    shards: tuple[ShardInfo, ...] = ()
-    fields: Mapping[str, int] = field(default_factory=dict)
-    left_out: int = 0
-    warnings: tuple[str, ...] = ()
-    skipped: tuple[Skip, ...] = ()
-    key_hashes: str = ""
-    columns: tuple[ColumnSummary, ...] = ()
-    column_bytes: tuple[int, ...] = ()
-
-    @property
-    def nsamples(self) -> int:
-        """Samples in the shards."""
-        return sum(shard.nsamples or 0 for shard in self.shards)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the shards."""
-        return sum(shard.filesize or 0 for shard in self.shards)
-
-    def files(self) -> Iterator[tuple[str, int]]:
-        """Yield names and sizes of the shards and the files next to them."""
-        for shard, column_bytes in itertools.zip_longest(self.shards, self.column_bytes):
-            yield shard.url, shard.filesize or 0
-            yield shard.url + INDEX_SUFFIX, OFFSET_BYTES * ((shard.nsamples or 0) + 1)
-            if column_bytes is not None:
-                yield shard.columns_url, column_bytes
-
-    def encode(self) -> dict[str, JSON]:
-        """Return the result as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, document: Mapping[str, Any]) -> PartResult:
-        """Read what `encode` has returned."""
-        return cls(
-            shards=tuple(ShardInfo(**one) for one in document["shards"]),
-            fields=dict(document["fields"]),
-            left_out=int(document["left_out"]),
-            warnings=tuple(document["warnings"]),
-            skipped=tuple(Skip(*one) for one in document["skipped"]),
-            key_hashes=str(document["key_hashes"]),
-            columns=tuple(document["columns"]),
-            column_bytes=tuple(document["column_bytes"]),
-        )
 
 
 def combine_results(results: Iterable[PartResult]) -> PartResult:
@@ -180,13 +110,13 @@ class PartFiles:
         if found is None:
             return None
         result, storage = found[1], Storage(self.storage_options)
-        for name, size in result.files():
-            try:
-                if storage.info(self.names.url(name)).size != size:
-                    return None
-            except NotFoundError:
-                return None
-        return result
+
+        def look_up(name: str) -> FileInfo | None:
+            with suppress(NotFoundError):
+                return storage.info(self.names.url(name))
+            return None
+
+        return result if result.changed_file(look_up) is None else None
 
     def open(self, check_owner: Callable[[], None] | None = None) -> OpenPart:
         """Begin to write the part.
@@ -238,16 +168,10 @@ class OpenPart(NamedTuple):
 
     def end(self, written: PartResult) -> PartResult:
         """Wait until all shards are published, then record them; return the whole result."""
-        writer = self.writer
-        writer.finish()
-        result = replace(
-            written,
-            shards=tuple(writer.shards),
-            fields=dict(writer.fields),
-            columns=tuple(writer.columns),
-            column_bytes=tuple(writer.column_bytes),
-            key_hashes=encode_hashes(np.concatenate(self.hashes)) if self.hashes else "",
-        )
+        self.writer.end()
+        self.writer.drain()
+        hashes = encode_hashes(np.concatenate(self.hashes)) if self.hashes else ""
+        result = replace(self.writer.result(written), key_hashes=hashes)
         self.files.record(self.folder, result)
         return result
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import starmap
-from operator import methodcaller
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import (
@@ -40,7 +39,6 @@ from shardstream.packing.job.folder_state import (
     published_sha256,
     read_journal,
     read_old_manifest,
-    remove_replaced,
 )
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
@@ -48,9 +46,10 @@ from shardstream.packing.job.key_hashes import (
     place_of,
     refuse_repeated_keys,
 )
-from shardstream.packing.job.parts import PartResult, Skip, combine_results, read_record
+from shardstream.packing.job.parts import combine_results, read_record
 from shardstream.packing.job.report import PackReport, SplitReport, combine_reports
 from shardstream.packing.shards.column_builder import check_summaries
+from shardstream.packing.shards.part_writer import PartResult, Skip
 from shardstream.packing.sources.class_numbering import warn_of_siblings
 from shardstream.storage import (
     FileInfo,
@@ -81,25 +80,32 @@ class Ready(NamedTuple):
     """Whether its shards are appended to the dataset in the folder above."""
 
 
-def publish(ready: Sequence[Ready], storage_options: Mapping[str, Any] | None) -> list[PackReport]:
+def publish(
+    ready: Sequence[Ready], storage_options: Mapping[str, Any] | None, title: str
+) -> PackReport:
     """Lock the folders of datasets whose parts are all done, and publish them (see `publish_locked`)."""
     with ExitStack() as stack:
         for one in ready:
             stack.enter_context(locked(one.folder))
-        return publish_locked(ready, storage_options)
+        return publish_locked(ready, storage_options, title)
 
 
 def publish_locked(
-    ready: Sequence[Ready], storage_options: Mapping[str, Any] | None
-) -> list[PackReport]:
+    ready: Sequence[Ready], storage_options: Mapping[str, Any] | None, title: str
+) -> PackReport:
     """Publish datasets together: no manifest is written before all are checked, and an error removes those that are.
 
     Before the first manifest, each journal gets the hash of its own, and that of the first dataset those of all. A run that is killed
     in between is completed by the same command, or by `merge`: until the last manifest is written, which is that of the first dataset,
     all records are there, and until all others are tidied up, the journal of the first.
 
+    Args:
+        ready: The datasets.
+        storage_options: ``storage_options`` of fsspec.
+        title: Description of the source, for the report.
+
     Returns:
-        A report for each dataset, of all of its parts.
+        The report of all parts.
 
     Raises:
         OptionError: If there is no job, or the dataset would lack something that was asked for.
@@ -110,7 +116,7 @@ def publish_locked(
     """
     storage = Storage(storage_options)
     if ready[0].appends:  # such a job has one folder
-        return [_publish_appended(ready[0], storage)]
+        return replace(_publish_appended(ready[0], storage), source=title)
     found = list(map(_checked, ready))
     new = [one for one in found if not one.is_published]
     found[0].journal.others = dict(map(_Publication.announcement, found[1:]))
@@ -128,7 +134,7 @@ def publish_locked(
         raise
     for one in reversed(found):
         one.tidy()
-    return [*map(methodcaller("report", storage), found)]
+    return combine_reports(title, [one.report(storage) for one in found])
 
 
 class _Publication(NamedTuple):
@@ -142,6 +148,11 @@ class _Publication(NamedTuple):
     is_published: bool
     """Whether the manifest was there before."""
 
+    @property
+    def names(self) -> ShardNames:
+        """Names of its shards."""
+        return ShardNames(folder="", template=str(self.journal.task.options["template"]))
+
     def announcement(self) -> tuple[str, Published]:
         """Return the name of its split, and the dataset."""
         return str(self.journal.task.options["split_name"]), cast(Published, self.journal.published)
@@ -152,14 +163,8 @@ class _Publication(NamedTuple):
         self.journal.check_owner()
         for name, text in options["extras"].items():
             folder.write(name, str(text).encode("utf-8", "surrogateescape"))
-        remove_replaced(
-            folder,
-            ShardNames(folder="", template=str(options["template"])),
-            self.journal.stale,
-            self.manifest.manifest.shards,
-            self.files,
-            has_columns=options.get("columns") is not None,
-        )
+        has_columns = options.get("columns") is not None
+        self.manifest.remove_replaced(self.names, self.journal.stale, has_columns=has_columns)
 
     def unpublish(self, error: BaseException) -> None:
         """Delete the manifest if this process has written it, also if an error said that it has not."""
@@ -183,8 +188,7 @@ class _Publication(NamedTuple):
                 shard=folder.url,
             )
         self.manifest.remove_older()
-        names = ShardNames(folder="", template=str(options["template"]))
-        remove_job_files(folder, self.files, names, options["extras"])
+        remove_job_files(folder, self.files, self.names, options["extras"])
 
     def report(self, storage: Storage) -> PackReport:
         """Return the report of the dataset; warn if another split numbers its classes differently."""
@@ -194,14 +198,14 @@ class _Publication(NamedTuple):
             names = decode_classes(str(classes[CLASSES_NAME]).encode(), url=CLASSES_NAME)
             warn_of_siblings(names, [url], storage)
         split = SplitReport(
-            name="",
+            name=str(self.journal.task.options.get("split_name", "")),
             url=url,
             samples=manifest.nsamples,
             shards=len(manifest.shards),
             total_bytes=manifest.total_bytes,
         )
         return PackReport(
-            source="finished parts",
+            source="",
             splits=(split,),
             skipped=() if published is None else tuple(starmap(Skip, published.skipped)),
             fields=dict(manifest.fields),
@@ -237,10 +241,10 @@ def _publish_appended(ready: Ready, storage: Storage) -> PackReport:
                 classes=append["classes"],
                 keys=keys if append["checks_keys"] else None,
             ).publish(storage)
-    names = ShardNames(folder="", template=str(options["template"]))
-    remove_job_files(folder, files, names, ())
     added = ManifestFiles(folder, Manifest(shards=shards, fields=fields), (), journal.check_owner)
-    report = _Publication(files, journal, added, is_published=True).report(storage)
+    published = _Publication(files, journal, added, is_published=True)
+    remove_job_files(folder, files, published.names, ())
+    report = published.report(storage)
     url = str(dataset_of_change(folder.url))
     return replace(report, splits=(replace(report.splits[0], url=url),))
 
@@ -406,14 +410,13 @@ def _published(options: Mapping[str, Any], result: PartResult, sha256: str) -> P
 def _check_in_place(
     folder: OutputFolder, files: Mapping[str, FileInfo], result: PartResult
 ) -> None:
-    for name, size in result.files():
-        found = files.get(name)
-        if found is None or found.size_or_none != size:
-            raise StorageError(
-                f"the file is {'missing' if found is None else 'another one'} although its part is done; "
-                "run the parts again, then merge",
-                shard=join_url(folder.url, name),
-            )
+    name = result.changed_file(files.get)
+    if name is not None:
+        raise StorageError(
+            f"the file is {'another one' if name in files else 'missing'} although its part is done; "
+            "run the parts again, then merge",
+            shard=join_url(folder.url, name),
+        )
 
 
 def no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | None) -> OptionError:
@@ -453,12 +456,8 @@ def merge(
     ready = [Ready(open_output_folder(one, storage_options, None)) for one in splits or [url]]
     if dataset_of_change(url) is not None:
         ready = [ready[0]._replace(appends=True)]
-    merged = publish(ready, storage_options)
-    report = combine_reports("finished parts", merged, seconds=time.monotonic() - begin_s)
-    if not splits:
-        return report
-    named = (replace(split, name=split.url.rpartition("/")[2]) for split in report.splits)
-    return replace(report, splits=tuple(named))
+    report = publish(ready, storage_options, "finished parts")
+    return replace(report, seconds=time.monotonic() - begin_s)
 
 
 def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardstream.errors import OptionError, get_logger, human_bytes, plural
-from shardstream.packing.job.parts import PartResult, Skip
+from shardstream.packing.shards.part_writer import PartResult, Skip
 from shardstream.tasks import RetryCount
 
 _log = get_logger(__name__)
@@ -118,13 +118,12 @@ class PackReport:
         return sum(split.kept for split in self.splits)
 
 
-def combine_reports(source: str, reports: Sequence[PackReport], *, seconds: float) -> PackReport:
+def combine_reports(source: str, reports: Sequence[PackReport]) -> PackReport:
     """Return the report of a job from those of its datasets.
 
     Args:
         source: Description of the source.
         reports: A report for each dataset.
-        seconds: Duration of the job.
     """
     splits: list[SplitReport] = []
     skipped: list[Skip] = []
@@ -138,7 +137,6 @@ def combine_reports(source: str, reports: Sequence[PackReport], *, seconds: floa
     return PackReport(
         source=source,
         splits=tuple(splits),
-        seconds=seconds,
         skipped=tuple(skipped),
         fields=dict(fields),
         warnings=tuple(warnings),

@@ -24,9 +24,7 @@ from shardstream.packing.job.parts import (
     OpenPart,
     PartFiles,
     PartJob,
-    PartResult,
     PartTask,
-    Skip,
     missing_parts,
 )
 from shardstream.packing.job.publish import Ready, publish, publish_locked
@@ -35,10 +33,10 @@ from shardstream.packing.job.report import (
     PartCounts,
     ProgressFunction,
     SplitReport,
-    combine_reports,
     logged,
     skipped_before_error,
 )
+from shardstream.packing.shards.part_writer import PartResult, Skip
 from shardstream.storage import absolute_url, is_part_record
 from shardstream.tasks import JSON, Executor, Parts, RetryCount, Task
 
@@ -157,22 +155,19 @@ def run_jobs(
         if executor is None:
             with closing(_PartsHere(runs, counts, keeps_skips=keeps_skips)) as here:
                 here.run(todo, stream)
-            reports = publish_locked([*map(_JobRun.ready, runs)], first.storage_options)
+            ready = [*map(_JobRun.ready, runs)]
+            report = publish_locked(ready, first.storage_options, first.title)
         else:
             _run_tasks(runs, todo, executor, counts, keeps_skips=keeps_skips)
             if isinstance(executor, Parts):
                 return _unfinished(jobs, counts, begin_s)
-            reports = publish([*map(_JobRun.ready, runs)], first.storage_options)
+            ready = [*map(_JobRun.ready, runs)]
+            report = publish(ready, first.storage_options, first.title)
     shown = [
-        replace(
-            one.splits[0],
-            name=counted.name,
-            kept=counted.kept if run.parts else one.shards,
-        )
-        for one, counted, run in zip(reports, counts.splits, runs, strict=True)
+        replace(one, kept=counted.kept if run.parts else one.shards)
+        for one, counted, run in zip(report.splits, counts.splits, runs, strict=True)
     ]
-    report = combine_reports(first.title, reports, seconds=time.monotonic() - begin_s)
-    return replace(report, splits=tuple(shown))
+    return replace(report, splits=tuple(shown), seconds=time.monotonic() - begin_s)
 
 
 def _unfinished(jobs: Sequence[PartJob], counts: PartCounts, begin_s: float) -> PackReport:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardstream.errors import OptionError, SampleError, StorageError, get_logger
+from shardstream.errors import (
+    OptionError,
+    SampleError,
+    get_logger,
+)
 from shardstream.format import (
     END_OF_ARCHIVE,
     INDEX_SUFFIX,
@@ -27,7 +33,12 @@ from shardstream.format import (
 from shardstream.packing.job.key_hashes import Hashes, Places, hash_keys, place_of
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import OutputFolder, PendingFile, join_url
+from shardstream.storage import (
+    FileInfo,
+    OutputFolder,
+    PendingFile,
+)
+from shardstream.tasks import JSON
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4
@@ -64,12 +75,12 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
         raise SampleError("a sample without fields would be lost; give it one", key=key)
     # Whether a name is fine depends on the key alone for fields that were, and have no "__".
     is_checked = _is_plain_key(key) is not None
-    for field in fields:
-        if is_checked and field in _plain_fields:
+    for name in fields:
+        if is_checked and name in _plain_fields:
             continue
-        member_name(key, field)
-        if "__" not in field and len(_plain_fields) < 1024:  # fields may come from a hostile source
-            _plain_fields.add(field)
+        member_name(key, name)
+        if "__" not in name and len(_plain_fields) < 1024:  # fields may come from a hostile source
+            _plain_fields.add(name)
             is_checked = True
     return encode_members(key, fields)
 
@@ -132,8 +143,8 @@ class TarShard:
         self._keys[key] = None
         self._starts.append(self.size_bytes)
         self.nsamples += 1
-        for field in fields:
-            self.fields[field] = self.fields.get(field, 0) + 1
+        for name in fields:
+            self.fields[name] = self.fields.get(name, 0) + 1
         size = sum(map(len, pieces))
         self.size_bytes += size
         self._buffered_bytes += size
@@ -221,13 +232,15 @@ class PartWriter:
         self.size_bytes = 0
         """Bytes of the tars so far, without their ends."""
         self.shards: list[ShardInfo] = []
-        """The published shards, in order; all of them after `finish`."""
+        """The published shards, in order; all of them after `end` and `drain`."""
         self.fields = Counter[str]()
         """Number of samples that have each field, in the finished shards."""
         self.columns: list[ColumnSummary] = []
         """Number and type of the values of columns, for each finished shard."""
         self.column_bytes: list[int] = []
         """Sizes of the files of columns, for each finished shard."""
+        self.etags: dict[str, str] = {}
+        """ETags of the tars, on S3 servers that have sent one."""
         self._folder, self._limits, self._name = folder, limits, name
         self._check_owner, self._replaces = check_owner, replaces
         self._add_keys = add_keys
@@ -235,7 +248,6 @@ class PartWriter:
         self._pending: PendingFile | None = None
         self._begun = 0
         self._in_flight: deque[Future[ShardInfo]] = deque()
-        self._etags: dict[str, str] = {}
         self._is_open = True
         self._error: BaseException | None = None
         # No thread is started before it is needed: a process may write thousands of small parts.
@@ -255,7 +267,7 @@ class PartWriter:
         size = sum(map(len, pieces))
         try:
             if self._in_flight and self._in_flight[0].done():
-                self._wait(len(self._in_flight) - 1)
+                self.drain(len(self._in_flight) - 1)
             shard = self._shard
             if shard is not None and (
                 shard.nsamples >= self._limits.max_samples
@@ -287,45 +299,26 @@ class PartWriter:
             self._error = error
             raise
 
-    def drain(self) -> None:
-        """Wait until the shards that are full so far are published.
+    def drain(self, most: int = 0) -> None:
+        """Wait until at most ``most`` of the shards that are full so far are not published.
 
         Raises:
             StorageError: If one cannot be published.
         """
-        self._wait(0)
+        while len(self._in_flight) > most:
+            # One that has failed stays there: later calls must fail, too.
+            self.shards.append(self._in_flight[0].result())
+            self._in_flight.popleft()
 
-    def finish(self, *, is_whole: bool = False) -> None:
-        """Publish the last shard, and wait until all are published; ``is_whole`` as in `end`.
-
-        Raises:
-            StorageError: If one cannot be published.
-        """
-        self.end(is_whole=is_whole)
-        self._wait(0)
-
-    def check_in_place(self) -> None:
-        """Compare the folder with the published files: sizes, and the ETags of S3 servers.
-
-        Raises:
-            StorageError: If a shard or its index is missing, or is another one.
-        """
-        files = self._folder.list_files()
-        for info in self.shards:
-            tar, index = files.get(info.url), files.get(info.url + INDEX_SUFFIX)
-            index_bytes = OFFSET_BYTES * ((info.nsamples or 0) + 1)
-            etag = self._etags.get(info.url, "")
-            if (
-                tar is None
-                or index is None
-                or (tar.size_or_none, index.size_or_none) != (info.filesize, index_bytes)
-                or etag not in (tar.version or etag)
-            ):
-                raise StorageError(
-                    "the shard or its index was replaced or deleted while others were written, by another pack or "
-                    "ShardWriter or by hand; nothing is published, run this again",
-                    shard=join_url(self._folder.url, info.url),
-                )
+    def result(self, written: PartResult | None = None) -> PartResult:
+        """Return the shards that are published so far, with what the writer does not count."""
+        return replace(
+            written or PartResult(),
+            shards=tuple(self.shards),
+            fields=dict(self.fields),
+            columns=tuple(self.columns),
+            column_bytes=tuple(self.column_bytes),
+        )
 
     def close(self) -> None:
         """Drop the unfinished shard, wait until the finished ones are published, and end the threads; a second call does nothing."""
@@ -367,7 +360,7 @@ class PartWriter:
                 self.columns.append(shard.columns.summary)
                 self.column_bytes.append(len(data))
             self.fields.update(shard.fields)
-            self._wait(_IN_FLIGHT - 1)
+            self.drain(_IN_FLIGHT - 1)
             before = self._in_flight[-1] if self._in_flight else None
             self._in_flight.append(
                 self._publishing.submit(self._publish, pending, info, others, before)
@@ -375,12 +368,6 @@ class PartWriter:
         else:  # its first sample was refused
             pending.discard()
         self._shard = self._pending = None
-
-    def _wait(self, most: int) -> None:
-        """Wait until at most ``most`` shards are in flight. One that has failed stays there: later calls must fail, too."""
-        while len(self._in_flight) > most:
-            self.shards.append(self._in_flight[0].result())
-            self._in_flight.popleft()
 
     def _publish(
         self,
@@ -413,6 +400,91 @@ class PartWriter:
             for file in files:
                 file.discard()
         if tar.etag is not None:
-            self._etags[info.url] = tar.etag
+            self.etags[info.url] = tar.etag
         _log.info("published %s/%s: %s samples", self._folder.url, info.url, info.nsamples)
         return info
+
+
+class Skip(NamedTuple):
+    """A skipped record."""
+
+    where: str
+    """Its file or row."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult:
+    """Shards that a part has published.
+
+    Args:
+        shards: Their entries in the manifest, in order.
+        fields: Number of samples that have each field.
+        left_out: Samples of the source that were filtered out.
+        warnings: Findings that may be mistakes.
+        skipped: Records that were skipped, in order.
+        key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
+        columns: Number and type of the values of columns, for each shard; none without columns.
+        column_bytes: Sizes of the files of columns, for each shard; none without columns.
+    """
+
+    shards: tuple[ShardInfo, ...] = ()
+    fields: Mapping[str, int] = field(default_factory=dict)
+    left_out: int = 0
+    warnings: tuple[str, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    key_hashes: str = ""
+    columns: tuple[ColumnSummary, ...] = ()
+    column_bytes: tuple[int, ...] = ()
+
+    @property
+    def nsamples(self) -> int:
+        """Samples in the shards."""
+        return sum(shard.nsamples or 0 for shard in self.shards)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the shards."""
+        return sum(shard.filesize or 0 for shard in self.shards)
+
+    def changed_file(
+        self,
+        look_up: Callable[[str], FileInfo | None],
+        etags: Mapping[str, str] = MappingProxyType({}),
+    ) -> str | None:
+        """Return the name of the first file of the shards that is missing or another one; None if all are in place.
+
+        Args:
+            look_up: Returns a file of the folder by its name; None if it is missing.
+            etags: Name -> ETag of a file, if it is known.
+        """
+        for shard, column_bytes in itertools.zip_longest(self.shards, self.column_bytes):
+            index_bytes = OFFSET_BYTES * ((shard.nsamples or 0) + 1)
+            sizes = {shard.url: shard.filesize, shard.url + INDEX_SUFFIX: index_bytes}
+            if column_bytes is not None:
+                sizes[shard.columns_url] = column_bytes
+            for name, size in sizes.items():
+                found, etag = look_up(name), etags.get(name, "")
+                if found is None or found.size_or_none != size:
+                    return name
+                if etag not in (found.version or etag):
+                    return name
+        return None
+
+    def encode(self) -> dict[str, JSON]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, document: Mapping[str, Any]) -> PartResult:
+        """Read what `encode` has returned."""
+        return cls(
+            shards=tuple(ShardInfo(**one) for one in document["shards"]),
+            fields=dict(document["fields"]),
+            left_out=int(document["left_out"]),
+            warnings=tuple(document["warnings"]),
+            skipped=tuple(Skip(*one) for one in document["skipped"]),
+            key_hashes=str(document["key_hashes"]),
+            columns=tuple(document["columns"]),
+            column_bytes=tuple(document["column_bytes"]),
+        )

@@ -23,12 +23,12 @@ from shardstream.packing.job.folder_state import (
     Journal,
     ManifestFiles,
     ShardNames,
-    remove_replaced,
+    shard_of,
 )
 from shardstream.packing.job.key_hashes import Hashes, KeyHashes, Places, refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
-from shardstream.storage import Storage, open_output_folder, parent_url, parse_bytes
+from shardstream.storage import Storage, join_url, open_output_folder, parent_url, parse_bytes
 from shardstream.versions import close_writer, open_writer
 
 _log = get_logger(__name__)
@@ -227,14 +227,15 @@ class ShardWriter:
                     "no samples were written, so there is no dataset to publish; write at least one",
                     shard=self.folder,
                 )
-            self._part.finish(is_whole=self._append_to is None)
+            self._part.end(is_whole=self._append_to is None)
+            self._part.drain()
             if self._limits.columns is not None:
                 for warning in check_summaries(
                     self._limits.columns, self._part.columns, self._part.nsamples
                 ):
                     _log.warning("%s: %s", self.folder, warning)
             self._claim.check_owner()
-            self._part.check_in_place()
+            self._check_in_place()
             if self._append_to is None:
                 if isinstance(self._keys, KeyHashes):
                     refuse_repeated_keys(self._keys, self._part.shards, self._folder)
@@ -274,22 +275,27 @@ class ShardWriter:
             self._keys = KeyHashes() if self._append_to is None else NewKeys()
         self._keys.add(hashes, places)
 
+    def _check_in_place(self) -> None:
+        """Compare the folder with the published files: sizes, and the ETags of S3 servers."""
+        look_up = self._folder.list_files().get
+        name = self._part.result().changed_file(look_up, self._part.etags)
+        if name is not None:
+            raise StorageError(
+                "the shard or its index was replaced or deleted while others were written, by another pack or "
+                "ShardWriter or by hand; nothing is published, run this again",
+                shard=join_url(self._folder.url, shard_of(name)),
+            )
+
     def _publish(self) -> None:
         """Delete replaced shards and write ``index.json``; if that fails, it is not there."""
         manifest = Manifest(
             shards=tuple(self._part.shards), name=self._limits.name, fields=dict(self._part.fields)
         )
         before = self._claim
+        files = ManifestFiles(self._folder, manifest, before.files, before.check_owner)
         if before.files:
-            remove_replaced(
-                self._folder,
-                before.names,
-                self._claim.journal.stale,
-                manifest.shards,
-                before.files,
-                has_columns=self._limits.columns is not None,
-            )
-        files = ManifestFiles(self._folder, manifest, before.files, self._claim.check_owner)
+            has_columns = self._limits.columns is not None
+            files.remove_replaced(before.names, before.journal.stale, has_columns=has_columns)
         try:
             files.write()
             if before.files:
@@ -394,6 +400,7 @@ def write_shard(
             writer.write(sample["__key__"], encode_sample(sample))
         if not writer.nsamples:
             raise SampleError("there are no samples: an empty shard would be skipped in silence")
-        writer.finish()
+        writer.end()
+        writer.drain()
     folder.sync()
     return writer.nsamples
