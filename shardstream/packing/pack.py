@@ -218,7 +218,7 @@ def run_pack(
         jobs = [*map(partial(_split_job, plan, request, cut), plan.splits)]
         stream = None
         if executor is None:
-            stream = PackStream(plan=plan, cut=cut, pool=pool).open
+            stream = partial(_open_stream, plan, cut, pool)
         else:
             work = PackWork(request=request, identity=_identity(plan), call=call)
             for split, firsts in enumerate(cut.firsts(plan)):
@@ -319,15 +319,8 @@ class _Cut:
         """Yield records with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
         if self.part_records is not None:
             return number_parts(records, lambda _: 0, self.part_records, 0, firsts)
-        return number_parts(
-            map(_encode_values, records), _record_bytes, self.max_records, self.max_bytes, firsts
-        )
-
-    def number_encoded(
-        self, samples: Iterable[tuple[int, Encoded]], firsts: Sequence[int]
-    ) -> Iterator[tuple[Place, Encoded]]:
-        """Yield encoded samples with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
-        return number_parts(samples, _encoded_bytes, self.max_records, self.max_bytes, firsts)
+        limits = self.max_records, self.max_bytes
+        return number_parts(map(_encode_values, records), _record_bytes, *limits, firsts)
 
     def firsts(self, plan: PackPlan) -> list[Numbers]:
         """Return for each split the first record of each part among its records, and their number; shape (parts + 1,).
@@ -389,43 +382,30 @@ def _encoded_bytes(sample: Encoded) -> int:
     return fields_bytes(sample.key, ((field, len(data)) for field, data in sample.fields.items()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackStream:
-    """The samples of all splits that this process writes: one pass over the records, which are encoded ahead, also across parts.
-
-    Args:
-        plan: The records.
-        cut: Where parts begin.
-        pool: Encodes the records.
-    """
-
-    plan: PackPlan
-    cut: _Cut
-    pool: EncoderPool
-
-    def open(
-        self, jobs: Collection[int], find_kept: FindKept
-    ) -> Generator[tuple[Place, Encoded], None, None]:
-        """Yield the samples of the splits whose parts are not kept (see `OpenStream`)."""
-        plan, missing = self.plan, set(jobs)
-        firsts, begins = [0] * len(plan.splits), dict.fromkeys(jobs, 0)
-        for split in jobs:
-            # The records of the first kept parts are not read again: each was written or skipped.
-            while (kept := find_kept(split, firsts[split])) is not None:
-                missing.discard(split)
-                firsts[split] += 1
-                begins[split] += kept.nsamples + len(kept.skipped)
-        cut, pool, records = self.cut, self.pool, plan.iter_from(begins)
-        if cut.is_encoded_first:
-            cuts = cut.number_encoded(pool.encode(records), firsts)
-            numbered = _without_kept(cuts, firsts, find_kept)
-        else:  # files of kept parts are not opened
-            numbered = pool.encode(_without_kept(cut.number(records, firsts), firsts, find_kept))
-        for place, sample in numbered:
-            missing.discard(place[0])
-            yield place, sample
-        if missing:
-            raise _empty_error(plan)
+def _open_stream(
+    plan: PackPlan, cut: _Cut, pool: EncoderPool, jobs: Collection[int], find_kept: FindKept
+) -> Generator[tuple[Place, Encoded], None, None]:
+    """Yield the samples of the splits whose parts are not kept, from one pass over the records (see `OpenStream`)."""
+    missing = set(jobs)
+    firsts, begins = [0] * len(plan.splits), dict.fromkeys(jobs, 0)
+    for split in jobs:
+        # The records of the first kept parts are not read again: each was written or skipped.
+        while (kept := find_kept(split, firsts[split])) is not None:
+            missing.discard(split)
+            firsts[split] += 1
+            begins[split] += kept.nsamples + len(kept.skipped)
+    records = plan.iter_from(begins)
+    if cut.is_encoded_first:
+        limits = cut.max_records, cut.max_bytes
+        cuts = number_parts(pool.encode(records), _encoded_bytes, *limits, firsts)
+        numbered = _without_kept(cuts, firsts, find_kept)
+    else:  # files of kept parts are not opened
+        numbered = pool.encode(_without_kept(cut.number(records, firsts), firsts, find_kept))
+    for place, sample in numbered:
+        missing.discard(place[0])
+        yield place, sample
+    if missing:
+        raise _empty_error(plan)
 
 
 def _without_kept(
@@ -450,7 +430,6 @@ class PackWork:
         identity: Source and options when the job was planned.
         call: Identity of the call of `pack`.
         split: Number of the split.
-        number: Number of the part.
         first: Position of its first record among those of the split.
         last: Position after its last.
     """
@@ -459,14 +438,13 @@ class PackWork:
     identity: str
     call: str
     split: int = 0
-    number: int = 0
     first: int = 0
     last: int = 0
 
     def parts(self, split: int, firsts: Numbers) -> Iterator[PackWork]:
         """Yield the work of each part of a split; ``firsts`` as `_Cut.firsts` returns it."""
-        for number, (first, last) in enumerate(itertools.pairwise(firsts.tolist())):
-            yield replace(self, split=split, number=number, first=first, last=last)
+        for first, last in itertools.pairwise(firsts.tolist()):
+            yield replace(self, split=split, first=first, last=last)
 
     def write(self, writer: PartWriter) -> PartResult:
         """Read, encode and write the records (see `PartWork.write`).

@@ -187,9 +187,10 @@ def reshard(  # noqa: PLR0913  (public door)
         "steps": [*records.steps, *(describe(stage) for stage in stages)],
         "version": version,
     }
-    split = _plan_job(records, stages, kept, _Plan(dest, limits, seed, choices, storage_options))
+    names = _shard_names(dest, leaves_of(records.samples))
+    job = _plan_job(records, stages, kept, _Plan(names, limits, seed, choices))
     return run_jobs(
-        [split],
+        [replace(job, storage_options=storage_options)],
         executor=executor,
         overwrite=overwrite,
         progress=progress,
@@ -302,11 +303,10 @@ def open_added_part(
 class _Plan(NamedTuple):
     """Options of the job."""
 
-    dest: str | os.PathLike[str]
+    names: ShardNames
     limits: WriterOptions
     seed: int | None
     choices: dict[str, Any]
-    storage_options: Mapping[str, Any] | None
 
 
 def _plan_job(
@@ -315,7 +315,6 @@ def _plan_job(
     """Return the job and the work of its parts."""
     samples, limits = records.samples, plan.limits
     leaves = leaves_of(samples)
-    names = _shard_names(plan.dest, leaves)
     sizes = _measure(records, kept, is_mapped=bool(stages))
     first = samples.first if isinstance(samples, Join) else samples
     firsts = plan_shards(first, limits, is_shuffled=plan.seed is not None, sizes=sizes)
@@ -350,13 +349,12 @@ def _plan_job(
     return PartJob(
         kind="reshard",
         title=_title(leaves),
-        names=names,
+        names=plan.names,
         source=source,
         options=options,
         limits=limits,
         parts=len(firsts) - 1,
         extras={} if classes is None else {CLASSES_NAME: encode_classes(classes).decode()},
-        storage_options=plan.storage_options,
         works=work.parts(firsts),
     )
 

@@ -196,6 +196,16 @@ def test_shard_replaced_by_another_writer_is_detected(remote: str) -> None:
         ss.ShardDataset(remote)
 
 
+def test_columns_that_are_deleted_before_the_end_are_detected(tmp_path: Path) -> None:
+    writer = ss.ShardWriter(tmp_path, max_samples=10, columns="txt")
+    write(writer, "a", 20)
+    writer.drain()
+    (tmp_path / "000000.tar.cols.parquet").unlink()
+    with pytest.raises(ss.errors.StorageError, match=r"replaced or deleted.*000000\.tar"):
+        writer.close()
+    assert not (tmp_path / "index.json").exists()
+
+
 class Hooked(MemoryFileSystem):  # type: ignore[misc]
     """Calls a function before ``index.json`` is written."""
 
