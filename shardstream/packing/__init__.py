@@ -5,18 +5,11 @@ from shardstream.packing.encode import encode_field, encode_npz, encode_sample, 
 from shardstream.packing.images import ImageOptions, reencode
 from shardstream.packing.index import index
 from shardstream.packing.job.claim import Claim, claim_destination
-from shardstream.packing.job.cut import (
-    assign_splits,
-    cut_by_size,
-    iter_cuts,
-    shuffled_order,
-    split_counts,
-)
 from shardstream.packing.job.folder_state import Journal, ShardNames, Task, read_journal
 from shardstream.packing.job.key_hashes import KeyHashes, find_repeated_keys, hash_keys, place_of
-from shardstream.packing.job.pack_plan import PackRequest
+from shardstream.packing.job.pack_plan import PackRequest, assign_splits, split_counts
 from shardstream.packing.job.parallel_encode import Encoded, RecordEncoder, chunked
-from shardstream.packing.job.parts import PartFiles, PartJob
+from shardstream.packing.job.parts import PartFiles, PartJob, cut_by_size, iter_cuts
 from shardstream.packing.job.publish import merge
 from shardstream.packing.job.report import PackReport, Progress, counts_text, progress_lines
 from shardstream.packing.job.run_jobs import run_jobs
@@ -39,7 +32,14 @@ from shardstream.packing.shards.shard_writer import (
 from shardstream.packing.sources.class_numbering import sibling_folders
 from shardstream.packing.sources.detection import open_source
 from shardstream.packing.sources.joined_table import open_joined_table
-from shardstream.packing.sources.source import FileRef, Record, SamplesSource, Source, SourceOptions
+from shardstream.packing.sources.source import (
+    FileRef,
+    Record,
+    SamplesSource,
+    Source,
+    SourceOptions,
+    shuffled_order,
+)
 from shardstream.packing.sources.tables import is_table, iter_rows
 from shardstream.packing.verify import VerifyReport, verify
 

@@ -17,10 +17,16 @@ from shardstream.errors import ChangedError, OptionError, SampleError, SourceErr
 from shardstream.format import END_OF_ARCHIVE, ColumnSources
 from shardstream.packing.encode import encode_field
 from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
-from shardstream.packing.job.cut import Numbers, Place, fields_bytes, number_parts, records_that_fit
 from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
-from shardstream.packing.job.parts import EncodedPart, PartJob
+from shardstream.packing.job.parts import (
+    EncodedPart,
+    PartJob,
+    Place,
+    fields_bytes,
+    number_parts,
+    records_that_fit,
+)
 from shardstream.packing.job.report import PackReport, Progress, ProgressFunction
 from shardstream.packing.job.run_jobs import FindKept, run_jobs
 from shardstream.packing.shards.column_builder import checked_columns
@@ -28,7 +34,7 @@ from shardstream.packing.shards.part_writer import PartResult, PartWriter, Write
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
 from shardstream.packing.sources.class_numbering import AnyClasses
 from shardstream.packing.sources.detection import AnySource
-from shardstream.packing.sources.source import FileRef, Record, SourceOptions, named
+from shardstream.packing.sources.source import FileRef, Numbers, Record, SourceOptions, named
 from shardstream.storage import parse_bytes
 from shardstream.tasks import Executor, forget, keep
 
@@ -167,10 +173,7 @@ def _check_options(processes: int | None, executor: Executor | None, on_error: s
 
 
 def _image_options(
-    max_side: int | None,
-    quality: int | None,
-    image_format: str | None,
-    masks: Sequence[str] | None,
+    max_side: int | None, quality: int | None, image_format: str | None, masks: Sequence[str] | None
 ) -> ImageOptions:
     images = ImageOptions(
         max_side=max_side,

@@ -13,22 +13,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 
-from shardstream.catalog import (
-    ShardCatalog,
-    StoredClassNames,
-    open_samples,
-)
+from shardstream.catalog import ShardCatalog, StoredClassNames, open_samples
 from shardstream.errors import OptionError, plural, redact
-from shardstream.format import (
-    CLASSES_NAME,
-    END_OF_ARCHIVE,
-    ColumnSources,
-    Sample,
-    encode_classes,
-)
-from shardstream.packing.job.cut import cut_by_size, fields_bytes
+from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, ColumnSources, Sample, encode_classes
 from shardstream.packing.job.folder_state import ShardNames, check_is_elsewhere
-from shardstream.packing.job.parts import PartJob
+from shardstream.packing.job.parts import PartJob, cut_by_size, fields_bytes
 from shardstream.packing.job.report import PackReport, ProgressFunction
 from shardstream.packing.job.run_jobs import run_jobs
 from shardstream.packing.sample_range import (
@@ -46,15 +35,7 @@ from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_M
 from shardstream.packing.sources.detection import find_tables, guess_kind
 from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
-from shardstream.pipeline import (
-    Context,
-    KeepFields,
-    Records,
-    Rename,
-    Stage,
-    describe,
-    open_runner,
-)
+from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage, describe, open_runner
 from shardstream.samples import (
     Join,
     JoinMissing,

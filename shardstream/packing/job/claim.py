@@ -11,10 +11,7 @@ from types import MappingProxyType
 from typing import Literal, Self
 
 from shardstream.errors import NotFoundError, OptionError, StorageError, get_logger
-from shardstream.format import (
-    CLASSES_NAME,
-    MANIFEST_NAME,
-)
+from shardstream.format import CLASSES_NAME, MANIFEST_NAME
 from shardstream.packing.job.append import find_appended
 from shardstream.packing.job.folder_state import (
     WRITER_TASK,
@@ -31,13 +28,7 @@ from shardstream.packing.job.folder_state import (
     shard_of,
 )
 from shardstream.packing.job.parts import PartJob
-from shardstream.storage import (
-    JOURNAL_NAME,
-    FileInfo,
-    OutputFolder,
-    Storage,
-    is_part_record,
-)
+from shardstream.storage import JOURNAL_NAME, FileInfo, OutputFolder, Storage, is_part_record
 
 _log = get_logger(__name__)
 

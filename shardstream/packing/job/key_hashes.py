@@ -13,12 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import ChangedError, SourceError, plural
-from shardstream.format import (
-    ShardInfo,
-    decode_index,
-    iter_members,
-    split_member_name,
-)
+from shardstream.format import ShardInfo, decode_index, iter_members, split_member_name
 from shardstream.storage import OutputFolder, TemporaryFile
 
 OTHER_KEYS = (

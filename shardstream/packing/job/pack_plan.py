@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.errors import ChangedError, OptionError
+from shardstream.errors import ChangedError, OptionError, plural
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.images import ImageOptions
 from shardstream.packing.job.append import Base, check_append, read_base
-from shardstream.packing.job.cut import Numbers, SplitNumbers, assign_splits
 from shardstream.packing.job.folder_state import ShardNames, Task, check_is_elsewhere
 from shardstream.packing.job.parallel_encode import RecordEncoder
 from shardstream.packing.shards.column_builder import columns_identity
@@ -28,7 +28,15 @@ from shardstream.packing.sources.class_numbering import (
     number_classes,
 )
 from shardstream.packing.sources.detection import AnySource, open_source
-from shardstream.packing.sources.source import Record, ShuffledSource, Source, SourceOptions
+from shardstream.packing.sources.source import (
+    Numbers,
+    Record,
+    ShuffledSource,
+    Source,
+    SourceOptions,
+    SplitNumbers,
+    shuffled_order,
+)
 from shardstream.storage import Storage, absolute_url, join_url
 
 _BLOCK = 1 << 16  # records whose splits are looked at together
@@ -319,3 +327,54 @@ def _plan(source: Source, request: PackRequest, **opened: Any) -> PackPlan:
     return PackPlan(
         source=source, records=records, total=total, splits=splits, assigned=assigned, **opened
     )
+
+
+def split_counts(count: int, fractions: Mapping[str, float]) -> dict[str, int]:
+    """Return how many of ``count`` samples each split gets: all of them, rounded by the largest remainder.
+
+    >>> split_counts(10, {"train": 0.75, "val": 0.25})
+    {'train': 8, 'val': 2}
+
+    Raises:
+        OptionError: If the fractions do not make one whole, a name cannot be a folder, or a split would be empty.
+    """
+    for name, fraction in fractions.items():
+        if not name or not name.replace("-", "").replace("_", "").isalnum():
+            raise OptionError(
+                f"a split's name must have only letters, digits, '-' and '_', not {name!r}"
+            )
+        if not 0 < fraction < 1:
+            raise OptionError(
+                f"the fraction of split {name!r} must be between 0 and 1, not {fraction}"
+            )
+    if not math.isclose(sum(fractions.values()), 1, abs_tol=1e-6):
+        raise OptionError(
+            f"the fractions of the splits add up to {sum(fractions.values()):g}, not 1; write for example train=0.9,val=0.1"
+        )
+    exact = {name: fraction * count for name, fraction in fractions.items()}
+    counts = {name: int(part + 1e-9) for name, part in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: count - sum(counts.values())]:
+        counts[name] += 1
+    empty = next((name for name, size in counts.items() if not size), None)
+    if empty is not None:
+        raise OptionError(
+            f"split {empty!r} would be empty: the source has {plural(count, 'sample')}"
+        )
+    return counts
+
+
+def assign_splits(count: int, fractions: Mapping[str, float], *, seed: int) -> SplitNumbers:
+    """Return for each record the number of its split, in the order of the fractions; shape (count,).
+
+    Raises:
+        OptionError: As `split_counts`.
+    """
+    counts = list(split_counts(count, fractions).values())
+    labels = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
+    assigned = np.empty(count, dtype=np.uint16)
+    first = 0
+    for numbers in shuffled_order(count, seed=seed, purpose="split"):
+        assigned[numbers] = labels[first : first + len(numbers)]
+        first += len(numbers)
+    return assigned

@@ -14,12 +14,7 @@ from typing import NamedTuple, Self, TypeVar
 import numpy as np
 from PIL import Image
 
-from shardstream.errors import (
-    NotFoundError,
-    SampleError,
-    SourceError,
-    StorageError,
-)
+from shardstream.errors import NotFoundError, SampleError, SourceError, StorageError
 from shardstream.format import is_image_field
 from shardstream.packing.encode import encode_field
 from shardstream.packing.images import ImageOptions, decode_error, reencode

@@ -313,8 +313,7 @@ def _check_samples(journal: Journal, result: PartResult) -> None:
         )
     if not result.shards:
         raise OptionError(
-            "no sample is left: all were filtered out, so there is no dataset to publish",
-            shard=url,
+            "no sample is left: all were filtered out, so there is no dataset to publish", shard=url
         )
     missing = sorted(set(options.get("fields") or ()) - result.fields.keys())
     if missing and options["job"] == "reshard":

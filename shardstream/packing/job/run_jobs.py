@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from shardstream.errors import OptionError
 from shardstream.packing.job.claim import Claim, claimed, join
-from shardstream.packing.job.cut import Place
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.parts import (
     EncodedPart,
@@ -25,6 +24,7 @@ from shardstream.packing.job.parts import (
     PartFiles,
     PartJob,
     PartTask,
+    Place,
     missing_parts,
 )
 from shardstream.packing.job.publish import Ready, publish, publish_locked

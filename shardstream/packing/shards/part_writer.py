@@ -14,11 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardstream.errors import (
-    OptionError,
-    SampleError,
-    get_logger,
-)
+from shardstream.errors import OptionError, SampleError, get_logger
 from shardstream.format import (
     END_OF_ARCHIVE,
     INDEX_SUFFIX,
@@ -33,11 +29,7 @@ from shardstream.format import (
 from shardstream.packing.job.key_hashes import Hashes, Places, hash_keys, place_of
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage import (
-    FileInfo,
-    OutputFolder,
-    PendingFile,
-)
+from shardstream.storage import FileInfo, OutputFolder, PendingFile
 from shardstream.tasks import JSON
 
 _BUFFER_BYTES = 1 << 20

@@ -87,8 +87,7 @@ def guess_kind(url: str, storage: Storage) -> str:
         return "table"
     if is_empty and _is_file(url, storage):
         raise SourceError(
-            f"neither a table ({', '.join(TABLE_SUFFIXES)}) nor a tar; name its folder",
-            shard=url,
+            f"neither a table ({', '.join(TABLE_SUFFIXES)}) nor a tar; name its folder", shard=url
         )
     return "folder"
 

@@ -24,7 +24,6 @@ from shardstream.format import (
     split_member_name,
     words_of,
 )
-from shardstream.packing.job.cut import SplitNumbers
 from shardstream.packing.job.key_hashes import RepeatedKey, find_repeat
 from shardstream.packing.sources.class_numbering import SPLIT_NAMES
 from shardstream.packing.sources.source import (
@@ -32,6 +31,7 @@ from shardstream.packing.sources.source import (
     FileRef,
     Record,
     Source,
+    SplitNumbers,
     fingerprint_of,
     has_numbers,
     make_key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,13 +14,14 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
 from shardstream.format import CLASSES_NAME, encode_classes, is_image_field
 from shardstream.packing.encode import encode_field
-from shardstream.packing.job.cut import SplitNumbers, shuffled_order, spaced_numbers
+from shardstream.packing.job.key_hashes import KeyHashes
 from shardstream.storage import FileVersions, RowFile, Storage, TemporaryFile
 
 KINDS = ("images", "files", "table", "tars")
@@ -27,6 +29,13 @@ FILE_KEYS = ("{stem}", "{path}", "{path}_{index:08d}")
 """Default templates of images: the first is taken that gives each image of a dataset a key of its own."""
 # Next to another name the number may not tell keys apart: "{class}{index}" gives "1" + "11" and "11" + "1".
 _RUNNING = re.compile(r"[^{}]*\{index(:\d*d?)?\}[^{}]*")
+Numbers = npt.NDArray[np.int64]
+_PROBES = 32
+_LEAST_PROBES = 4
+_RECORDS_OF_A_PROBE = 16  # measuring costs at most about a sixteenth of the job
+SplitNumbers = npt.NDArray[np.uint16]
+"""Shape (n,): number of the split of each record."""
+_DRAWS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,3 +498,38 @@ def _as_it_is_now(field: str, value: object) -> object:
     if is_image_field(field) and (type(value) is Image.Image or isinstance(value, np.ndarray)):
         return value.copy()
     return encode_field(field, value)
+
+
+def spaced_numbers(count: int) -> list[int]:
+    """Return the numbers of some of ``count`` records, evenly spaced: samples often grow, or come sorted by size.
+
+    >>> spaced_numbers(100)
+    [8, 25, 41, 58, 75, 91]
+    >>> [len(spaced_numbers(count)) for count in (0, 3, 10, 10_000)]
+    [0, 3, 4, 32]
+    """
+    probes = min(count, _PROBES, max(_LEAST_PROBES, count // _RECORDS_OF_A_PROBE))
+    return [(2 * number + 1) * count // (2 * probes) for number in range(probes)]
+
+
+def shuffled_order(count: int, *, seed: int, purpose: str) -> Iterator[Numbers]:
+    """Yield the numbers 0 to ``count`` - 1, many at a time, in an order that the seed and the purpose decide.
+
+    Memory holds a few million numbers, a temporary file the others.
+
+    >>> np.concatenate([*shuffled_order(5, seed=0, purpose="order")]).tolist()
+    [3, 1, 4, 2, 0]
+
+    Raises:
+        StorageError: If the temporary folder is full.
+    """
+    # Python guarantees equal random() for equal seeds, but not equal shuffle().
+    source = random.Random(f"{purpose}/{seed}")
+    with KeyHashes() as draws:
+        for first in range(0, count, _DRAWS):
+            numbers = np.arange(first, min(first + _DRAWS, count), dtype=np.int64)
+            some = np.fromiter((source.random() for _ in numbers), dtype=np.float64)
+            # random() is a multiple of 2**-53: 53 bits, as the first of 64, have the same order.
+            draws.add((some * 2.0**53).astype(np.uint64) << np.uint64(11), numbers)
+        for _, numbers in draws.sorted_blocks():
+            yield numbers

@@ -26,9 +26,9 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.encode import has_encoder, number_array
-from shardstream.packing.job.cut import Numbers
 from shardstream.packing.sources.source import (
     FileRef,
+    Numbers,
     Record,
     SequentialSource,
     SourceOptions,

@@ -35,13 +35,7 @@ from shardstream.format import (
     open_decompressed,
 )
 from shardstream.packing.sources.source import Record, SequentialSource, fingerprint_of
-from shardstream.storage import (
-    RangeStream,
-    Storage,
-    is_compressed,
-    locate_shards,
-    parent_url,
-)
+from shardstream.storage import RangeStream, Storage, is_compressed, locate_shards, parent_url
 
 _log = get_logger(__name__)
 
