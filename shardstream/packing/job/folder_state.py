@@ -236,7 +236,7 @@ def _decode(folder: OutputFolder, document: Any, data: bytes) -> Journal:
         stale=frozenset(map(str, document["stale"])),
         parts=int(document["parts"]),
         published=None if published is None else _decode_published(published),
-        others=dict(map(_decode_other, document["others"].items())),
+        others={str(name): _decode_published(one) for name, one in document["others"].items()},
         run=str(document["run"]),
         head=data,
     )
@@ -248,10 +248,6 @@ def _decode_published(document: Any) -> Published:
         skipped=tuple((str(where), str(reason)) for where, reason in document["skipped"]),
         warnings=tuple(map(str, document["warnings"])),
     )
-
-
-def _decode_other(item: tuple[str, Any]) -> tuple[str, Published]:
-    return str(item[0]), _decode_published(item[1])
 
 
 def read_listed(folder: OutputFolder, name: str) -> bytes:

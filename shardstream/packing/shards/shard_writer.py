@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger
@@ -259,12 +258,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *rest: object) -> None:
         if error is None:
             self.close()
         else:
