@@ -55,7 +55,7 @@ LIMITS = {
     "next state_dict": (5, 9),
     "with one worker": (36, 163),
     "ShardWriter, 40 samples": (17, 92),
-    "pack of four photos": (43, 364),
+    "pack of four photos": (42, 364),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
