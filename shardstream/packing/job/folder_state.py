@@ -229,14 +229,14 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
 
 
 def _decode(folder: OutputFolder, document: Any, data: bytes) -> Journal:
-    published = document["published"]
+    published, others = document["published"], document["others"]
     return Journal(
         folder=folder,
         task=Task(source=document["source"], options=dict(document["options"])),
         stale=frozenset(map(str, document["stale"])),
         parts=int(document["parts"]),
         published=None if published is None else _decode_published(published),
-        others={str(name): _decode_published(one) for name, one in document["others"].items()},
+        others=dict(zip(others, map(_decode_published, others.values()), strict=True)),
         run=str(document["run"]),
         head=data,
     )
