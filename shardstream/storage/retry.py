@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from shardstream.errors import ChangedError, StorageError, get_logger
 from shardstream.storage.error_messages import (
@@ -58,59 +58,16 @@ class ReadHints(RequestOptions, total=False):
 
 
 def read_remote(
-    storage: Storage,
-    url: str,
-    start: int,
-    end: int | None,
-    **hints: Unpack[ReadHints],
+    storage: Storage, url: str, start: int, end: int | None, **hints: Unpack[ReadHints]
 ) -> bytes | memoryview:
     """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`)."""
-    return _read(storage, url, start, end, **hints).data
+    return _RangeRead(storage, url, start, end, hints).receive_all().data
 
 
 def read_whole(storage: Storage, url: str, max_bytes: int) -> tuple[bytes, str | None]:
     """Read a small file of at most so many bytes; return them and their version, None if the client knows none."""
-    whole = _read(storage, url, 0, None, max_bytes=max_bytes)
+    whole = _RangeRead(storage, url, 0, None, {"max_bytes": max_bytes}).receive_all()
     return bytes(whole.data), whole.version
-
-
-def _read(
-    storage: Storage, url: str, start: int, end: int | None, **hints: Unpack[ReadHints]
-) -> _RangeRead:
-    range_read = _RangeRead(storage, url, start, end, hints.get("size"))
-    range_read.max_bytes = hints.get("max_bytes")
-    backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
-    range_read.look_up_version()
-    while not range_read.is_complete:
-        try:
-            _receive(range_read, backoff, **hints)
-        except ChangedError:
-            if not range_read.can_begin_again:
-                raise
-            range_read.begin()
-    return range_read
-
-
-def _receive(range_read: _RangeRead, backoff: Backoff, **hints: Unpack[ReadHints]) -> None:
-    """Send one request and add its response; pause if that is not the rest."""
-    try:
-        response = range_read.storage.read_once(
-            range_read.url,
-            range_read.position,
-            range_read.end,
-            on_receive=hints.get("on_receive"),
-            cancelled=hints.get("cancelled"),
-            max_bytes=range_read.bytes_left,
-        )
-    except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
-        backoff.wait(error, range_read.error_of_failure)
-        return
-    range_read.add(response)
-    backoff.note_response()
-    if not range_read.is_complete:
-        if response.data and not range_read.is_slow:
-            backoff.reset()
-        backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
 
 
 def retry_call(
@@ -278,21 +235,52 @@ class _RangeRead:
     """The received bytes of a range, checked to be of one version of the file."""
 
     def __init__(
-        self,
-        storage: Storage,
-        url: str,
-        start: int,
-        end: int | None,
-        size: int | None,
+        self, storage: Storage, url: str, start: int, end: int | None, hints: ReadHints
     ) -> None:
-        self.storage, self.url, self.end = storage, url, end
-        self._expected_size = size
-        self.max_bytes: int | None = None
-        self._pins = (start, end) != (0, None) or size is not None
+        self.storage, self.url, self.end, self._hints = storage, url, end, hints
+        self._expected_size = hints.get("size")
+        self._max_bytes = hints.get("max_bytes")
+        # A whole small file, such as a manifest, may be replaced during the read: that begins again.
+        self._pins = (start, end) != (0, None) or self._expected_size is not None
         self._start = start
         self.is_complete = end is not None and end <= start
         self._begin = time.monotonic()
         self.begin()
+
+    def receive_all(self) -> Self:
+        """Send requests until all bytes have arrived."""
+        hints = self._hints
+        backoff = Backoff(self.storage, self.url, hints.get("on_throttle"), hints.get("cancelled"))
+        self.look_up_version()
+        while not self.is_complete:
+            try:
+                self._receive(backoff)
+            except ChangedError:
+                if self._pins:
+                    raise
+                self.begin()
+        return self
+
+    def _receive(self, backoff: Backoff) -> None:
+        """Send one request and add its response; pause if that is not the rest."""
+        try:
+            response = self.storage.read_once(
+                self.url,
+                self.position,
+                self.end,
+                on_receive=self._hints.get("on_receive"),
+                cancelled=self._hints.get("cancelled"),
+                max_bytes=self.bytes_left,
+            )
+        except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
+            backoff.wait(error, self.error_of_failure)
+            return
+        self.add(response)
+        backoff.note_response()
+        if not self.is_complete:
+            if response.data and not self.is_slow:
+                backoff.reset()
+            backoff.wait(response.error or self.too_short(), self.error_of_failure)
 
     def begin(self) -> None:
         """Begin with the first byte."""
@@ -303,20 +291,15 @@ class _RangeRead:
         self.position = self._start
 
     @property
-    def can_begin_again(self) -> bool:
-        """Whether this is a whole small file, such as a manifest, which may be replaced during the read."""
-        return not self._pins
-
-    @property
     def data(self) -> bytes | memoryview:
         return (self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))[
-            : self.max_bytes
+            : self._max_bytes
         ]
 
     @property
     def bytes_left(self) -> int | None:
         """Bytes of ``max_bytes`` that have not arrived."""
-        return None if self.max_bytes is None else self._start + self.max_bytes - self.position
+        return None if self._max_bytes is None else self._start + self._max_bytes - self.position
 
     @property
     def is_slow(self) -> bool:
