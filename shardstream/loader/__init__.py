@@ -32,6 +32,7 @@ from shardstream.loader.device_transfer import (
     prefetch,
 )
 from shardstream.loader.epochs import Epochs
+from shardstream.loader.follow import Follow
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.join_dataset import join
 from shardstream.loader.loader import ShardLoader
@@ -58,6 +59,7 @@ __all__ = [
     "EpochAgreement",
     "Epochs",
     "FirstUse",
+    "Follow",
     "MapDataset",
     "ObjectDataset",
     "PinnedMemory",

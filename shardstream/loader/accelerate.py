@@ -17,19 +17,20 @@ from accelerate.utils import send_to_device
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.loader.worker import WorkerBatch
+from shardstream.order import RankPartition
 
 
 class PreparedEpoch:
     """One epoch of a prepared loader; batches that are on the device already stay as they are.
 
     Args:
-        remainder: Samples of the last step over all ranks if that step is short, without padding; else 0.
         non_blocking: Whether batches are pinned, so that copies to the device can be asynchronous.
     """
 
-    def __init__(self, *, remainder: int, non_blocking: bool) -> None:
+    def __init__(self, *, non_blocking: bool) -> None:
         self.end_of_dataloader = False  # both names are Accelerate's
-        self.remainder = remainder
+        self.remainder = 0
+        """Samples of the last step over all ranks if that step is short, without padding; else 0."""
         self._non_blocking = non_blocking
 
     @staticmethod
@@ -37,8 +38,16 @@ class PreparedEpoch:
         """Return the device that Accelerate moves batches to."""
         return torch.device(PartialState().device)
 
-    def mark_last_batch(self, worker_batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
-        """Yield worker batches; read one batch ahead and set ``end_of_dataloader`` before the last batch."""
+    def mark_last_batch(
+        self, worker_batches: Iterator[WorkerBatch], partition: RankPartition | None
+    ) -> Iterator[WorkerBatch]:
+        """Yield worker batches; read one batch ahead and set ``end_of_dataloader`` before the last batch.
+
+        Args:
+            worker_batches: The last ones of an iteration.
+            partition: Their steps, if they are known.
+        """
+        self.remainder = 0 if partition is None else partition.short_step_samples
         held: list[WorkerBatch] = []
         for worker_batch in worker_batches:
             if held and not worker_batch.empty:

@@ -15,6 +15,7 @@ from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
 from shardstream.loader.earlier_versions import dataset_of_state
 from shardstream.loader.lightning import is_called_by_lightning
+from shardstream.loader.rank_consistency import EpochAgreement
 from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_stream
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
@@ -75,6 +76,9 @@ class BatchDataset(SplitDataset):
         num_workers: Worker processes.
         drop_last: Drop a last batch, or step of all ranks, of less than full size.
     """
+
+    is_last_read = True
+    """Whether the batches that are read now are the last ones of the iteration."""
 
     def __init__(
         self,
@@ -149,6 +153,15 @@ class BatchDataset(SplitDataset):
     def present_dataset(self) -> StreamDataset:
         """The dataset of the present versions."""
         return self.source_dataset if self.following is None else self.following.dataset
+
+    @property
+    def new_source(self) -> IndexedSource | None:
+        """The source, if it is another one than the workers got when they were started."""
+        return None
+
+    def next_round(self, position: LoaderPosition, agreement: EpochAgreement | None) -> bool:  # noqa: ARG002
+        """Wait for the samples that come after those of the iteration; return False if there are none."""
+        return False
 
     @property
     def is_remote(self) -> bool:

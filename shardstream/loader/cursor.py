@@ -25,6 +25,7 @@ class Cursor:
         partition: Steps of the iteration, if they are known.
         iteration: Number of the iteration. Whatever sets the position ends it: then further batches of it do not count.
         epochs_ahead: Epochs from this iteration to the next: 0 if it repeats, else 1.
+        continues: Whether the next iteration begins where this one ends, as in a dataset that is followed, which has one epoch.
     """
 
     position: LoaderPosition = _START
@@ -34,12 +35,17 @@ class Cursor:
     partition: RankPartition | None = None
     iteration: int = 0
     epochs_ahead: int = 1
+    continues: bool = False
 
     def at(self, position: LoaderPosition) -> Cursor:
         """Return a cursor whose next iteration begins at a position."""
         iteration = self.iteration + 1
         return Cursor(
-            position=position, before=position, next_position=position, iteration=iteration
+            position=position,
+            before=position,
+            next_position=position,
+            iteration=iteration,
+            continues=self.continues,
         )
 
     def in_epoch(self, epoch: int) -> Cursor:
@@ -47,6 +53,8 @@ class Cursor:
 
         A position of that epoch at which no iteration has begun, as after loading a state, is kept.
         """
+        if self.continues:
+            return self
         if epoch != self.position.epoch:
             return self.at(LoaderPosition(epoch=epoch))
         return replace(self, next_position=LoaderPosition(epoch=epoch)) if self.is_left else self
@@ -62,6 +70,7 @@ class Cursor:
             return replace(self, position=position)
         following = LoaderPosition(epoch=position.epoch + self.epochs_ahead)
         next_position = self.next_position if self.is_left else following
+        next_position = position if self.continues else next_position
         return replace(
             self,
             position=position,
@@ -73,6 +82,7 @@ class Cursor:
     def at_end(self) -> Cursor:
         """Return the cursor after the last batch of the iteration."""
         position = LoaderPosition(epoch=self.position.epoch + self.epochs_ahead)
+        position = self.position if self.continues else position
         return replace(
             self, position=position, next_position=position, is_left=False, partition=None
         )

@@ -31,6 +31,7 @@ from shardstream.distributed import (
 from shardstream.errors import NoIndexWarning, OptionError, redact, shown
 from shardstream.loader.earlier_versions import OnNewVersion, Versions, reopen
 from shardstream.loader.epochs import Epochs
+from shardstream.loader.follow import Follow, FollowSource, as_follow, locate_followed
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.map_dataset import MapDataset
@@ -376,6 +377,9 @@ class ShardDataset(StreamDataset):
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
         version: Number or tag of an earlier version of the dataset, whose folder ``urls`` is then; None for the current one.
+        follow: Read a dataset while writers append to it (`ShardWriter` with ``publish_s=``): each sample once, in the order of publication, until no writer is open.
+            A `Follow` sets the time between two looks, and how long to wait for a writer, or for a dataset that is not there yet. Only a
+            `ShardLoader` reads it; see docs/versions.md.
         on_new_version: What a `ShardLoader` does with a state that was saved with an earlier version: "continue" reads the rest of its epoch in that version,
             without the samples that were deleted since, and later epochs in this one; "error" refuses it.
 
@@ -402,6 +406,7 @@ class ShardDataset(StreamDataset):
         on_error: OnError = "raise",
         placement: Placement | None = None,
         version: int | str | None = None,
+        follow: bool | Follow = False,
         on_new_version: OnNewVersion = "continue",
     ) -> None:
         order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
@@ -410,15 +415,43 @@ class ShardDataset(StreamDataset):
             raise OptionError(f"on_new_version is 'continue' or 'error', not {on_new_version!r}")
         seed = whole_number("seed", seed)
         storage = read.open_storage(storage_options)
-        located = locate_shards(urls, storage, version)
+        choice: Any = {"subset": subset, "where": where, "weights": weights}
+        located = (
+            locate_followed(
+                as_follow(follow),
+                urls,
+                storage,
+                choice | {"version": version, "shuffle": shuffle or None},
+                order,
+            )
+            if follow
+            else locate_shards(urls, storage, version)
+        )
         is_whole = read.index == "ignore"
         unindexed = located.shards[0].url if is_whole else lacks_index(located, storage)
         stages, places = first_stages(fields, read.lazy, located.fields, storage)
-        if unindexed is None:
-            whole = open_samples(located, storage, read.verify, field_names(fields), places)
+        opens = partial(
+            open_samples,
+            storage=storage,
+            verify=read.verify,
+            fields=field_names(fields),
+            places=places,
+        )
+        if follow:
+            source: Source = FollowSource(
+                located=located,
+                storage=storage,
+                follow=as_follow(follow),
+                open_samples=opens,
+                seed=seed,
+                reading=read,
+            )
+        elif unindexed is None:
             takes_all = subset is None and where is None
-            source: Source = SamplesSource(
-                samples=whole if takes_all else choose_samples(whole, subset, where),
+            source = SamplesSource(
+                samples=opens(located)
+                if takes_all
+                else choose_samples(opens(located), subset, where),
                 shuffle=shuffle,
                 seed=seed,
                 options=order,
@@ -426,8 +459,9 @@ class ShardDataset(StreamDataset):
             ).drawn(weights)
         else:
             needs = {"verify=": read.verify, "subset=": subset, "where=": where}
-            needs |= {"weights=": weights, "lazy=": places}
-            _check_whole_shards(unindexed, order, read, needs)
+            _check_whole_shards(
+                unindexed, order, read, needs | {"weights=": weights, "lazy=": places}
+            )
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
@@ -436,9 +470,18 @@ class ShardDataset(StreamDataset):
             warn_of_difference(class_names.found)
         super().__init__(pipeline, placement, class_names)
         self._versions = (None if located.version is None else located.version.number,)
-        made = partial(ShardDataset, urls, shuffle=shuffle, seed=seed, order=order, read=read)
-        made = partial(made, subset=subset, where=where, weights=weights, fields=fields)
-        made = partial(made, storage_options=storage_options, on_error=on_error)
+        made = partial(
+            ShardDataset,
+            urls,
+            shuffle=shuffle,
+            seed=seed,
+            order=order,
+            read=read,
+            fields=fields,
+            storage_options=storage_options,
+            on_error=on_error,
+            **choice,
+        )
         # A partial would show the secrets of the storage options in `repr(vars(dataset))`.
         self._remake = lambda dataset, versions: reopen(
             partial(made, placement=placement), on_new_version, dataset, versions

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from shardstream.errors import OptionError
 from shardstream.loader.nested_batches import map_nested
+from shardstream.loader.pinned_memory import PinnedMemory
+from shardstream.loader.worker import WorkerBatch, change_batch
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -246,3 +249,27 @@ def _is_plain(value: Any) -> bool:
 
 def _is_movable(value: Any) -> bool:
     return not isinstance(value, type) and callable(getattr(value, "to", None))
+
+
+def place_batches(
+    worker_batches: Iterator[WorkerBatch],
+    device: torch.device | None,
+    pinned_memory: PinnedMemory | None,
+    depth: int,
+    is_ready: Callable[[], bool],
+) -> Iterator[WorkerBatch]:
+    """Pin the batches, and start their copies to the device.
+
+    Args:
+        worker_batches: The batches.
+        device: Where they go; None or the CPU if they stay.
+        pinned_memory: Pins them, if they are to be pinned.
+        depth: Batches on the device at most.
+        is_ready: Whether the next batch can be taken without waiting.
+    """
+    if pinned_memory is not None:
+        worker_batches = map(partial(change_batch, pinned_memory.pin_batch), worker_batches)
+    if device is None or device.type == "cpu":
+        return worker_batches
+    start = partial(change_batch, DeviceCopies(indexed_device(device)).start)
+    return prefetch(worker_batches, start, depth=depth, is_ready=is_ready)

@@ -103,14 +103,14 @@ def _deleted_between(urls: Urls, storage: Storage, number: int, until: int) -> N
     """Return the samples of an earlier version that were deleted until a later one, by their numbers in a dataset of the earlier one."""
     earlier, later = locate_shards(urls, storage, number), locate_shards(urls, storage, until)
     compacted = () if later.version is None else later.version.compacted_since(number)
-    removed = [_deleted_in(locate_shards(urls, storage, one)) for one in compacted]
-    found = deleted_since(_deleted_in(later), removed, count_samples(earlier.shards))
-    before = _deleted_in(earlier)
+    removed = [deleted_in(locate_shards(urls, storage, one)) for one in compacted]
+    found = deleted_since(deleted_in(later), removed, count_samples(earlier.shards))
+    before = deleted_in(earlier)
     found = np.setdiff1d(found, before, assume_unique=True)
     return found - np.searchsorted(before, found)
 
 
-def _deleted_in(located: LocatedShards) -> Numbers:
+def deleted_in(located: LocatedShards) -> Numbers:
     """Return the deleted samples of the dataset of one manifest, by their numbers in its shards, ascending."""
     return located.deleted[0][1] if located.deleted else np.empty(0, dtype=np.int64)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -22,18 +20,17 @@ from shardstream.distributed import (
     is_called_by_accelerate,
 )
 from shardstream.errors import OptionError, ReportWarning, StateError
-from shardstream.loader.batch_dataset import BatchDataset, as_is
+from shardstream.loader.batch_dataset import as_is
 from shardstream.loader.collation import collate
 from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_transfer import (
-    DeviceCopies,
     StartedBatch,
     check_device,
     check_same_device,
-    indexed_device,
-    prefetch,
+    place_batches,
 )
+from shardstream.loader.followed_batches import FollowedBatches, batches_of
 from shardstream.loader.lightning import is_overfit_by_lightning, received_position
 from shardstream.loader.option_checks import (
     check_options,
@@ -44,7 +41,7 @@ from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import EpochAgreement, compare_ranks
 from shardstream.loader.serialize import new_tensor
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import SampleCounts, WorkerBatch, change_batch
+from shardstream.loader.worker import SampleCounts, WorkerBatch, sum_values, total_counts
 from shardstream.loader.worker_pool import PoolIteration, WorkerPool
 from shardstream.loader.worker_process import WorkerSetup
 from shardstream.loader.worker_thread import ThreadContext
@@ -122,7 +119,7 @@ class ShardLoader(DataLoader[Any]):
         self.worker_method = worker_method
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
-        self._batches = BatchDataset(
+        self._batches = batches_of(dataset)(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
@@ -130,7 +127,8 @@ class ShardLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         self._chosen = dataset._epochs.chosen  # by the last call of its `set_epoch` that was seen
-        self._cursor = Cursor().at(LoaderPosition(epoch=self._chosen[0]))
+        continues = isinstance(self._batches, FollowedBatches)
+        self._cursor = Cursor(continues=continues).at(LoaderPosition(epoch=self._chosen[0]))
         self._counts: dict[tuple[int, int], SampleCounts] = {}
         """Counts of each part, by the samples that were consumed when it began."""
         self._agreement: EpochAgreement | None = None  # of ranks, until the user chooses an epoch
@@ -139,6 +137,8 @@ class ShardLoader(DataLoader[Any]):
         self._stopwatch = Stopwatch(epoch=self._chosen[0], workers=num_workers)
         self._bad_sample_report = _open_report(dataset)
         warn_of_lanes(self._batches, self._cursor.position)
+        if continues and num_workers:  # not started again for each round
+            options["persistent_workers"] = True
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator("cpu")
@@ -196,7 +196,7 @@ class ShardLoader(DataLoader[Any]):
     @property
     def skipped(self) -> dict[str, int]:
         """Bad samples skipped in this epoch, by kind of error."""
-        return _total(counts.skipped for counts in self._counts.values())
+        return sum_values(counts.skipped for counts in self._counts.values())
 
     @property
     def refilled(self) -> int:
@@ -211,7 +211,7 @@ class ShardLoader(DataLoader[Any]):
     @property
     def samples_per_dataset(self) -> dict[str, int]:
         """Samples per dataset of a mix, also of nested mixes, in this iteration and rank."""
-        return _total(counts.per_dataset for counts in self._counts.values())
+        return sum_values(counts.per_dataset for counts in self._counts.values())
 
     def stats(self) -> LoaderStats:
         """Return timings of the current or last epoch; ``print`` them, or log `as_dict`."""
@@ -224,7 +224,7 @@ class ShardLoader(DataLoader[Any]):
         ``break`` the current epoch can be set again, to restart it.
         """
         self._cursor = self._cursor.in_epoch(check_epoch(epoch))
-        self._agreement = None
+        self._agreement = self._agreement if self._cursor.continues else None
 
     def skip(self, batches: int) -> None:
         """Begin the next iteration so many batches after the position of `state_dict`, without reading them: after a loss spike.
@@ -235,6 +235,7 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If there are fewer batches, or steps change counts, so that batches are not known before they are read.
         """
         self._follow_dataset()
+        self._refuse_followed("batches cannot be skipped")
         check_at_least(0, batches=batches)
         position = self._cursor.position
         rest = self._batches.partition(position)
@@ -315,6 +316,7 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If the number is unknown, because steps change counts.
         """
         self._follow_dataset()
+        self._refuse_followed("the number of batches left is not known")
         partition = self._batches.partition(self._cursor.position, self._cursor.partition)
         if partition is None:
             raise OptionError("the number of batches left is not known: steps change counts")
@@ -375,7 +377,9 @@ class ShardLoader(DataLoader[Any]):
         batches: Iterator[WorkerBatch] = received or self._batches.read(begin)
         if pinned_memory is not None or self.device is not None:
             is_ready = (lambda: False) if received is None else received.is_ready
-            batches = self._place_batches(batches, pinned_memory, is_ready)
+            batches = place_batches(
+                batches, self.device, pinned_memory, self.prefetch_to_device, is_ready
+            )
         return batches, received
 
     def _open_iteration(
@@ -416,38 +420,25 @@ class ShardLoader(DataLoader[Any]):
         context = self.multiprocessing_context or torch.multiprocessing.get_context()
         return WorkerPool(setup, ThreadContext if setup.uses_threads else context, self.timeout)
 
-    def _place_batches(
-        self,
-        worker_batches: Iterator[WorkerBatch],
-        pinned_memory: PinnedMemory | None,
-        is_ready: Callable[[], bool],
-    ) -> Iterator[WorkerBatch]:
-        """Pin the batches, and start their copies to the device, as the loader's options say."""
-        if pinned_memory is not None:
-            worker_batches = map(partial(change_batch, pinned_memory.pin_batch), worker_batches)
-        if self.device is None or self.device.type == "cpu":
-            return worker_batches
-        copies = DeviceCopies(indexed_device(self.device))
-        start = partial(change_batch, copies.start)
-        return prefetch(worker_batches, start, depth=self.prefetch_to_device, is_ready=is_ready)
-
     def _serve_accelerate(self) -> Iterator[Any]:
         from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
         check_data_parallel(self.placement)
         check_same_device(self.device, PreparedEpoch.device(), "Accelerate")
-        partition = self._cursor.partition
-        prepared = PreparedEpoch(
-            remainder=0 if partition is None else partition.short_step_samples,
-            non_blocking=self.pin_memory,
-        )
+        prepared = PreparedEpoch(non_blocking=self.pin_memory)
 
         def open_batches() -> _Opened:
             worker_batches, received = self._open_batches()
-            return prepared.mark_last_batch(worker_batches), received
+            if self._batches.is_last_read:
+                worker_batches = prepared.mark_last_batch(worker_batches, self._cursor.partition)
+            return worker_batches, received
 
         batches = self._yield_batches(open_batches, open_batches(), self._cursor)
         return prepared.move_to_device(batches)
+
+    def _refuse_followed(self, reason: str) -> None:
+        if self._cursor.continues:
+            raise OptionError(f"{reason}: a dataset with follow= grows while it is read")
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
@@ -506,7 +497,7 @@ class ShardLoader(DataLoader[Any]):
                 stopwatch.stop()
             if self._cursor.iteration != begin.iteration:
                 return
-            if self._cursor.partition is begin.partition:
+            if self._cursor.partition is begin.partition and not self._begin_round():
                 break
             begin, worker_batches, received = self._cursor, iter(()), None
             self._stopwatch = Stopwatch(epoch=begin.position.epoch, workers=self.num_workers)
@@ -514,6 +505,15 @@ class ShardLoader(DataLoader[Any]):
         self._cursor = self._cursor.at_end()
         if self._agreement is not None:
             self._agreement.end()
+
+    def _begin_round(self) -> bool:
+        """Go on with what was published meanwhile, in a dataset that is followed; return False at the end."""
+        cursor = self._cursor
+        if not self._batches.next_round(cursor.position, self._agreement):
+            return False
+        self._cursor = replace(cursor, partition=self._batches.partition(cursor.position))
+        self._counts = total_counts(self._counts)  # a training may have millions of rounds
+        return True
 
     @contextmanager
     def _ending(self, received: PoolIteration | None) -> Iterator[None]:
@@ -594,7 +594,3 @@ def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
         return None
     storage = dataset.pipeline.storage_for(budget.report or "")
     return BadSampleReport(budget.report, dataset.placement, storage)
-
-
-def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter[str]()))

@@ -170,9 +170,7 @@ def _indexed_source(name: str, part: Pipeline) -> IndexedSource:
         return part.indexed_source
     changing = [stage for stage in part.stages if not isinstance(stage, ItemStage)]
     if not changing:
-        raise OptionError(
-            f"the dataset {name!r} of a mix is read without an index; run 'shardstream index' on its folder"
-        )
+        raise OptionError(f"the dataset {name!r} of a mix: {part.source.lacks_numbers}")
     raise OptionError(
         f"the step {type(changing[0]).__name__} of the dataset {name!r} changes the number of items, so a mix cannot compute which sample comes "
         "when; put it after ss.mix, or choose the samples with where= or subset="

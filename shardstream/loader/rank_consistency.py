@@ -94,6 +94,20 @@ class EpochAgreement:
         self._number = self._taken = 0
         self._is_complete = True
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
+    def tell(self, name: str, value: str) -> None:
+        """Tell the other ranks a value."""
+        self._store.set(f"{self._key}/{name}", value)
+
+    def told(self, name: str) -> str | None:
+        """Return the value that another rank has told last; None before."""
+        key = f"{self._key}/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def add_batch(self, epoch: int, *, is_first: bool, is_last: bool) -> None:
         """Count a batch that is handed out; compare the begin of the iteration before the first one.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -53,6 +54,23 @@ class WorkerBatch(NamedTuple):
     """Timings of this worker so far."""
     error: SkipBudgetError | None = None
     """Set if the skip budget is exceeded: there is no batch, and the worker ends."""
+
+
+def total_counts(
+    counts: Mapping[tuple[int, int], SampleCounts],
+) -> dict[tuple[int, int], SampleCounts]:
+    """Return the counts of several parts as those of one."""
+    total = SampleCounts(
+        sum_values(one.skipped for one in counts.values()),
+        sum_values(one.per_dataset for one in counts.values()),
+        sum(one.refilled for one in counts.values()),
+    )
+    return {(-1, 0): total}
+
+
+def sum_values(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return name -> sum of the values that it has."""
+    return dict(sum(map(Counter, counts), Counter[str]()))
 
 
 def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> WorkerBatch:

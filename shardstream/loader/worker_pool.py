@@ -179,8 +179,9 @@ class PoolIteration:
         pool.iteration += 1
         self._pool, self._number = pool, pool.iteration
         self._partition, self._all_samples, self._allocate = partition, samples, allocate
+        source = pool.setup.dataset.new_source
         for worker in pool.workers:
-            worker.begin(Begin(self._number, position))
+            worker.begin(Begin(self._number, position, source))
         self._live = list(pool.workers)
         self._steps_left = 0 if partition is None else partition.num_steps
         turns = _planned_turns(partition, pool.workers)

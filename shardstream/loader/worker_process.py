@@ -25,7 +25,7 @@ from shardstream.loader.shared_memory import Channel, RingMessage
 from shardstream.loader.worker import WorkerBatch
 from shardstream.loader.worker_errors import wrap_exception
 from shardstream.loader.worker_thread import set_worker_info
-from shardstream.pipeline import LoaderPosition
+from shardstream.pipeline import IndexedSource, LoaderPosition
 from shardstream.process_memory import tune_worker_process
 
 END_S = 1.0
@@ -64,6 +64,8 @@ class Begin(NamedTuple):
     iteration: int
     """Number of the iteration in the pool, from 1."""
     position: LoaderPosition
+    source: IndexedSource | None = None
+    """Samples to read in place of those that the worker has."""
 
 
 class Message(NamedTuple):
@@ -253,6 +255,8 @@ def _make_batches(
     """Yield the worker's batches; all errors come with the first or a later one."""
     if problem is not None:
         raise problem
+    if begin.source is not None:
+        setup.dataset.indexed_source = begin.source
     yield from setup.dataset.read(begin.position)
 
 

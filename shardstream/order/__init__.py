@@ -10,6 +10,7 @@ from shardstream.order.epoch_plan import EpochOrder as EpochOrder
 from shardstream.order.epoch_plan import EpochPlan as EpochPlan
 from shardstream.order.epoch_plan import NodeEpochPlan as NodeEpochPlan
 from shardstream.order.epoch_plan import Places as Places
+from shardstream.order.epoch_plan import RangePlan as RangePlan
 from shardstream.order.epoch_plan import check_nodes as check_nodes
 from shardstream.order.epoch_plan import default_block as default_block
 from shardstream.order.epoch_plan import default_window as default_window
@@ -22,6 +23,7 @@ from shardstream.order.packed_rows import CostBatches as CostBatches
 from shardstream.order.packed_rows import Long as Long
 from shardstream.order.partition import EpochSteps as EpochSteps
 from shardstream.order.partition import PartitionConfig as PartitionConfig
+from shardstream.order.partition import RangePartition as RangePartition
 from shardstream.order.partition import RankPartition as RankPartition
 from shardstream.order.partition import Remainder as Remainder
 from shardstream.order.partition import StepPlaces as StepPlaces

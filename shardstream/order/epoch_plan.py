@@ -337,6 +337,29 @@ class CopyPlan(EpochPlan):
         return self._samples.rest(start) + self._first
 
 
+class RangePlan(EpochPlan):
+    """The batches of some samples in a row, in their order.
+
+    Args:
+        order: Parameters of the order, without shuffle; its ``nsamples`` are those of the range.
+        epoch: Epoch number, from 0.
+        first: Number of the first sample.
+    """
+
+    def __init__(self, order: EpochOrder, epoch: int, *, first: int) -> None:
+        super().__init__(order, epoch)
+        self.first = first
+
+    def batches(self, numbers: Ints) -> Ints:
+        """Return the samples of some batches, shape (n, b)."""
+        return super().batches(numbers) + self.first
+
+    def rest(self, start: int) -> Ints:
+        """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""
+        order = self.order
+        return np.arange(start * order.batch, order.nsamples, dtype=np.int64) + self.first
+
+
 class NodeEpochPlan(EpochPlan):
     """The batches of one epoch of an order with nodes.
 

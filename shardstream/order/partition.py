@@ -20,7 +20,7 @@ import numpy as np
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, RangePlan
 from shardstream.order.permutation import Ints
 
 Remainder = Literal["pad", "drop", "keep"]
@@ -172,6 +172,24 @@ class RankPartition:
         steps = step[(step >= 0) & np.isin(place, self._own)]  # in order, as the batches are
         first: Ints = steps[np.diff(steps, prepend=-1) != 0]
         return first
+
+
+class RangePartition(RankPartition):
+    """The steps of one rank in a range of samples.
+
+    Args:
+        plan: Plan of the range.
+        config: Options of the partition.
+        rank: Number of the rank, from 0.
+    """
+
+    def __init__(self, plan: RangePlan, config: PartitionConfig, *, rank: int) -> None:
+        super().__init__(plan, config, rank=rank)
+        self._first_sample = plan.first
+
+    def consumed_after(self, steps: int) -> int:
+        """Return the number of the next sample after ``steps`` steps of all ranks."""
+        return self._first_sample + super().consumed_after(steps)
 
 
 class StepPlaces(NamedTuple):

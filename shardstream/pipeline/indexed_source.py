@@ -219,13 +219,10 @@ def numbered_source(source: Source) -> IndexedSource:
     """Return a source whose samples have numbers.
 
     Raises:
-        OptionError: If its shards are read without an index.
+        OptionError: If its shards are read without an index, or are followed.
     """
     if not isinstance(source, IndexedSource):
-        raise OptionError(
-            "these shards are read without an index, so their samples have no numbers; run 'shardstream index' on their folder",
-            shard=source.place()[1],
-        )
+        raise OptionError(source.lacks_numbers, shard=source.place()[1])
     return source
 
 

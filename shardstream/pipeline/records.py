@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from shardstream.catalog import ObjectCatalog
 from shardstream.errors import OptionError
-from shardstream.pipeline.indexed_source import SamplesSource
+from shardstream.pipeline.indexed_source import SamplesSource, numbered_source
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.rows import RowSource
 from shardstream.pipeline.runner import ItemStage
 from shardstream.pipeline.sample_steps import MapTuple, OpenFields, ToTuple
-from shardstream.pipeline.sequential_source import SequentialSource
 from shardstream.pipeline.stage import Stage
 from shardstream.samples import Samples
 
@@ -49,10 +48,7 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
         OptionError: If its samples have no fixed order, or a step needs more than one of them.
     """
     source = pipeline.source
-    if isinstance(source, SequentialSource):
-        raise _refusal(
-            "these shards are read without an index", "run 'shardstream index' on their folder"
-        )
+    numbered_source(source)
     if isinstance(source, RowSource):
         raise _refusal("rows are made of parts of samples when they are read", "write the samples")
     if not isinstance(source, SamplesSource):

@@ -213,6 +213,11 @@ class Source(ABC):
         """Size of the dataset, for ``repr``."""
         return "streams"
 
+    @property
+    def lacks_numbers(self) -> str:
+        """Why its samples have no numbers, where they have none, and what to do."""
+        return "these shards are read without an index, so their samples have no numbers; run 'shardstream index' on their folder"
+
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
         """Return the values that must equal those of a state: of a mix under "mix", of weights of samples under "weights".
 

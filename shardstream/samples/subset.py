@@ -189,17 +189,19 @@ class DeletedSince(ViewOfOne):
     Args:
         whole: All samples of the earlier version.
         deleted: Numbers of the samples that were deleted since, ascending, shape (n,).
+        removed: Numbers of those that ``whole`` does not have, because it is of a later version, after a compaction; ascending, shape (m,).
     """
 
     fetcher_type = _DeletedSinceFetcher
 
-    def __init__(self, whole: Samples, deleted: Numbers) -> None:
+    def __init__(self, whole: Samples, deleted: Numbers, removed: Numbers | None = None) -> None:
         super().__init__(whole)
-        check_numbers(deleted, len(whole))
+        self._removed = np.empty(0, dtype=np.int64) if removed is None else removed
+        check_numbers(deleted, len(self))
         self._deleted = deleted
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.whole) + len(self._removed)
 
     @property
     def fingerprint(self) -> str:
@@ -211,12 +213,17 @@ class DeletedSince(ViewOfOne):
         return np.isin(numbers % max(1, len(self)), self._deleted)
 
     def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
-        """Return zeros, and the numbers."""
-        return np.zeros(len(numbers), dtype=np.int64), numbers
+        """Return zeros, and the numbers in the whole; of removed samples those of their neighbours."""
+        own = numbers - np.searchsorted(self._removed, numbers)
+        if len(self._removed):
+            own = np.minimum(own, len(self.whole) - 1)
+        return np.zeros(len(numbers), dtype=np.int64), own
 
     def numbers_in(self, place: int, numbers: Numbers) -> Numbers:  # noqa: ARG002  (there is one)
         """Return the numbers of the samples that are still there, shape (m,)."""
-        return numbers[~self.are_deleted(numbers)]
+        left = numbers[~self.are_deleted(numbers)]
+        found: Numbers = left - np.searchsorted(self._removed, left)
+        return found
 
 
 def has_deleted_since(samples: Samples) -> bool:

@@ -1,0 +1,362 @@
+"""Follow a dataset while writers publish: look at its ``index.json``, and read the samples that are new as rounds.
+
+Samples keep the numbers that they had in the version where the reading began, the origin: an append adds numbers at the end, a deletion leaves
+a hole, and what a compaction removes stays a hole. So all readers of one origin number all samples alike, whatever version each of them sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from shardstream.distributed import WorkerInfo
+from shardstream.errors import (
+    ChangedError,
+    NotFoundError,
+    OptionError,
+    ShardStreamError,
+    StateError,
+    UnfinishedError,
+)
+from shardstream.loader.earlier_versions import deleted_in
+from shardstream.order import EpochOrder, RangePlan
+from shardstream.pipeline import (
+    Context,
+    OrderOptions,
+    ReadOptions,
+    Run,
+    SamplesSource,
+    Source,
+    refuse_options,
+)
+from shardstream.samples import DeletedSince, Numbers, Samples, deleted_since
+from shardstream.storage import (
+    LazyShards,
+    LocatedShards,
+    Storage,
+    Urls,
+    count_samples,
+    folder_of_manifest,
+    locate_shards,
+)
+
+_ENDS = 1 << 62
+_NONE: Numbers = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """How a dataset is followed (``follow=`` of `ShardDataset`).
+
+    Args:
+        poll_s: Seconds from one look at ``index.json`` to the next, while the reader waits.
+        timeout_s: Seconds without a publication after which a reader that waits for an open writer, or for the dataset, raises.
+
+    Raises:
+        OptionError: If one is not over 0.
+    """
+
+    poll_s: float = 1.0
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not (self.poll_s > 0 and self.timeout_s > 0):
+            raise OptionError(
+                f"poll_s and timeout_s are over 0, not {self.poll_s} and {self.timeout_s}"
+            )
+
+    def wait_for(self, urls: Urls, storage: Storage) -> LocatedShards:
+        """Return the shards of a dataset, which a writer may have to publish first.
+
+        Raises:
+            NotFoundError, UnfinishedError: If it is not published in time.
+            OptionError: If it is not the folder of one dataset with an ``index.json``.
+        """
+        until = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                located = locate_shards(urls, storage.uncached())
+                if located.version is not None and located.manifest_url is not None:
+                    return located
+                problem: ShardStreamError = OptionError(
+                    f"follow= needs the folder of one dataset with an index.json, not {urls}"
+                )
+            except (NotFoundError, UnfinishedError) as error:
+                problem = error
+            if time.monotonic() >= until:
+                problem.add_note(f"follow= has waited {self.timeout_s:g} s for this dataset")
+                raise problem
+            time.sleep(self.poll_s)
+
+
+def as_follow(follow: Follow | bool) -> Follow:
+    """Return how a dataset is followed, with the defaults for True."""
+    return Follow() if follow is True else follow or Follow()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowSource(Source):
+    """A dataset that is followed: its samples have no numbers before a loader reads them.
+
+    Args:
+        located: Its shards when it was opened.
+        storage: Where they are.
+        follow: How it is followed.
+        open_samples: Returns the samples of its shards.
+        seed: Seed of ``map(rng=True)``.
+        reading: Options of prefetching.
+    """
+
+    located: LocatedShards
+    storage: Storage
+    follow: Follow
+    open_samples: Callable[[LocatedShards], Samples]
+    seed: int
+    reading: ReadOptions
+
+    @property
+    def shuffle(self) -> bool:
+        """False: samples come in the order of their publication."""
+        return False
+
+    @property
+    def lacks_numbers(self) -> str:
+        """Why its samples have no numbers."""
+        return "a dataset with follow= grows while it is read, and is read by a ShardLoader alone; open it without follow= for anything else"
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset when it was opened, for ``repr``."""
+        return f"followed from {count_samples(self.located.shards):,} samples on"
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for all: it grows (see `Follower.prefix`)."""
+        return "followed"
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """None: it grows."""
+        return [None]
+
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage, and the URL of the first shard."""
+        return self.storage, self.located.shards[0].url
+
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:  # noqa: ARG002
+        """Refuse to be read without a loader."""
+        raise OptionError(self.lacks_numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round(SamplesSource):
+    """Some samples in a row of a dataset that is followed.
+
+    Args:
+        first: Number of the first one.
+        count: How many they are.
+        is_last: Whether the writers have been closed after them.
+    """
+
+    first: int = 0
+    count: int = 0
+    is_last: bool = False
+
+    @property
+    def nsamples(self) -> int:
+        """Samples of the round."""
+        return self.count
+
+    @property
+    def end(self) -> int:
+        """Number after that of the last sample."""
+        return self.first + self.count
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the source."""
+        return "followed"
+
+    def plan(self, order: EpochOrder, epoch: int) -> RangePlan:
+        """Return the batches of the round."""
+        return RangePlan(order, epoch, first=self.first)
+
+    def for_workers(self) -> Round:
+        """Return the round with the shards that it needs only."""
+        return self.restrict_to(np.arange(self.first, self.end, dtype=np.int64))
+
+
+def locate_followed(
+    follow: Follow, urls: Urls, storage: Storage, needs: Mapping[str, object], order: OrderOptions
+) -> LocatedShards:
+    """Return the shards of a dataset that is to be followed, as soon as it is there.
+
+    Args:
+        follow: How long to wait for it.
+        urls: Its folder.
+        storage: Where it is.
+        needs: Options that cannot be followed, by name; None where the user did not give them.
+        order: The user's options.
+
+    Raises:
+        OptionError: If an option is given, or it is not the folder of one dataset with an ``index.json``.
+        NotFoundError, UnfinishedError: If it is not published in time.
+    """
+    given = [f"{name}=" for name, value in needs.items() if value is not None]
+    if given:
+        raise OptionError(
+            f"{' and '.join(given)}: follow= reads all samples in the order of their publication; choose or shuffle them when the dataset is complete"
+        )
+    refuse_options(order, [one.name for one in fields(order)], "with follow=")
+    return follow.wait_for(urls, storage)
+
+
+@dataclass(slots=True)
+class Follower:
+    """Looks at a dataset that is followed.
+
+    Args:
+        source: The dataset.
+    """
+
+    source: FollowSource
+    located: LocatedShards = field(init=False)
+    """Its present shards."""
+    origin: int = field(init=False)
+    """Version whose numbers the samples have."""
+    _removed: dict[int, LocatedShards] = field(default_factory=dict)
+    """Versions before a compaction."""
+
+    def __post_init__(self) -> None:
+        self.located = self.source.located
+        version = self._version
+        self.origin = max(version.renumbered, default=1)
+
+    @property
+    def _version(self) -> Any:
+        assert self.located.version is not None  # noqa: S101  (checked by `Follow.wait_for`)
+        return self.located.version
+
+    @property
+    def url(self) -> str:
+        """URL of its manifest."""
+        assert self.located.manifest_url is not None  # noqa: S101
+        return self.located.manifest_url
+
+    @property
+    def writers(self) -> tuple[Any, ...]:
+        """Writers that go on to append."""
+        found: tuple[Any, ...] = self._version.writers
+        return found
+
+    @property
+    def published(self) -> int:
+        """Number after that of the last sample."""
+        return count_samples(self.located.shards) + len(self._gone())
+
+    def look(self) -> bool:
+        """Read the manifest; return whether it has changed.
+
+        Raises:
+            ChangedError: If another dataset has replaced the one that was read.
+            StorageError: If it cannot be read.
+        """
+        storage = self.source.storage.uncached()
+        digest = hashlib.sha256(storage.read(self.url)).hexdigest()
+        if digest == self.located.manifests[self.url].sha256:
+            return False
+        before, count, old = self.prefix(_ENDS), self.published, self.located
+        self.located = locate_shards(folder_of_manifest(self.url), storage)
+        if self.located.version is None or self.prefix(count) != before:
+            self.located = old
+            raise ChangedError(
+                "another dataset has replaced the one that is followed", shard=self.url
+            )
+        return True
+
+    def move_to(self, origin: int, consumed: int, fingerprint: str) -> None:
+        """Follow from the position of a state on.
+
+        Raises:
+            StateError: If the dataset is another one, or has fewer samples.
+        """
+        self.look()
+        if origin > self._version.number:
+            raise StateError(
+                f"the state is of version {origin} of the dataset, here it is {self._version.number}"
+            )
+        self.origin = origin
+        self._removed.clear()
+        if self.published < consumed or self.prefix(consumed) != fingerprint:
+            raise StateError(
+                f"this is not the dataset of the state: it does not begin with the same {consumed:,} samples; use the same dataset, or start "
+                "without the state",
+                shard=self.url,
+            )
+
+    def prefix(self, count: int) -> str:
+        """Return 16 hex digits of the shards that have the first samples: of the first and the last of them, and their number.
+
+        An append changes no shard, so there is no need to look at those between.
+        """
+        located = next(iter(self._compacted()), self.located)
+        shards, total = located.shards, count_samples(located.shards)
+        last = max(0, min(count, total) - 1)
+        if isinstance(shards, LazyShards):
+            place = int(shards.find_samples(np.array([last]))[0][0])
+        else:
+            ends = np.cumsum([one.nsamples or 0 for one in shards])
+            place = int(np.searchsorted(ends, last, side="right"))
+        start = len(folder_of_manifest(self.url))
+        values = [(one.url[start:], one.nsamples, one.sha256) for one in (shards[0], shards[place])]
+        text = json.dumps([values, place])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def round(self, first: int, count: int, *, is_last: bool) -> Round:
+        """Return some samples in a row, by their numbers."""
+        source = self.source
+        whole = source.open_samples(replace(self.located, deleted=()))
+        gone = self._gone()
+        holes = deleted_since(deleted_in(self.located), self._removed_numbers(), _ENDS)
+        holes = holes[(holes >= first) & (holes < first + count)]
+        samples = DeletedSince(whole, holes, gone) if len(holes) or len(gone) else whole
+        return Round(
+            samples=samples,
+            seed=source.seed,
+            reading=source.reading,
+            first=first,
+            count=count,
+            is_last=is_last,
+        )
+
+    def _gone(self) -> Numbers:
+        """Return the numbers of the samples that compactions have removed, ascending."""
+        return deleted_since(_NONE, self._removed_numbers(), _ENDS)
+
+    def _removed_numbers(self) -> list[Numbers]:
+        return [deleted_in(one) for one in self._compacted()]
+
+    def _compacted(self) -> list[LocatedShards]:
+        """Return the versions before each compaction since the origin.
+
+        Raises:
+            ChangedError: If `gc` has removed one.
+        """
+        for number in self._version.compacted_since(self.origin):
+            if number not in self._removed:
+                folder, storage = folder_of_manifest(self.url), self.source.storage.uncached()
+                try:
+                    self._removed[number] = locate_shards(folder, storage, number)
+                except (OptionError, NotFoundError) as error:
+                    raise ChangedError(
+                        f"the dataset was compacted while it was followed, and version {number}, which says what was removed, is gone; finish the reading "
+                        "before gc, or tag that version",
+                        shard=self.url,
+                    ) from error
+        return [self._removed[number] for number in self._version.compacted_since(self.origin)]

@@ -1,0 +1,293 @@
+"""A dataset is followed while writers publish: each sample once, in the order of publication, on any ranks and workers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.errors import ChangedError, OptionError, StateError, UnfinishedError
+from shardstream.testing import make_shards
+from tests.small_datasets import FEW_CORES
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+QUICK = ss.loader.Follow(poll_s=0.01, timeout_s=60)
+
+
+def sample(number: int) -> dict[str, object]:
+    return {"__key__": f"{number:06d}", "cls": number}
+
+
+def follow(
+    url: str,
+    batch_size: int = 4,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    num_workers: int = 0,
+    **options: Any,
+) -> ss.ShardLoader:
+    placement = ss.Placement(rank, ranks)
+    dataset = ss.ShardDataset(url, follow=QUICK, placement=placement).decode()
+    return ss.ShardLoader(
+        dataset, batch_size, num_workers=num_workers, drop_last=ranks > 1, **options
+    )
+
+
+def numbers(batch: Any) -> list[int]:
+    found: list[int] = batch["cls"].tolist()
+    return found
+
+
+def append(url: str, first: int, last: int, **options: Any) -> None:
+    with ss.ShardWriter(url, append=True, **options) as writer:
+        for number in range(first, last):
+            writer.write(sample(number))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return make_shards(tmp_path / "data", samples=map(sample, range(10)), per_shard=5)
+
+
+class Publisher:
+    """Changes a dataset at random, and knows the order of all samples that were published, and which may be deleted."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self._random = url, random.Random(seed)
+        self.order, self.deleted, self._next = [*range(10)], set[int](), 10
+        self._writers = [ss.ShardWriter(url, append=True, publish_s=3600) for _ in range(2)]
+
+    def change(self) -> None:
+        """Publish with one of two writers, delete, or compact."""
+        kind = self._random.choice(["publish"] * 4 + ["delete", "compact"])
+        if kind == "publish":
+            writer, count = self._random.choice(self._writers), self._random.randint(1, 12)
+            new = [*range(self._next, self._next + count)]
+            for number in new:
+                writer.write(sample(number))
+            writer.publish()
+            self.order += new
+            self._next += count
+        elif kind == "delete":
+            left = [number for number in self.order if number not in self.deleted]
+            gone = self._random.sample(left, min(4, len(left) - 1))
+            self.deleted.update(gone)
+            ss.delete(self.url, keys=[f"{number:06d}" for number in gone])
+        else:
+            ss.compact(self.url)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def run_ranks(read: Callable[[int], None], ranks: int, publisher: Publisher, changes: int) -> None:
+    """Read on several ranks, in threads, while a dataset is changed."""
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            read(rank)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[rank]) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for _ in range(changes):
+        publisher.change()
+    publisher.close()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks", "batch_size", "num_workers"),
+    [(0, 1, 4, 0), (1, 3, 2, 0), (2, 2, 3, 2), (3, 1, 1, 2)],
+)
+def test_all_samples_come_once_in_order_while_the_dataset_changes(
+    url: str, seed: int, ranks: int, batch_size: int, num_workers: int
+) -> None:
+    publisher = Publisher(url, seed)
+    loaders = [
+        follow(url, batch_size, rank=rank, ranks=ranks, num_workers=num_workers)
+        for rank in range(ranks)
+    ]
+    got: list[list[tuple[int, list[int]]]] = [[] for _ in range(ranks)]
+
+    def read(rank: int) -> None:
+        for batch in loaders[rank]:
+            got[rank].append((loaders[rank].state_dict()["consumed"], numbers(batch)))
+
+    run_ranks(read, ranks, publisher, changes=14)
+    step = ranks * batch_size
+    total = len(publisher.order)
+    whole = total if ranks == 1 else total // step * step
+    found: list[int] = []
+    for rank in range(ranks):
+        for consumed, batch in got[rank]:
+            first = (consumed - 1) // step * step + rank * batch_size
+            wanted = publisher.order[first : first + batch_size]
+            assert batch == [number for number in wanted if number in batch]  # the order
+            assert {*wanted} - {*batch} <= publisher.deleted
+            found += batch
+        assert loaders[rank].state_dict()["consumed"] == whole
+    assert len(found) == len({*found})
+    assert {*publisher.order[:whole]} - {*found} <= publisher.deleted
+
+
+def test_a_state_continues_on_other_ranks_workers_and_batches(url: str) -> None:
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    for number in range(10, 40):
+        writer.write(sample(number))
+    writer.publish()
+    found: list[int] = []
+    state: Any = None
+    for ranks, batch_size, num_workers, steps in [(2, 3, 0, 2), (1, 5, 2, 1), (3, 2, 0, 1)]:
+        states = []
+        for rank in range(ranks):
+            loader = follow(url, batch_size, rank=rank, ranks=ranks, num_workers=num_workers)
+            if state is not None:
+                loader.load_state_dict(json.loads(json.dumps(state)))
+            batches = iter(loader)
+            found += [number for _ in range(steps) for number in numbers(next(batches))]
+            states.append(loader.state_dict())
+            del batches
+        assert all(one == states[0] for one in states)
+        state = states[0]
+        if ranks == 1:
+            ss.delete(url, numbers=[0, 1, 30])
+            ss.compact(url)
+    assert (sorted(found), state["consumed"]) == ([*range(23)], 23)
+    loader = follow(url)
+    loader.load_state_dict(state)
+    writer.close()
+    rest = [number for batch in loader for number in numbers(batch)]
+    assert rest == [number for number in range(23, 40) if number != 30]
+
+
+def test_a_new_iteration_continues(url: str) -> None:
+    loader = follow(url, 4)
+    for batch in loader:
+        assert numbers(batch) == [0, 1, 2, 3]
+        break
+    loader.set_epoch(7)  # as trainers do
+    assert [numbers(batch) for batch in loader] == [[4, 5, 6, 7], [8, 9]]
+    assert [*loader] == []
+    append(url, 10, 13)
+    assert [numbers(batch) for batch in loader] == [[10, 11, 12]]
+    with pytest.raises(TypeError, match="grows while it is read"):
+        len(loader)
+
+
+def test_a_reader_may_begin_before_the_dataset_is_there(tmp_path: Path) -> None:
+    url = str(tmp_path / "data")
+    got: list[list[int]] = []
+    thread = threading.Thread(target=lambda: got.extend(map(numbers, follow(url))))
+    thread.start()
+    make_shards(url, samples=map(sample, range(10)), per_shard=5)
+    thread.join()
+    assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    late = ss.loader.Follow(poll_s=0.01, timeout_s=0.05)
+    with pytest.raises(FileNotFoundError) as raised:
+        ss.ShardDataset(str(tmp_path / "none"), follow=late)
+    assert "waited 0.05 s" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_writer_that_does_not_go_on_is_named(url: str, num_workers: int) -> None:
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    (listed,) = ss.versions.log(url)[0].writers
+    late = ss.loader.Follow(poll_s=0.01, timeout_s=0.2)
+    loader = ss.ShardLoader(ss.ShardDataset(url, follow=late).decode(), 4, num_workers=num_workers)
+    batches = iter(loader)
+    assert [numbers(next(batches)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(UnfinishedError, match=f"{listed.token}.*shardstream close"):
+        next(batches)
+    ss.versions.close_writers(url)
+    assert [numbers(batch) for batch in loader] == [[8, 9]]
+    writer.abort()
+
+
+def test_the_end_of_several_ranks_needs_an_agreement(url: str) -> None:
+    dataset = ss.ShardDataset(url, follow=QUICK, placement=ss.Placement(0, 2))
+    with pytest.raises(OptionError, match="init_process_group, or pass drop_last=True"):
+        next(iter(ss.ShardLoader(dataset, 4)))
+
+
+def test_states_of_other_datasets_are_refused(url: str, tmp_path: Path) -> None:
+    loader = follow(url)
+    next(iter(loader))
+    state = loader.state_dict()
+    other = make_shards(tmp_path / "other", samples=map(sample, range(20, 30)), per_shard=5)
+    with pytest.raises(StateError, match="not the dataset of the state"):
+        follow(other).load_state_dict(state)
+    plain = ss.ShardLoader(ss.ShardDataset(url).decode(), 4)
+    with pytest.raises(StateError, match="'follow' is of a dataset with follow=True"):
+        plain.load_state_dict(state)
+    with pytest.raises(StateError, match="'follow' is of a dataset with follow=True"):
+        loader.load_state_dict(plain.state_dict())
+    with pytest.raises(StateError, match="damaged"):
+        loader.load_state_dict(state | {"consumed": 8})
+
+
+def test_another_dataset_in_its_place_is_an_error(url: str) -> None:
+    loader = follow(url)
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    batches = iter(loader)
+    next(batches)
+    next(batches)
+    writer.abort()
+    shutil.rmtree(url)
+    make_shards(url, samples=map(sample, range(50, 70)), per_shard=5)
+    with pytest.raises(ChangedError, match="another dataset has replaced"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shuffle": True}, "shuffle="),
+        ({"subset": [1]}, "subset="),
+        ({"where": "cls = 1"}, "where="),
+        ({"weights": [1.0]}, "weights="),
+        ({"version": 1}, "version="),
+        ({"order": ss.OrderOptions(microbatch=2)}, "microbatch= has no effect with follow="),
+    ],
+)
+def test_options_of_an_order_are_refused(url: str, options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(url, follow=True, **options)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda dataset: next(iter(dataset)),
+        lambda dataset: dataset.by_number(),
+        lambda dataset: dataset.samples,
+        lambda dataset: dataset.records(),
+        lambda dataset: ss.mix({"a": dataset}),
+        lambda dataset: ss.plan(dataset, batch_size=4),
+        lambda dataset: ss.ShardLoader(dataset, 4).plan(),
+        lambda dataset: ss.ShardLoader(dataset, 4).skip(1),
+        lambda dataset: ss.ShardLoader(dataset, 4).batches_left,
+        lambda dataset: ss.ShardLoader(dataset, None),
+        lambda dataset: ss.ShardLoader(dataset.shuffle(10), 4),
+        lambda dataset: ss.ShardLoader(dataset.batched(4), None),
+        lambda dataset: dataset.pack_sequences("cls", 8, lengths="cls"),
+        lambda dataset: ss.join(dataset, dataset),
+    ],
+)
+def test_what_needs_a_whole_dataset_is_refused(url: str, use: Callable[[Any], Any]) -> None:
+    with pytest.raises(OptionError, match="follow="):
+        use(ss.ShardDataset(url, follow=True))
