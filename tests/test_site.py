@@ -31,6 +31,7 @@ IN_ROOMS = (
     "codecs.Video",
     "codecs.VideoDecoder",
     "loader.CatalogDataset",
+    "loader.Follow",
     "loader.collate",
     "packing.write_shard",
     "pipeline.BadSample",

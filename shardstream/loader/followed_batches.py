@@ -157,6 +157,7 @@ class FollowedBatches(BatchDataset):
                 "kind": "follow",
                 "fingerprint": follower.prefix(position.consumed),
                 "origin": follower.origin,
+                "versions": [follower.origin],  # of which `gc` keeps all later compactions
                 "seed": follower.source.seed,
                 "epoch": 0,
                 "consumed": position.consumed,

@@ -200,8 +200,11 @@ def _choose_kept(version: DatasetVersion, keep: int, needed: set[int]) -> set[in
     chosen = {*numbers[max(0, len(numbers) - keep + 1) :], *version.tags.values()}
     chosen |= needed.intersection(numbers)
     chosen -= {version.number}
-    if chosen:
-        chosen |= {*version.compacted_since(min(chosen))}.intersection(numbers)
+    since = (
+        chosen | needed
+    )  # a state needs the compactions after a version, also where the version is gone
+    if since:
+        chosen |= {*version.compacted_since(min(since))}.intersection(numbers)
     return chosen
 
 
