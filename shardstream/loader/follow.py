@@ -20,16 +20,14 @@ from shardstream.errors import (
     ChangedError,
     NotFoundError,
     OptionError,
-    ShardStreamError,
     StateError,
-    UnfinishedError,
 )
+from shardstream.format import MANIFEST_NAME
 from shardstream.loader.earlier_versions import deleted_in
 from shardstream.order import EpochOrder, RangePlan
 from shardstream.pipeline import (
     Context,
     OrderOptions,
-    ReadOptions,
     Run,
     SamplesSource,
     Source,
@@ -41,8 +39,12 @@ from shardstream.storage import (
     LocatedShards,
     Storage,
     Urls,
+    absolute_urls,
     count_samples,
+    expand_urls,
     folder_of_manifest,
+    is_tar,
+    join_url,
     locate_shards,
 )
 
@@ -75,24 +77,22 @@ class Follow:
         """Return the shards of a dataset, which a writer may have to publish first.
 
         Raises:
-            NotFoundError, UnfinishedError: If it is not published in time.
-            OptionError: If it is not the folder of one dataset with an ``index.json``.
+            NotFoundError: If it is not published in time.
+            OptionError: If it is not the folder of one dataset.
         """
-        until = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                located = locate_shards(urls, storage.uncached())
-                if located.version is not None and located.manifest_url is not None:
-                    return located
-                problem: ShardStreamError = OptionError(
-                    f"follow= needs the folder of one dataset with an index.json, not {urls}"
-                )
-            except (NotFoundError, UnfinishedError) as error:
-                problem = error
+        folder, *others = expand_urls(absolute_urls(urls))
+        if others or is_tar(folder):
+            raise OptionError(f"follow= needs the folder of one dataset, not {urls}")
+        url = folder if folder.endswith(".json") else join_url(folder, MANIFEST_NAME)
+        until, storage = time.monotonic() + self.timeout_s, storage.uncached()
+        while not storage.exists(url):
             if time.monotonic() >= until:
-                problem.add_note(f"follow= has waited {self.timeout_s:g} s for this dataset")
-                raise problem
+                raise NotFoundError(
+                    f"nobody has published a dataset in the {self.timeout_s:g} s that follow= has waited for it",
+                    shard=url,
+                )
             time.sleep(self.poll_s)
+        return locate_shards(folder_of_manifest(url), storage)
 
 
 def as_follow(follow: Follow | bool) -> Follow:
@@ -100,25 +100,31 @@ def as_follow(follow: Follow | bool) -> Follow:
     return Follow() if follow is True else follow or Follow()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FollowSource(Source):
     """A dataset that is followed: its samples have no numbers before a loader reads them.
 
     Args:
         located: Its shards when it was opened.
-        storage: Where they are.
         follow: How it is followed.
         open_samples: Returns the samples of its shards.
-        seed: Seed of ``map(rng=True)``.
-        reading: Options of prefetching.
+        opened: Its samples when it was opened, and options of reading them.
     """
 
     located: LocatedShards
-    storage: Storage
     follow: Follow
     open_samples: Callable[[LocatedShards], Samples]
-    seed: int
-    reading: ReadOptions
+    opened: SamplesSource
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the shards."""
+        return self.opened.samples.storage
+
+    @property
+    def seed(self) -> int:
+        """Seed of ``map(rng=True)``."""
+        return self.opened.seed
 
     @property
     def shuffle(self) -> bool:
@@ -272,8 +278,10 @@ class Follower:
         if digest == self.located.manifests[self.url].sha256:
             return False
         before, count, old = self.prefix(_ENDS), self.published, self.located
+        number = self._version.number
         self.located = locate_shards(folder_of_manifest(self.url), storage)
-        if self.located.version is None or self.prefix(count) != before:
+        is_later = self.located.version is not None and self._version.number >= number
+        if not is_later or self.prefix(count) != before:
             self.located = old
             raise ChangedError(
                 "another dataset has replaced the one that is followed", shard=self.url
@@ -329,7 +337,7 @@ class Follower:
         return Round(
             samples=samples,
             seed=source.seed,
-            reading=source.reading,
+            reading=source.opened.reading,
             first=first,
             count=count,
             is_last=is_last,
