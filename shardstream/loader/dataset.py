@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
@@ -70,7 +69,7 @@ from shardstream.pipeline import (
     whole_number,
 )
 from shardstream.samples import Choice, Samples, has_rows
-from shardstream.storage import LocatedShards, Storage, Urls, locate_shards
+from shardstream.storage import Urls, locate_shards
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -418,9 +417,14 @@ class ShardDataset(StreamDataset):
         storage = read.open_storage(storage_options)
         choice: Any = {"subset": subset, "where": where, "weights": weights}
         needs = choice | {"version": version, "shuffle": shuffle or None}
-        located = _locate(urls, storage, follow, needs, order)
-        is_whole = read.index == "ignore"
-        unindexed = located.shards[0].url if is_whole else lacks_index(located, storage)
+        located = (
+            locate_followed(as_follow(follow), urls, storage, needs, order)
+            if follow
+            else locate_shards(urls, storage, version)
+        )
+        unindexed = (
+            located.shards[0].url if read.index == "ignore" else lacks_index(located, storage)
+        )
         stages, places = first_stages(fields, read.lazy, located.fields, storage)
         opens = partial(
             open_samples,
@@ -431,56 +435,31 @@ class ShardDataset(StreamDataset):
         )
         ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
         if follow:
-            first = ordered(samples=opens(replace(located, deleted=())))
-            source: Source = FollowSource(located, as_follow(follow), opens, first)
+            source: Source = FollowSource(located, as_follow(follow), opens, ordered)
         elif unindexed is None:
-            source = ordered(samples=_choose(opens(located), subset, where)).drawn(weights)
+            chosen = (
+                opens(located)
+                if subset is None and where is None
+                else choose_samples(opens(located), subset, where)
+            )
+            source = ordered(samples=chosen).drawn(weights)
         else:
             needs = {"verify": read.verify, "lazy": places}
             _check_whole_shards(unindexed, order, read, choice | needs)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
-        super().__init__(pipeline, placement, _class_names(located, storage))
+        class_names = StoredClassNames(located, storage)
+        if len(class_names.folders) > 1:  # a single folder is read lazily
+            warn_of_difference(class_names.found)
+        super().__init__(pipeline, placement, class_names)
         self._versions = (None if located.version is None else located.version.number,)
         made = partial(ShardDataset, urls, shuffle=shuffle, seed=seed, order=order, read=read)
-        made = partial(
-            made,
-            fields=fields,
-            storage_options=storage_options,
-            on_error=on_error,
-            placement=placement,
-            **choice,
-        )
+        made = partial(made, fields=fields, on_error=on_error, placement=placement, **choice)
         # A partial would show the secrets of the storage options in `repr(vars(dataset))`.
-        self._remake = lambda dataset, versions: reopen(made, on_new_version, dataset, versions)
-
-
-def _locate(
-    urls: Urls,
-    storage: Storage,
-    follow: bool | Follow,
-    needs: Mapping[str, Any],
-    order: OrderOptions,
-) -> LocatedShards:
-    """Return the shards of a dataset; for the arguments see `locate_followed`."""
-    if follow:
-        return locate_followed(as_follow(follow), urls, storage, needs, order)
-    return locate_shards(urls, storage, needs["version"])
-
-
-def _choose(whole: Samples, subset: Choice | Keys | None, where: Where | None) -> Samples:
-    """Return all samples, or those that a user chose."""
-    takes_all = subset is None and where is None
-    return whole if takes_all else choose_samples(whole, subset, where)
-
-
-def _class_names(located: LocatedShards, storage: Storage) -> ClassNames:
-    """Return the names of the classes; warn if folders differ. A single folder is read when they are asked for."""
-    found = StoredClassNames(located, storage)
-    if len(found.folders) > 1:
-        warn_of_difference(found.found)
-    return found
+        self._remake = lambda dataset, versions: reopen(
+            partial(made, storage_options=storage_options), on_new_version, dataset, versions
+        )
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,23 +109,25 @@ class FollowSource(Source):
         located: Its shards when it was opened.
         follow: How it is followed.
         open_samples: Returns the samples of its shards.
-        opened: Its samples when it was opened, and options of reading them.
+        ordered: Makes a source of its samples, with the user's options.
     """
 
     located: LocatedShards
     follow: Follow
-    open_samples: Callable[[LocatedShards], Samples]
-    opened: SamplesSource
+    open_samples: partial[Samples]
+    ordered: partial[SamplesSource]
 
     @property
     def storage(self) -> Storage:
         """The storage of the shards."""
-        return self.opened.samples.storage
+        storage: Storage = self.open_samples.keywords["storage"]
+        return storage
 
     @property
     def seed(self) -> int:
         """Seed of ``map(rng=True)``."""
-        return self.opened.seed
+        seed: int = self.ordered.keywords["seed"]
+        return seed
 
     @property
     def shuffle(self) -> bool:
@@ -337,7 +340,7 @@ class Follower:
         return Round(
             samples=samples,
             seed=source.seed,
-            reading=source.opened.reading,
+            reading=source.ordered.keywords["reading"],
             first=first,
             count=count,
             is_last=is_last,

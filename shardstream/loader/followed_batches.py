@@ -198,12 +198,6 @@ class FollowedBatches(BatchDataset):
         return self._follower
 
 
-def batches_of(dataset: StreamDataset) -> type[BatchDataset]:
-    """Return the kind of batches that a dataset has."""
-    is_followed = isinstance(dataset.pipeline.source, FollowSource)
-    return FollowedBatches if is_followed else BatchDataset
-
-
 def _late_error(follower: Follower) -> UnfinishedError:
     writers = ", ".join(map(str, follower.writers)) or "rank 0"
     return UnfinishedError(

@@ -20,7 +20,7 @@ from shardstream.distributed import (
     is_called_by_accelerate,
 )
 from shardstream.errors import OptionError, ReportWarning, StateError
-from shardstream.loader.batch_dataset import as_is
+from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.collation import collate
 from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import StreamDataset
@@ -30,7 +30,8 @@ from shardstream.loader.device_transfer import (
     check_same_device,
     place_batches,
 )
-from shardstream.loader.followed_batches import FollowedBatches, batches_of
+from shardstream.loader.follow import FollowSource
+from shardstream.loader.followed_batches import FollowedBatches
 from shardstream.loader.lightning import is_overfit_by_lightning, received_position
 from shardstream.loader.option_checks import (
     check_options,
@@ -119,7 +120,8 @@ class ShardLoader(DataLoader[Any]):
         self.worker_method = worker_method
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
-        self._batches = batches_of(dataset)(
+        continues = isinstance(dataset.pipeline.source, FollowSource)
+        self._batches = (FollowedBatches if continues else BatchDataset)(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
@@ -127,7 +129,6 @@ class ShardLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         self._chosen = dataset._epochs.chosen  # by the last call of its `set_epoch` that was seen
-        continues = isinstance(self._batches, FollowedBatches)
         self._cursor = Cursor(continues=continues).at(LoaderPosition(epoch=self._chosen[0]))
         self._counts: dict[tuple[int, int], SampleCounts] = {}
         """Counts of each part, by the samples that were consumed when it began."""

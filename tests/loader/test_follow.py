@@ -198,9 +198,8 @@ def test_a_reader_may_begin_before_the_dataset_is_there(tmp_path: Path) -> None:
     thread.join()
     assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     late = ss.loader.Follow(poll_s=0.01, timeout_s=0.05)
-    with pytest.raises(FileNotFoundError) as raised:
+    with pytest.raises(FileNotFoundError, match=r"in the 0\.05 s that follow= has waited"):
         ss.ShardDataset(str(tmp_path / "none"), follow=late)
-    assert "waited 0.05 s" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
