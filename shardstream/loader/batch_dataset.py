@@ -77,6 +77,8 @@ class BatchDataset(SplitDataset):
         drop_last: Drop a last batch, or step of all ranks, of less than full size.
     """
 
+    new_source: IndexedSource | None = None
+    """The source, if it is another one than the workers got when they were started."""
     is_last_read = True
     """Whether the batches that are read now are the last ones of the iteration."""
 
@@ -153,11 +155,6 @@ class BatchDataset(SplitDataset):
     def present_dataset(self) -> StreamDataset:
         """The dataset of the present versions."""
         return self.source_dataset if self.following is None else self.following.dataset
-
-    @property
-    def new_source(self) -> IndexedSource | None:
-        """The source, if it is another one than the workers got when they were started."""
-        return None
 
     def next_round(self, position: LoaderPosition, agreement: EpochAgreement | None) -> bool:  # noqa: ARG002
         """Wait for the samples that come after those of the iteration; return False if there are none."""

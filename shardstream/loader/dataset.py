@@ -390,7 +390,7 @@ class ShardDataset(StreamDataset):
         ManifestError: If the manifest is invalid.
     """
 
-    def __init__(  # noqa: PLR0913  (the public door: its options are its documentation)
+    def __init__(  # noqa: PLR0913, PLR0915  (the public door: its options are its documentation)
         self,
         urls: Urls,
         *,
@@ -417,32 +417,22 @@ class ShardDataset(StreamDataset):
         storage = read.open_storage(storage_options)
         choice: Any = {"subset": subset, "where": where, "weights": weights}
         needs = choice | {"version": version, "shuffle": shuffle or None}
-        located = (
-            locate_followed(as_follow(follow), urls, storage, needs, order)
-            if follow
-            else locate_shards(urls, storage, version)
-        )
-        unindexed = (
-            located.shards[0].url if read.index == "ignore" else lacks_index(located, storage)
-        )
+        if follow:
+            located = locate_followed(as_follow(follow), urls, storage, needs, order)
+        else:
+            located = locate_shards(urls, storage, version)
+        is_whole = read.index == "ignore"
+        unindexed = located.shards[0].url if is_whole else lacks_index(located, storage)
         stages, places = first_stages(fields, read.lazy, located.fields, storage)
-        opens = partial(
-            open_samples,
-            storage=storage,
-            verify=read.verify,
-            fields=field_names(fields),
-            places=places,
-        )
+        opens = partial(open_samples, storage=storage, verify=read.verify)
+        opens = partial(opens, fields=field_names(fields), places=places)
         ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
         if follow:
             source: Source = FollowSource(located, as_follow(follow), opens, ordered)
         elif unindexed is None:
-            chosen = (
-                opens(located)
-                if subset is None and where is None
-                else choose_samples(opens(located), subset, where)
-            )
-            source = ordered(samples=chosen).drawn(weights)
+            whole, takes_all = opens(located), subset is None and where is None
+            samples = whole if takes_all else choose_samples(whole, subset, where)
+            source = ordered(samples=samples).drawn(weights)
         else:
             needs = {"verify": read.verify, "lazy": places}
             _check_whole_shards(unindexed, order, read, choice | needs)

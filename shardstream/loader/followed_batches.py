@@ -85,7 +85,7 @@ class FollowedBatches(BatchDataset):
         return self.indexed_source
 
     @property
-    def new_source(self) -> Round:
+    def new_source(self) -> Round:  # type: ignore[override]
         """The present round, for workers."""
         return self._round.for_workers()
 
