@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardstream.loader.catalog_dataset import CatalogDataset
 from shardstream.loader.checkpoint import (
     find_checkpoints,
     load_checkpoint,
@@ -39,7 +38,7 @@ from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.mix_dataset import mix
 from shardstream.loader.notebook_view import show
-from shardstream.loader.object_dataset import ObjectDataset
+from shardstream.loader.object_dataset import CatalogDataset, ObjectDataset
 from shardstream.loader.option_checks import warn_of_lanes
 from shardstream.loader.past_training import FirstUse, first_use, plan, replay
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory

@@ -17,10 +17,37 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
 from shardstream.process_memory import new_lock
+
+
+class EpochChain:
+    """Base of datasets that follow `set_epoch` of the dataset that they were chained from.
+
+    A dataset holds its parent, so that the parents find it as long as it is used.
+    """
+
+    _parent: EpochChain | None = None
+    _children: WeakSet[EpochChain] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the children."""
+        for child in list(self._children or ()):
+            child.set_epoch(epoch)
+
+    def follow_epoch(self, parent: EpochChain) -> None:
+        """Follow later calls of the parent's `set_epoch`."""
+        if parent._children is None:
+            parent._children = WeakSet()
+        self._parent = parent
+        parent._children.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_parent": None, "_children": None}
+
 
 _CHOSEN, _RESUMED, _BEGUN, _REPEATED = range(4)
 _NO_WORKER = -1

@@ -18,7 +18,7 @@ from shardstream.catalog import ClassNames
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.loader.collation import SharedNumbers
-from shardstream.loader.epoch_chain import EpochChain
+from shardstream.loader.epochs import EpochChain
 from shardstream.loader.notebook_view import SampleView, samples_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import SkipBudgetError
 from shardstream.loader.replacement_samples import replace_samples
-from shardstream.loader.worker_timings import WorkerTimings
+from shardstream.loader.stats import WorkerTimings
 from shardstream.order import RankPartition, WorkerSteps
 from shardstream.pipeline import (
     BadSample,
