@@ -183,10 +183,15 @@ class Source(ABC):
 
     __slots__ = ()
 
-    seed: int
-    """Seed of the order."""
-    shuffle: bool
-    """Whether each epoch has a different order."""
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Seed of the order."""
+
+    @property
+    @abstractmethod
+    def shuffle(self) -> bool:
+        """Whether each epoch has a different order."""
 
     @property
     def differs_by_epoch(self) -> bool:
