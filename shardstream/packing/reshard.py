@@ -156,13 +156,10 @@ def reshard(  # noqa: PLR0913  (public door)
         columns=checked_columns(columns, takes_functions=False),
     )
     reading = storage_options if source_options is None else source_options
-    records = _open_records(source, reading)
-    added = _open_added(records, add, missing, kept, reading)
-    if added is not None:
-        classes = added.classes or records.classes
-        records = replace(records, samples=added.samples, classes=classes)
-        kept = None if kept is None else kept | added.fields
-    choices = {} if added is None else added.choices
+    records, added, choices = _join_added(
+        _open_records(source, reading), add, missing, kept, reading
+    )
+    kept = None if kept is None else kept | added
     choices |= {
         "fields": None if kept is None else sorted(kept),
         "steps": [*records.steps, *(describe(stage) for stage in stages)],
@@ -209,24 +206,14 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
     return records
 
 
-class _Added(NamedTuple):
-    """Samples with the fields of ``add``."""
-
-    samples: Join
-    fields: frozenset[str]
-    choices: dict[str, Any]
-    classes: tuple[str, ...] | None
-    """Class names of the source whose ``cls`` is added."""
-
-
-def _open_added(
+def _join_added(
     records: Records,
     add: AddedUrls | None,
     missing: JoinMissing,
     kept: frozenset[str] | None,
     options: Mapping[str, Any] | None,
-) -> _Added | None:
-    """Join the samples with those of ``add``; None without.
+) -> tuple[Records, frozenset[str], dict[str, Any]]:
+    """Join the samples with those of ``add``; return them, the fields that are added, and what of them is part of the job's options.
 
     Raises:
         OptionError: If a source or field is wrong, or keys are missing.
@@ -236,7 +223,7 @@ def _open_added(
     if add is None:
         if missing != "error":
             raise OptionError("missing is used with add only; name a source, or leave it out")
-        return None
+        return records, frozenset(), {}
     if records.stages or isinstance(records.samples, Join):
         raise OptionError(
             "add= joins plain shards; this dataset has steps, or is a join: join first, ss.join(a, b, c), then add the steps"
@@ -252,7 +239,8 @@ def _open_added(
     samples = join_samples(records.samples, parts, "key", missing, left_out)
     how = dict(missing) if isinstance(missing, Mapping) else missing
     chosen = [None if part.fields is None else dict(part.fields) for part in parts]
-    return _Added(samples, fields, {"add": chosen, "missing": repr(how)}, classes)
+    joined = replace(records, samples=samples, classes=classes or records.classes)
+    return joined, fields, {"add": chosen, "missing": repr(how)}
 
 
 def open_added_part(
