@@ -131,7 +131,8 @@ class _New(NamedTuple):
 def _open_current(located: LocatedShards, storage: Storage) -> _Current:
     whole = open_samples(replace(located, deleted=(), version=None), storage)
     left = np.ones(len(whole), dtype=bool)
-    left[[number for _, deleted in located.deleted for number in deleted.tolist()]] = False
+    for _, deleted in located.deleted:
+        left[deleted] = False
     keys = whole.read_columns([KEY_COLUMN], scans=True)[KEY_COLUMN]
     return _Current(whole, np.flatnonzero(left), keys.filter(left))
 

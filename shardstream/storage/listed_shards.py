@@ -309,7 +309,7 @@ def version_url(folder: str, current: DatasetVersion, number: int) -> str:
     return join_url(folder, MANIFEST_NAME if number == current.number else version_name(number))
 
 
-def read_deleted(manifest: Manifest, url: str, storage: Storage) -> Numbers:
+def read_deleted(manifest: Manifest | BinaryManifest, url: str, storage: Storage) -> Numbers:
     """Return the numbers of the deleted samples of a dataset, ascending.
 
     Args:
@@ -325,6 +325,8 @@ def read_deleted(manifest: Manifest, url: str, storage: Storage) -> Numbers:
     if version.deleted is None:
         return np.empty(0, dtype=np.int64)
     place = join_url(folder_of_manifest(url), version.deleted)
+    if isinstance(manifest, BinaryManifest):
+        return read_numbers(place, storage, version.ndeleted, manifest.nsamples)
     return read_numbers(place, storage, version.ndeleted, count_samples(manifest.shards))
 
 

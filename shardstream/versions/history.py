@@ -25,7 +25,7 @@ from shardstream.storage import (
     find_version,
     join_url,
     locate_shards,
-    read_numbers,
+    read_deleted,
     version_url,
 )
 from shardstream.versions.publish_version import (
@@ -194,22 +194,14 @@ def _removed_between(
 ) -> tuple[Numbers, int]:
     """Return the samples of a version that a later one does not have, by their numbers of all samples; and how many it has in addition."""
     first, last = before.dataset_version, after.dataset_version
-    compacted = [
-        _deleted(read_kept(folder, current, number, storage), folder, storage)
-        for number in last.compacted_since(first.number)
-    ]
-    gone = deleted_since(_deleted(after, folder, storage), compacted, before.nsamples)
-    removed = np.setdiff1d(gone, _deleted(before, folder, storage))
-    left = before.nsamples - first.ndeleted - len(removed)
-    return removed, after.nsamples - last.ndeleted - left
-
-
-def _deleted(manifest: AnyManifest, folder: str, storage: Storage) -> Numbers:
-    version = manifest.dataset_version
-    if version.deleted is None:
-        return np.empty(0, dtype=np.int64)
-    url = join_url(folder, version.deleted)
-    return read_numbers(url, storage, version.ndeleted, manifest.nsamples)
+    compacted = (
+        read_kept(folder, current, one, storage) for one in last.compacted_since(first.number)
+    )
+    url = join_url(folder, MANIFEST_NAME)
+    here, there, *removed = (read_deleted(one, url, storage) for one in (before, after, *compacted))
+    gone = np.setdiff1d(deleted_since(there, removed, before.nsamples), here)
+    left = before.nsamples - first.ndeleted - len(gone)
+    return gone, after.nsamples - last.ndeleted - left
 
 
 def tag(
