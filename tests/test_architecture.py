@@ -119,21 +119,17 @@ HOMES = {
     "torch": (
         "integrations/hf.py",
         "loader/accelerate.py",
-        "loader/serialize.py",
+        "loader/batch_transfer.py",
         "loader/epochs.py",
         "loader/worker_pool.py",
-        "loader/worker_process.py",
-        "loader/worker_thread.py",
+        "loader/workers.py",
         "loader/map_dataset.py",
         "loader/checkpoint.py",
         "loader/dataset.py",
-        "loader/epochs.py",
         "loader/loader.py",
         "loader/collation.py",
         "loader/device_transfer.py",
-        "loader/pinned_memory.py",
         "loader/seeded_function.py",
-        "loader/worker_errors.py",
         "ray/read_dataset.py",
         "webdataset/",
     ),
@@ -143,8 +139,8 @@ HOMES = {
     "uvicorn": ("viewer/server.py",),
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
-# `serialize` unpickles messages of its own workers, `testing` its own pickles.
-MAY_PICKLE = ("loader/serialize.py", "testing.py")
+# `batch_transfer` unpickles messages of its own workers, `testing` its own pickles.
+MAY_PICKLE = ("loader/batch_transfer.py", "testing.py")
 NEVER_CALLED = ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
 
 

@@ -53,7 +53,7 @@ LIMITS = {
     "next batch": (15, 46),
     "first state_dict": (10, 19),
     "next state_dict": (5, 9),
-    "with one worker": (36, 163),
+    "with one worker": (35, 163),
     "ShardWriter, 40 samples": (17, 92),
     "pack of four photos": (42, 364),
 }

@@ -2,102 +2,54 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardstream.loader.checkpoint import (
-    find_checkpoints,
-    load_checkpoint,
-    read_states,
-    read_values,
-    save_checkpoint,
-)
-from shardstream.loader.collation import (
-    collate,
-    cu_seqlens,
-    load_safetensors,
-    load_tensors,
-    to_tensor,
-)
-from shardstream.loader.cursor import Cursor
-from shardstream.loader.dataset import (
-    ShardDataset,
-    StreamDataset,
-    begin_epoch,
-    current_worker_info,
-    refuse_placement,
-)
-from shardstream.loader.decode_sample import decode_sample
-from shardstream.loader.device_transfer import (
-    DeviceCopies,
-    check_same_device,
-    prefetch,
-)
-from shardstream.loader.epochs import Epochs
-from shardstream.loader.follow import Follow
-from shardstream.loader.iterator import WorkerIterator
-from shardstream.loader.join_dataset import join
-from shardstream.loader.loader import ShardLoader
-from shardstream.loader.map_dataset import MapDataset
-from shardstream.loader.mix_dataset import mix
-from shardstream.loader.notebook_view import show
-from shardstream.loader.object_dataset import CatalogDataset, ObjectDataset
-from shardstream.loader.option_checks import warn_of_lanes
-from shardstream.loader.past_training import FirstUse, first_use, plan, replay
-from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
-from shardstream.loader.rank_consistency import EpochAgreement, compare_in_store
-from shardstream.loader.serialize import MAX_TENSOR_BYTES
-from shardstream.loader.shared_memory import RingBuffer, RingMessage
-from shardstream.loader.trial import Trial, fewest_workers, run_trials
+from shardstream.loader.batch_transfer import MAX_TENSOR_BYTES as MAX_TENSOR_BYTES
+from shardstream.loader.batch_transfer import RingBuffer as RingBuffer
+from shardstream.loader.batch_transfer import RingMessage as RingMessage
+from shardstream.loader.checkpoint import find_checkpoints as find_checkpoints
+from shardstream.loader.checkpoint import load_checkpoint as load_checkpoint
+from shardstream.loader.checkpoint import read_states as read_states
+from shardstream.loader.checkpoint import read_values as read_values
+from shardstream.loader.checkpoint import save_checkpoint as save_checkpoint
+from shardstream.loader.collation import collate as collate
+from shardstream.loader.collation import cu_seqlens as cu_seqlens
+from shardstream.loader.collation import load_safetensors as load_safetensors
+from shardstream.loader.collation import load_tensors as load_tensors
+from shardstream.loader.collation import to_tensor as to_tensor
+from shardstream.loader.cursor import Cursor as Cursor
+from shardstream.loader.dataset import ShardDataset as ShardDataset
+from shardstream.loader.dataset import StreamDataset as StreamDataset
+from shardstream.loader.dataset import begin_epoch as begin_epoch
+from shardstream.loader.dataset import current_worker_info as current_worker_info
+from shardstream.loader.dataset import refuse_placement as refuse_placement
+from shardstream.loader.decode_sample import decode_sample as decode_sample
+from shardstream.loader.device_transfer import DeviceCopies as DeviceCopies
+from shardstream.loader.device_transfer import PinnedMemory as PinnedMemory
+from shardstream.loader.device_transfer import check_same_device as check_same_device
+from shardstream.loader.device_transfer import open_pinned_memory as open_pinned_memory
+from shardstream.loader.device_transfer import prefetch as prefetch
+from shardstream.loader.epochs import Epochs as Epochs
+from shardstream.loader.follow import Follow as Follow
+from shardstream.loader.iterator import WorkerIterator as WorkerIterator
+from shardstream.loader.join_dataset import join as join
+from shardstream.loader.loader import ShardLoader as ShardLoader
+from shardstream.loader.map_dataset import MapDataset as MapDataset
+from shardstream.loader.mix_dataset import mix as mix
+from shardstream.loader.notebook_view import show as show
+from shardstream.loader.object_dataset import CatalogDataset as CatalogDataset
+from shardstream.loader.object_dataset import ObjectDataset as ObjectDataset
+from shardstream.loader.option_checks import warn_of_lanes as warn_of_lanes
+from shardstream.loader.past_training import FirstUse as FirstUse
+from shardstream.loader.past_training import first_use as first_use
+from shardstream.loader.past_training import plan as plan
+from shardstream.loader.past_training import replay as replay
+from shardstream.loader.rank_consistency import EpochAgreement as EpochAgreement
+from shardstream.loader.rank_consistency import compare_in_store as compare_in_store
+from shardstream.loader.trial import Trial as Trial
+from shardstream.loader.trial import fewest_workers as fewest_workers
+from shardstream.loader.trial import run_trials as run_trials
 
 if TYPE_CHECKING:
-    from shardstream.loader.accelerate import check_data_parallel
-
-__all__ = [
-    "MAX_TENSOR_BYTES",
-    "CatalogDataset",
-    "Cursor",
-    "DeviceCopies",
-    "EpochAgreement",
-    "Epochs",
-    "FirstUse",
-    "Follow",
-    "MapDataset",
-    "ObjectDataset",
-    "PinnedMemory",
-    "RingBuffer",
-    "RingMessage",
-    "ShardDataset",
-    "ShardLoader",
-    "StreamDataset",
-    "Trial",
-    "WorkerIterator",
-    "begin_epoch",
-    "check_data_parallel",
-    "check_same_device",
-    "collate",
-    "compare_in_store",
-    "cu_seqlens",
-    "current_worker_info",
-    "decode_sample",
-    "fewest_workers",
-    "find_checkpoints",
-    "first_use",
-    "join",
-    "load_checkpoint",
-    "load_safetensors",
-    "load_tensors",
-    "mix",
-    "open_pinned_memory",
-    "plan",
-    "prefetch",
-    "read_states",
-    "read_values",
-    "refuse_placement",
-    "replay",
-    "run_trials",
-    "save_checkpoint",
-    "show",
-    "to_tensor",
-    "warn_of_lanes",
-]
+    from shardstream.loader.accelerate import check_data_parallel as check_data_parallel
 
 
 def __getattr__(name: str) -> Any:

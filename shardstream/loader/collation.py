@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from shardstream.codecs import Audio, import_extra
 from shardstream.errors import SampleError
 from shardstream.format import Columns, TupleColumns, Values
-from shardstream.loader.serialize import MAX_TENSOR_BYTES, unsendable_error
+from shardstream.loader.batch_transfer import MAX_TENSOR_BYTES, unsendable_error
 from shardstream.pipeline import like_tuple
 from shardstream.process_memory import new_lock
 

@@ -1,25 +1,143 @@
-"""Copy batches to a device ahead of their use.
+"""Copy batches to pinned memory, and to a device ahead of their use.
 
     worker batches -> prefetch_batches -> StartedBatch -> (handed out) finish() -> batch on the device
 
 A copy starts when a batch arrives and runs on a stream of its own, from pinned memory, while the device computes. A batch is
 finished when it is handed out: the current stream then waits for the copy, and the batch's memory is marked as used by it.
+
+torch pins batches in a thread of its own, and only tensors that torch has sent. Here a batch is unpacked from the ring of its
+worker (`batch_transfer`) straight into pinned (page-locked) memory, from which a GPU copies while the CPU goes on: one copy, no thread. torch's
+allocator of pinned memory reuses a block only after the copies to a device that read it have finished, so a batch may be dropped while it
+is still being copied.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from shardstream.errors import OptionError
-from shardstream.loader.nested_batches import map_nested
-from shardstream.loader.pinned_memory import PinnedMemory
 from shardstream.loader.worker import WorkerBatch, change_batch
+from shardstream.pipeline import like_tuple
+
+_ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
+
+
+def map_nested(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return a batch with converted values; containers keep their types, and the given batch is not changed.
+
+    Args:
+        value: The batch, or a part of it.
+        convert: Returns the new value; None to search a container, or to leave any other value as it is. It is not called
+            for text, bytes and plain numbers.
+    """
+    if type(value) in _ATOMS:
+        return value
+    converted = convert(value)
+    if converted is not None:
+        return converted
+    if isinstance(value, Mapping):
+        return _map_mapping(value, convert)
+    if isinstance(value, Sequence):
+        return _map_sequence(value, convert)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(value, convert)
+    return value
+
+
+def _map_mapping(value: Mapping[Any, Any], convert: Callable[[Any], Any]) -> Any:
+    new = {name: map_nested(one, convert) for name, one in value.items()}
+    if type(value) is dict:
+        return new
+    # As in torch's pin_memory: a mapping may have more than its items, such as a default factory.
+    if isinstance(value, MutableMapping):
+        clone = copy.copy(value)
+        for name, one in new.items():  # not update(): transformers.ModelOutput refuses it
+            clone[name] = one
+        return clone
+    return _rebuilt(value, new)
+
+
+def _map_sequence(value: Sequence[Any], convert: Callable[[Any], Any]) -> Any:
+    if all(type(one) in _ATOMS for one in value):  # columns of keys, ranges, bytearrays
+        return value
+    new = [map_nested(one, convert) for one in value]
+    if type(value) is list:
+        return new
+    if isinstance(value, tuple):
+        return like_tuple(value, new)
+    if isinstance(value, MutableSequence):
+        clone = copy.copy(value)
+        for place, one in enumerate(new):
+            clone[place] = one
+        return clone
+    return _rebuilt(value, new)
+
+
+def _rebuilt(model: Any, new: Any) -> Any:
+    """Return new contents in a container like ``model``; as they are, if its type cannot be built from them."""
+    try:
+        return type(model)(new)
+    except TypeError:
+        return new
+
+
+def _map_dataclass(value: Any, convert: Callable[[Any], Any]) -> Any:
+    old = {one.name: getattr(value, one.name) for one in fields(value)}
+    changed = {
+        name: new for name, one in old.items() if (new := map_nested(one, convert)) is not one
+    }
+    if not changed:
+        return value
+    clone = copy.copy(value)
+    for name, new in changed.items():
+        object.__setattr__(clone, name, new)  # it may be frozen
+    return clone
+
+
+class PinnedMemory:
+    """Pinned memory of torch's caching allocator, for the current accelerator."""
+
+    def new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor in pinned memory."""
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def pin(self, value: Any) -> Any:
+        """Return a tensor, or an object with ``pin_memory()``, in pinned memory; one that is pinned stays as it is."""
+        return value.pin_memory()
+
+    def pin_batch(self, batch: Any) -> Any:
+        """Return a batch with all its tensors pinned, also inside containers, as torch does."""
+        return map_nested(batch, self._pin_leaf)
+
+    def _pin_leaf(self, value: Any) -> Any:
+        return self.pin(value) if hasattr(value, "pin_memory") else None
+
+
+def open_pinned_memory() -> PinnedMemory | None:
+    """Return pinned memory; None without an accelerator that uses it, where torch warns and pins nothing."""
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is None:  # torch < 2.6
+        return PinnedMemory() if torch.cuda.is_available() else None
+    if not accelerator.is_available() or accelerator.current_accelerator().type == "mps":
+        return None
+    return PinnedMemory()
+
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")

@@ -21,31 +21,27 @@ from shardstream.distributed import (
 )
 from shardstream.errors import OptionError, ReportWarning, StateError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
+from shardstream.loader.batch_transfer import new_tensor
 from shardstream.loader.collation import collate
 from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_transfer import (
+    PinnedMemory,
     StartedBatch,
     check_device,
     check_same_device,
+    open_pinned_memory,
     place_batches,
 )
 from shardstream.loader.follow import FollowSource
 from shardstream.loader.followed_batches import FollowedBatches
 from shardstream.loader.lightning import is_overfit_by_lightning, received_position
-from shardstream.loader.option_checks import (
-    check_options,
-    unwrap_rebuilt,
-    warn_of_lanes,
-)
-from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
+from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
 from shardstream.loader.rank_consistency import EpochAgreement, compare_ranks
-from shardstream.loader.serialize import new_tensor
 from shardstream.loader.stats import LoaderStats, Stopwatch
 from shardstream.loader.worker import SampleCounts, WorkerBatch, sum_values, total_counts
 from shardstream.loader.worker_pool import PoolIteration, WorkerPool
-from shardstream.loader.worker_process import WorkerSetup
-from shardstream.loader.worker_thread import ThreadContext
+from shardstream.loader.workers import ThreadContext, WorkerSetup
 from shardstream.order import derive_key
 from shardstream.pipeline import (
     BadSample,

@@ -28,12 +28,25 @@ from torch._utils import ExceptionWrapper
 from torch.profiler import record_function
 
 from shardstream.errors import OptionError, WorkerError, without_addresses
-from shardstream.loader.serialize import NewTensor, new_tensor
-from shardstream.loader.shared_memory import Channel, RingMessage, open_channels
+from shardstream.loader.batch_transfer import (
+    Channel,
+    NewTensor,
+    RingMessage,
+    new_tensor,
+    open_channels,
+)
 from shardstream.loader.worker import WorkerBatch
-from shardstream.loader.worker_errors import describe_batch, describe_death
-from shardstream.loader.worker_process import END_S, Begin, Message, WorkerSetup, run_worker
-from shardstream.loader.worker_thread import ThreadChannel, WorkerThread
+from shardstream.loader.workers import (
+    END_S,
+    Begin,
+    Message,
+    ThreadChannel,
+    WorkerSetup,
+    WorkerThread,
+    describe_batch,
+    describe_death,
+    run_worker,
+)
 from shardstream.order import RankPartition
 from shardstream.pipeline import LoaderPosition
 from shardstream.process_memory import forked_workers_keep_objects

@@ -72,7 +72,7 @@ def test_full_ring_falls_back_to_the_pipe_until_space_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ring = RingBuffer()
-    set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * _LEAST + 200)  # and the pickled part
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * _LEAST + 220)  # and the pickled part
     set_limits(monkeypatch, RingBuffer, RING_STEP_BYTES=1)
     batch = {"jpg": [b"x" * _LEAST]}
     first, second, third = (ring.pack(batch) for _ in range(3))

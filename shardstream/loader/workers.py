@@ -1,14 +1,24 @@
-"""Run a worker of a `WorkerPool`: receive positions, make batches, send them through the worker's pipe and ring."""
+"""Run the workers of a `WorkerPool`: receive positions, make batches, send them; in processes, or in threads with the messages that processes send.
+
+A step that releases the lock of the interpreter, such as the decoding of a photo, runs while other threads run Python. A thread gets a
+copy of the dataset and hands out copies of its batches, as a process does, so that no step or batch is used by two threads.
+
+The end of a worker that dies is noticed when its next batch is due. The error says which worker it was, which samples of which shards it was
+reading, and what to do. The batches that it has sent tell which one it was making.
+"""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import multiprocessing
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from time import perf_counter, sleep, thread_time
@@ -19,14 +29,225 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
+from shardstream.errors import (
+    OptionError,
+    WorkerError,
+    describe_error,
+    plural,
+    redact,
+    why_not_imported,
+)
 from shardstream.loader.batch_dataset import BatchDataset
-from shardstream.loader.serialize import unsendable_error
-from shardstream.loader.shared_memory import Channel, RingMessage
+from shardstream.loader.batch_transfer import (
+    Channel,
+    NewTensor,
+    RingMessage,
+    is_picklable_type,
+    new_tensor,
+    unsendable_error,
+)
 from shardstream.loader.worker import WorkerBatch
-from shardstream.loader.worker_errors import wrap_exception
-from shardstream.loader.worker_thread import set_worker_info
+from shardstream.order import RankPartition, WorkerSteps
 from shardstream.pipeline import IndexedSource, LoaderPosition
 from shardstream.process_memory import tune_worker_process
+from shardstream.samples import Samples
+
+_REMEDIES = {
+    "SIGKILL": "usually the system ran out of memory (see dmesg): use fewer workers, or a smaller prefetch_factor, "
+    "prefetch_bytes or window (docs/troubleshooting.md)",
+    "SIGBUS": "either /dev/shm is full: enlarge it (docker run --shm-size), or use fewer workers; or a local shard was cut while it was "
+    "read: write new data to a folder of its own",
+}
+_CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthandler to see where"
+_IN_WORKER = "in DataLoader worker process"
+
+
+def describe_death(
+    process: Any, number: int, workers: int, doing: str, is_started: bool
+) -> WorkerError:
+    """Return the error for a worker process that has ended before its last batch.
+
+    Args:
+        process: The process.
+        number: Of the worker.
+        workers: Number of workers.
+        doing: See `describe_batch`.
+        is_started: Whether it has begun to serve.
+    """
+    code = process.exitcode
+    name = _signal_name(code)
+    ending = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
+    remedy = _REMEDIES.get(name, _CRASHED) if name else "something in it called exit()"
+    if not name and not is_started and not _is_forked(process):
+        remedy = f"see its traceback above; {why_not_imported()}"
+    return WorkerError(
+        f"loader worker {number} of {workers} (pid {process.pid}) {ending} {doing}; {remedy}"
+    )
+
+
+def describe_batch(
+    progress: int,
+    partition: RankPartition | None,
+    samples: Samples | None,
+    worker: int,
+    workers: int,
+) -> str:
+    """Describe the batch that a worker was making, or had sent last.
+
+    Args:
+        progress: n while the worker made its batch n, from 1, then -n.
+        partition: The rank's steps, if they are known.
+        samples: All samples by number.
+        worker: Number of the worker.
+        workers: Number of workers.
+    """
+    batch, doing = abs(progress), "while it made" if progress > 0 else "after it had made"
+    if partition is None or samples is None:
+        return f"{doing} batch {batch} of its own"
+    steps = WorkerSteps(partition, worker, workers)
+    if batch > len(steps):
+        return "after its last batch"
+    step = steps[batch - 1]
+    numbers = partition.samples(np.array([step], dtype=np.int64))[0]
+    urls = [redact(samples.url_of(shard)) for shard in samples.shards_of(numbers)]
+    more = f" and {plural(len(urls) - 3, 'more shard')}" if len(urls) > 3 else ""
+    where = f" of {', '.join(urls[:3])}{more}" if urls else ""
+    return f"{doing} batch {step} of the rank: {plural(len(numbers), 'sample')}{where}"
+
+
+def _is_forked(worker: Any) -> bool:
+    """Return whether a process is a copy of this one, which imports nothing when it starts."""
+    method = getattr(worker, "_start_method", None) or multiprocessing.get_start_method()
+    return bool(method == "fork")
+
+
+def _signal_name(exitcode: int | None) -> str:
+    """Return the signal that ended a process; empty if none did."""
+    if exitcode is None or exitcode >= 0:
+        return ""
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {-exitcode}"
+
+
+def wrap_exception(error: Exception, worker: int) -> ExceptionWrapper:
+    """In a worker: wrap an error as torch sends it, with the worker's traceback in its text.
+
+    Its class is the nearest base that is picklable: a class defined in a function cannot be sent.
+    """
+    where = (type(error), error, error.__traceback__)
+    worker_error = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]
+    worker_error.exc_type = next(kind for kind in type(error).__mro__ if is_picklable_type(kind))
+    return worker_error
+
+
+_this_thread = threading.local()
+_worker_info: Any = None  # in `_get_worker_info` the one of torch
+
+
+class WorkerThread(threading.Thread):
+    """A worker as a thread, with the attributes of a process that the pool uses.
+
+    It cannot be ended from outside, only by closing its pipe. A step that takes long delays its end, but not that of the process.
+    """
+
+    exitcode = 0
+
+    def __init__(
+        self, target: Callable[..., None], args: tuple[Any, int, Any, Connection], *, daemon: bool
+    ) -> None:
+        setup, number, channel, pipe = args
+        self.pid = os.getpid()
+        setup = replace(setup, dataset=_copied(setup.dataset))
+        self._pipe = Connection(os.dup(pipe.fileno()))  # the pool closes its own, as for a process
+        super().__init__(
+            target=target,
+            args=(setup, number, channel, self._pipe),
+            name=f"ShardLoader worker {number}",
+            daemon=daemon,
+        )
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end; not in this thread itself, which may collect a pool as garbage."""
+        if self is not threading.current_thread():
+            super().join(timeout)
+
+    def run(self) -> None:
+        """Serve the pool, then close the pipe, which is how the pool sees the end."""
+        with self._pipe, suppress(SystemExit):  # the pool reports it
+            super().run()
+
+
+class ThreadContext:
+    """Starts threads, in place of a context of ``multiprocessing``."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+    Process = WorkerThread
+
+
+class ThreadChannel(Channel):
+    """Hands over the values of messages within a process; the pipe carries only their numbers."""
+
+    def __init__(self) -> None:
+        self._messages: dict[int, RingMessage] = {}
+        self._numbers = itertools.count(1)
+
+    def reset(self, *, give_back: bool) -> None:
+        """In the worker: drop values that were not received."""
+        del give_back
+        self._messages.clear()
+
+    def pack(self, value: Any) -> RingMessage:
+        """In the worker: keep a copy of a value; return the message to send."""
+        message = super().pack(value)
+        number = next(self._numbers)
+        self._messages[number] = message
+        return RingMessage(number, 0, message.places, None, [])
+
+    def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
+        """In the main thread: return the value."""
+        return super().unpack(self._messages.pop(message.number), allocate)
+
+
+def _copied(dataset: Any) -> Any:
+    """Return a copy of a dataset.
+
+    Raises:
+        OptionError: If something in it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:
+        raise OptionError(
+            f"the dataset cannot be copied for a worker that is a thread ({describe_error(error)}); give the class of what cannot "
+            "be copied a __deepcopy__, which may return the object itself if threads can share it"
+        ) from error
+
+
+def set_worker_info(info: Any) -> None:
+    """Set the worker that torch's ``get_worker_info`` returns in this thread.
+
+    Before torch has workers that are threads, it has one variable for the whole process. Its function is changed, not replaced in
+    its module, because other modules have imported it.
+    """
+    _this_thread.info = info
+    vars(torch_worker)["_this_thread"] = _this_thread
+    torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
+
+
+def _get_worker_info() -> Any:
+    """Return the worker of this thread, or that of the process."""
+    return getattr(_this_thread, "info", _worker_info)
+
+
+def _forget_worker() -> None:
+    """In a forked process: its main thread is that of the step that forked it, but no worker of its parent."""
+    vars(_this_thread).clear()
+
+
+os.register_at_fork(after_in_child=_forget_worker)
+
 
 END_S = 1.0
 """Seconds to finish the current batch after the main process has closed the pipe, or has ended."""
