@@ -428,7 +428,7 @@ class ShardDataset(StreamDataset):
         opens = partial(opens, fields=field_names(fields), places=places)
         ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
         if follow:
-            source: Source = FollowSource(located, as_follow(follow), opens, ordered)
+            source: Source = FollowSource(located, as_follow(follow), opens, ordered, seed)
         elif unindexed is None:
             whole, takes_all = opens(located), subset is None and where is None
             samples = whole if takes_all else choose_samples(whole, subset, where)

@@ -110,29 +110,22 @@ class FollowSource(Source):
         follow: How it is followed.
         open_samples: Returns the samples of its shards.
         ordered: Makes a source of its samples, with the user's options.
+        seed: Seed of ``map(rng=True)``.
+        shuffle: False: samples come in the order of their publication.
     """
 
     located: LocatedShards
     follow: Follow
     open_samples: partial[Samples]
     ordered: partial[SamplesSource]
+    seed: int
+    shuffle: bool = False
 
     @property
     def storage(self) -> Storage:
         """The storage of the shards."""
         storage: Storage = self.open_samples.keywords["storage"]
         return storage
-
-    @property
-    def seed(self) -> int:
-        """Seed of ``map(rng=True)``."""
-        seed: int = self.ordered.keywords["seed"]
-        return seed
-
-    @property
-    def shuffle(self) -> bool:
-        """False: samples come in the order of their publication."""
-        return False
 
     @property
     def lacks_numbers(self) -> str:
@@ -239,13 +232,20 @@ class Follower:
     """Its present shards."""
     origin: int = field(init=False)
     """Version whose numbers the samples have."""
+    is_certain: bool = field(init=False, default=True)
+    """Whether readers that begin at another time have the same origin."""
     _removed: dict[int, LocatedShards] = field(default_factory=dict)
     """Versions before a compaction."""
 
     def __post_init__(self) -> None:
         self.located = self.source.located
+        self.origin = max(self._version.renumbered, default=1)
+
+    def begin_with_others(self) -> None:
+        """Number samples as in the first version, if all that compactions have removed is known: other readers may begin before or after one."""
         version = self._version
-        self.origin = max(version.renumbered, default=1)
+        self.is_certain = all(map(version.has, version.compacted_since(1)))
+        self.origin = 1 if self.is_certain else self.origin
 
     @property
     def _version(self) -> Any:
@@ -302,7 +302,7 @@ class Follower:
             raise StateError(
                 f"the state is of version {origin} of the dataset, here it is {self._version.number}"
             )
-        self.origin = origin
+        self.origin, self.is_certain = origin, True
         self._removed.clear()
         if self.published < consumed or self.prefix(consumed) != fingerprint:
             raise StateError(

@@ -34,6 +34,10 @@ _NO_AGREEMENT = (
     "without torch.distributed ranks cannot agree where a followed dataset ends, and so on its last, short batches; call init_process_group, or "
     "pass drop_last=True: then the last samples wait for the next iteration"
 )
+_NO_ORIGIN = (
+    "the dataset was compacted and gc has removed what says which samples it had before, so without torch.distributed ranks cannot agree how to number "
+    "its samples; call init_process_group, or load the same state on all ranks"
+)
 
 
 class _Limit(NamedTuple):
@@ -69,6 +73,8 @@ class FollowedBatches(BatchDataset):
         begin = self._follower.round(0, 0, is_last=False)
         made = dataset._with_pipeline(replace(dataset.pipeline, source=begin))
         super().__init__(made, batch_size=batch_size, drop_last=False, **options)
+        if self.placement.world_size > 1:
+            self._follower.begin_with_others()
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers get each round by its command.
@@ -116,6 +122,8 @@ class FollowedBatches(BatchDataset):
         """
         if agreement is None and self.placement.world_size > 1 and not self._drops_last:
             raise OptionError(_NO_AGREEMENT)
+        if agreement is None and self.placement.world_size > 1 and not self._followed.is_certain:
+            raise OptionError(_NO_ORIGIN)
         consumed, step = position.consumed, self.placement.world_size * (self.batch_size or 1)
         follower, last_limit, until = self._followed, None, 0.0
         while not self._round.is_last or consumed != self._round.end:

@@ -175,6 +175,22 @@ def test_a_state_continues_on_other_ranks_workers_and_batches(url: str) -> None:
     assert rest == [number for number in range(23, 40) if number != 30]
 
 
+def test_ranks_may_begin_before_and_after_a_compaction(url: str) -> None:
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    early = follow(url, 2, rank=0, ranks=2)
+    assert numbers(next(iter(early))) == [0, 1]
+    ss.delete(url, numbers=[2])
+    ss.compact(url)
+    late = follow(url, 2, rank=1, ranks=2)
+    writer.close()
+    assert [*map(numbers, late)] == [[3], [6, 7]]
+    assert [*map(numbers, early)] == [[4, 5]]
+    ss.versions.gc(url, keep=1, dry_run=False)
+    with pytest.raises(OptionError, match="load the same state on all ranks"):
+        next(iter(follow(url, 2, rank=1, ranks=2)))
+    assert [*map(numbers, follow(url))] == [[0, 1, 3, 4], [5, 6, 7, 8], [9]]
+
+
 def test_a_new_iteration_continues(url: str) -> None:
     loader = follow(url, 4)
     for batch in loader:
