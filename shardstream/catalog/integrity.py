@@ -109,8 +109,9 @@ class VerifiedReader:
 
     def _open_table(self) -> None:
         # Anonymous and shared: forked processes write to the same pages, and only written pages take memory.
-        self._state = mmap.mmap(-1, len(self._shards))
-        self._digests = mmap.mmap(-1, self._firsts[-1] * _DIGEST_BYTES)
+        # At least a byte: a part of a dataset may have no shards, such as a round of deleted samples.
+        self._state = mmap.mmap(-1, max(1, len(self._shards)))
+        self._digests = mmap.mmap(-1, max(1, self._firsts[-1] * _DIGEST_BYTES))
         # Keyed by process: checks of a parent that were running at the fork do not run in the child.
         self._pending_checks: dict[tuple[int, int], _PendingCheck] = {}
 

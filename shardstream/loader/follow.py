@@ -97,8 +97,15 @@ class Follow:
 
 
 def as_follow(follow: Follow | bool) -> Follow:
-    """Return how a dataset is followed, with the defaults for True."""
-    return Follow() if follow is True else follow or Follow()
+    """Return how a dataset is followed, with the defaults for True.
+
+    Raises:
+        OptionError: If it is something else.
+    """
+    found = Follow() if follow is True else follow
+    if not isinstance(found, Follow):
+        raise OptionError(f"follow= is True, False or a Follow, not {follow!r}")
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,6 +205,20 @@ def test_a_new_iteration_continues(url: str) -> None:
         len(loader)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bytes_are_verified_and_a_step_of_deleted_samples_is_left_out(
+    url: str, num_workers: int
+) -> None:
+    ss.delete(url, numbers=range(9))
+    append(url, 10, 13)
+    read = ss.ReadOptions(verify="sha256")
+    dataset = ss.ShardDataset(url, follow=QUICK, read=read, fields=("cls",)).decode()
+    loader = ss.ShardLoader(dataset, 4, num_workers=num_workers)
+    assert [*map(numbers, loader)] == [[9, 10, 11], [12]]
+    with pytest.raises(OptionError, match="follow= is True, False or a Follow, not 'yes'"):
+        ss.ShardDataset(url, follow="yes")  # type: ignore[arg-type]
+
+
 def test_a_reader_may_begin_before_the_dataset_is_there(tmp_path: Path) -> None:
     url = str(tmp_path / "data")
     got: list[list[int]] = []
