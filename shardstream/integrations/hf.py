@@ -141,7 +141,7 @@ def _gather_states(own_state: Any) -> list[Any]:
 
 
 def _differs_among_ranks(state: Mapping[str, Any]) -> bool:
-    return state["kind"] != "plan" and int(state["world_size"]) > 1
+    return state["kind"] == "parts" and int(state["world_size"]) > 1
 
 
 def _resume(
