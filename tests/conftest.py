@@ -61,6 +61,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Python 3.14 starts processes by forkserver, which cannot send functions of a test; tests of other methods name them.
+if "fork" in multiprocessing.get_all_start_methods():
+    multiprocessing.set_start_method("fork", force=True)
+
 # Background jobs of a shell ignore SIGINT, and programs that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
