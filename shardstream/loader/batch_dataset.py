@@ -148,7 +148,7 @@ class BatchDataset(SplitDataset):
         return present
 
     def move_to(self, position: LoaderPosition) -> None:
-        """Read the versions of a position from here on."""
+        """Begin an iteration at a position: read the versions of it from here on."""
         vars(self).update(vars(self.at(position)))
 
     @property

@@ -22,6 +22,7 @@ from shardstream.errors import (
     NotFoundError,
     OptionError,
     StateError,
+    get_logger,
 )
 from shardstream.format import MANIFEST_NAME
 from shardstream.loader.earlier_versions import deleted_in
@@ -49,6 +50,7 @@ from shardstream.storage import (
     locate_shards,
 )
 
+_log = get_logger(__name__)
 _ENDS = 1 << 62
 _NONE: Numbers = np.empty(0, dtype=np.int64)
 
@@ -86,6 +88,8 @@ class Follow:
             raise OptionError(f"follow= needs the folder of one dataset, not {urls}")
         url = folder if folder.endswith(".json") else join_url(folder, MANIFEST_NAME)
         until, storage = time.monotonic() + self.timeout_s, storage.uncached()
+        if not storage.exists(url):  # the name may be wrong
+            _log.warning("%s is not there; waiting for it up to %g s", url, self.timeout_s)
         while not storage.exists(url):
             if time.monotonic() >= until:
                 raise NotFoundError(

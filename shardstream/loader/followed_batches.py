@@ -69,7 +69,7 @@ class FollowedBatches(BatchDataset):
             )
         self._given_dataset, self._drops_last = dataset, drop_last
         self._follower: Follower | None = Follower(source)
-        self._ends = 0  # that were reached
+        self._ends, self._name = 0, ""  # that were reached; of what rank 0 says in this iteration
         begin = self._follower.round(0, 0, is_last=False)
         made = dataset._with_pipeline(replace(dataset.pipeline, source=begin))
         super().__init__(made, batch_size=batch_size, drop_last=False, **options)
@@ -112,6 +112,11 @@ class FollowedBatches(BatchDataset):
         plan = RangePlan(order, position.epoch, first=position.consumed)
         return RangePartition(plan, self.partition_config, rank=self.placement.rank)
 
+    def move_to(self, position: LoaderPosition) -> None:
+        """Begin an iteration at a position: writers may have opened since the last one."""
+        self._name = f"follow/{self._ends}/{position.consumed}"
+        self.indexed_source = self._followed.round(position.consumed, 0, is_last=False)
+
     def next_round(self, position: LoaderPosition, agreement: EpochAgreement | None) -> bool:
         """Wait until a step, or the end, is published; return False at the end.
 
@@ -146,7 +151,8 @@ class FollowedBatches(BatchDataset):
             is_told = agreement is not None and not agreement.is_first
             time.sleep(min(poll_s, _TOLD_S) if is_told else poll_s)
         self._ends += 1
-        self.indexed_source = follower.round(consumed, 0, is_last=False)
+        if agreement is not None:
+            agreement.end_together(self._name, self.placement.world_size)
         return False
 
     def epoch_samples(self, position: LoaderPosition) -> EpochSamples:  # noqa: ARG002
@@ -181,20 +187,18 @@ class FollowedBatches(BatchDataset):
         follower = self._followed
         check_state(state, expected={"kind": "follow", "seed": follower.source.seed})
         follower.move_to(state["origin"], state["consumed"], state["fingerprint"])
-        position = LoaderPosition(consumed=state["consumed"])
-        self.indexed_source = follower.round(position.consumed, 0, is_last=False)
-        return position
+        return LoaderPosition(consumed=state["consumed"])
 
     def _limit(self, consumed: int, agreement: EpochAgreement | None) -> _Limit:
         """Return how far to read: what is published, or of it what rank 0 has said."""
-        follower, name = self._followed, f"follow/{self._ends}"
+        follower = self._followed
         if agreement is None or agreement.is_first:
             follower.look()
             limit = _Limit(follower.published, not follower.writers)
             if agreement is not None:
-                agreement.tell(name, json.dumps(limit))
+                agreement.tell(self._name, json.dumps(limit))
             return limit
-        told = agreement.told(name)
+        told = agreement.told(self._name)
         limit = _Limit(consumed, is_end=False) if told is None else _Limit(*json.loads(told))
         if limit.published > consumed:
             follower.look()  # stores show what was published at once, but some mirrors do not

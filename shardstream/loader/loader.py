@@ -48,6 +48,7 @@ from shardstream.pipeline import (
     BadSampleReport,
     EpochSamples,
     LoaderPosition,
+    SkipBudget,
     SkipTracker,
     State,
     check_at_least,
@@ -346,8 +347,10 @@ class ShardLoader(DataLoader[Any]):
         self._follow_dataset()
         begin = self._cursor.next_position
         if self._batches.following is not None:
-            self._batches.move_to(begin)
             self._pool = None  # its workers read the earlier versions
+            self._batches.move_to(begin)
+        elif self._cursor.continues:
+            self._batches.move_to(begin)
         self._cursor = replace(
             self._cursor.at(begin),
             partition=self._batches.partition(begin),
@@ -506,10 +509,14 @@ class ShardLoader(DataLoader[Any]):
     def _begin_round(self) -> bool:
         """Go on with what was published meanwhile, in a dataset that is followed; return False at the end."""
         cursor = self._cursor
+        if cursor.continues:
+            self._counts = total_counts(self._counts)  # a training may have millions of rounds
+            budget = SkipTracker(self._batches.source_dataset.pipeline.on_error).budget
+            for counts in self._counts.values():  # workers compare those of a round
+                (budget or SkipBudget()).check(counts.skipped)
         if not self._batches.next_round(cursor.position, self._agreement):
             return False
         self._cursor = replace(cursor, partition=self._batches.partition(cursor.position))
-        self._counts = total_counts(self._counts)  # a training may have millions of rounds
         return True
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.dataset import StreamDataset
+from shardstream.loader.follow import FollowSource
 from shardstream.order import (
     EpochOrder,
     PartitionConfig,
@@ -109,6 +110,8 @@ def check_options(
         reason = (
             "with batch_size=None"
             if batch_size is None
+            else "with follow="
+            if isinstance(dataset.pipeline.source, FollowSource)
             else "after steps that change counts, or without an index"
         )
         raise OptionError(

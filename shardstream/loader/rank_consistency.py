@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 
 WAIT_S = 30.0
+_ARRIVAL_S = 0.05  # between two looks for other ranks
 _POLL = timedelta(seconds=1)  # a wait in the store cannot be interrupted
 _CALL = "call it on all ranks after the same batch, with the same values"
 _begun: Counter[str] = Counter()  # comparisons of this process, by fingerprint of the dataset
@@ -107,6 +109,15 @@ class EpochAgreement:
         """Return the value that another rank has told last; None before."""
         key = f"{self._key}/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def end_together(self, name: str, ranks: int) -> None:
+        """Let rank 0 wait up to 30 s for the others: its process may serve the store that says to them where the end is."""
+        key, until = f"{self._key}/{name}/end", time.monotonic() + WAIT_S
+        with suppress(RuntimeError):  # the store has ended
+            arrived = self._store.add(key, 1)
+            while self.is_first and arrived < ranks and time.monotonic() < until:
+                time.sleep(_ARRIVAL_S)
+                arrived = self._store.add(key, 0)
 
     def add_batch(self, epoch: int, *, is_first: bool, is_last: bool) -> None:
         """Count a batch that is handed out; compare the begin of the iteration before the first one.
@@ -235,7 +246,7 @@ def _wait_for(store: KeyValueStore, key: str, deadline: float) -> str | None:
             store.wait([key], min(_POLL, timedelta(seconds=left_s)))
             return store.get(key).decode()
         except RuntimeError:  # timeout; or the store is gone, which fails without waiting
-            time.sleep(min(0.05, left_s))
+            time.sleep(min(_ARRIVAL_S, left_s))
     return None
 
 

@@ -151,13 +151,18 @@ class WorkerBatch(NamedTuple):
 def total_counts(
     counts: Mapping[tuple[int, int], SampleCounts],
 ) -> dict[tuple[int, int], SampleCounts]:
-    """Return the counts of several parts as those of one."""
-    total = SampleCounts(
-        sum_values(one.skipped for one in counts.values()),
-        sum_values(one.per_dataset for one in counts.values()),
-        sum(one.refilled for one in counts.values()),
-    )
-    return {(-1, 0): total}
+    """Return the counts of each worker in several rounds as those of one round."""
+    parts: dict[int, list[SampleCounts]] = {}
+    for (_, part), one in counts.items():
+        parts.setdefault(part, []).append(one)
+    return {
+        (-1, part): SampleCounts(
+            sum_values(one.skipped for one in own),
+            sum_values(one.per_dataset for one in own),
+            sum(one.refilled for one in own),
+        )
+        for part, own in parts.items()
+    }
 
 
 def sum_values(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -63,6 +63,19 @@ class SkipBudget:
     def __post_init__(self) -> None:
         if self.samples < 0:
             raise OptionError(f"SkipBudget: samples must be at least 0, not {self.samples}")
+
+    def check(self, counts: Mapping[str, int], last: str = "") -> None:
+        """Check the number of bad samples of a worker, by kind of error.
+
+        Raises:
+            SkipBudgetError: If the budget is exceeded.
+        """
+        total = sum(counts.values())
+        if total > self.samples:
+            raise SkipBudgetError(
+                f"skip budget exceeded: {plural(total, 'bad sample')}, limit {self.samples} ({dict(counts)}); "
+                f"fix the data, or allow more with on_error=ss.SkipBudget(samples=…) (docs/faults.md){last}"
+            )
 
 
 OnError = Literal["raise", "warn", "skip"] | SkipBudget
@@ -139,11 +152,10 @@ class SkipTracker:
         _log.log(
             logging.WARNING if self.budget.warn else logging.INFO, "skipped a sample: %s", text
         )
-        if self.counts.total() > self.budget.samples:
-            raise SkipBudgetError(
-                f"skip budget exceeded: {plural(self.counts.total(), 'bad sample')}, limit {self.budget.samples} ({dict(self.counts)}); "
-                f"fix the data, or allow more with on_error=ss.SkipBudget(samples=…) (docs/faults.md); last error: {text}"
-            ) from error
+        try:
+            self.budget.check(self.counts, f"; last error: {text}")
+        except SkipBudgetError as exceeded:
+            raise exceeded from error
 
 
 _MESSAGE_CHARACTERS = 500

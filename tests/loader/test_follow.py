@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.errors import ChangedError, OptionError, StateError, UnfinishedError
+from shardstream.errors import (
+    ChangedError,
+    OptionError,
+    SkipBudgetError,
+    StateError,
+    UnfinishedError,
+)
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES
 
@@ -219,6 +225,48 @@ def test_bytes_are_verified_and_a_step_of_deleted_samples_is_left_out(
         ss.ShardDataset(url, follow="yes")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_break_after_the_last_batch_is_no_end(url: str, num_workers: int) -> None:
+    loader = follow(url, 5, num_workers=num_workers)
+    for batch in loader:
+        if numbers(batch)[-1] == 9:
+            break
+    append(url, 10, 13)
+    assert [numbers(batch) for batch in loader] == [[10, 11, 12]]
+    assert [*loader] == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_bad_samples_count_over_all_publications(url: str, num_workers: int) -> None:
+    dataset = ss.ShardDataset(url, follow=QUICK, on_error=ss.SkipBudget(samples=5))
+    loader = ss.ShardLoader(dataset.decode().map(refuse_100), 20, num_workers=num_workers)
+    writer, found = ss.ShardWriter(url, append=True, publish_s=3600), list[int]()
+    batches = iter(loader)
+    for first, last in ((10, 17), (17, 34), (34, 51)):  # each fills a batch with 3 bad ones
+        for number in [*range(first, last), 100, 100, 100]:
+            writer.write({"cls": number})
+        writer.publish()
+        if first < 34:
+            found += numbers(next(batches))
+    with pytest.raises(SkipBudgetError, match=r"limit 5 \(\{'ValueError': 6"):
+        next(batches)
+    assert found == [*range(34)]
+    writer.close()
+
+
+def refuse_100(one: dict[str, Any]) -> dict[str, Any]:
+    if one["cls"] == 100:
+        raise ValueError("a bad sample")
+    return one
+
+
+def test_a_writer_without_samples_leaves_no_file(url: str) -> None:
+    before = sorted(map(str, Path(url).rglob("*.*")))
+    append(url, 0, 0, publish_s=3600)
+    assert sorted(map(str, Path(url).rglob("*.*"))) == before
+    assert not ss.versions.log(url)[0].writers
+
+
 def test_a_reader_may_begin_before_the_dataset_is_there(tmp_path: Path) -> None:
     url = str(tmp_path / "data")
     got: list[list[int]] = []
@@ -309,6 +357,7 @@ def test_options_of_an_order_are_refused(url: str, options: Any, message: str) -
         lambda dataset: ss.plan(dataset, batch_size=4),
         lambda dataset: ss.ShardLoader(dataset, 4).plan(),
         lambda dataset: ss.ShardLoader(dataset, 4).skip(1),
+        lambda dataset: ss.replay(ss.ShardLoader(dataset, 4), 0),
         lambda dataset: ss.ShardLoader(dataset, 4).batches_left,
         lambda dataset: ss.ShardLoader(dataset, None),
         lambda dataset: ss.ShardLoader(dataset.shuffle(10), 4),

@@ -220,6 +220,7 @@ class ShardWriter:
         try:
             if not self._part.nsamples and self._is_listed and self._append_to is not None:
                 close_writer(self._dataset, self._append_to, self._token)
+                self._remove_journal()
                 return
             if not self._part.nsamples:
                 raise SampleError(
