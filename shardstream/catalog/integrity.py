@@ -405,7 +405,7 @@ def _find_change(shards: Sequence[ShardInfo], manifest: Manifest, folder: str) -
     # Those in the folder, and those of others whose indexes are in it.
     mine = [shard for shard in shards if shard.index_url.startswith(f"{folder}/")]
     if isinstance(manifest.shards, LazyShards):
-        found = manifest.shards.find_names(shard.url.rpartition("/")[2] for shard in mine)
+        found = manifest.shards.find_names(shard.url.removeprefix(f"{folder}/") for shard in mine)
         named = {shard.url: shard for shard in found.values()}
     else:
         named = {join_url(folder, shard.url): shard for shard in manifest.shards}

@@ -243,6 +243,8 @@ class Follower:
     """Its present shards."""
     origin: int = field(init=False)
     """Version whose numbers the samples have."""
+    saw_writer: bool = field(init=False)
+    """Whether a writer was open at one of the looks."""
     is_certain: bool = field(init=False, default=True)
     """Whether readers that begin at another time have the same origin."""
     _removed: dict[int, LocatedShards] = field(default_factory=dict)
@@ -251,6 +253,7 @@ class Follower:
     def __post_init__(self) -> None:
         self.located = self.source.located
         self.origin = max(self._version.renumbered, default=1)
+        self.saw_writer = bool(self.writers)
 
     def begin_with_others(self) -> None:
         """Number samples as in the first version, if all that compactions have removed is known: other readers may begin before or after one."""
@@ -300,6 +303,7 @@ class Follower:
             raise ChangedError(
                 "another dataset has replaced the one that is followed", shard=self.url
             )
+        self.saw_writer = self.saw_writer or bool(self.writers)
         return True
 
     def move_to(self, origin: int, consumed: int, fingerprint: str) -> None:

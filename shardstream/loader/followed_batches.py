@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from shardstream.errors import OptionError, UnfinishedError
+from shardstream.errors import OptionError, UnfinishedError, get_logger
 from shardstream.loader.batch_dataset import BatchDataset
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.follow import Follower, FollowSource, Round
@@ -27,6 +27,7 @@ from shardstream.pipeline import (
     seal_state,
 )
 
+_log = get_logger(__name__)
 _TOLD_S = 0.1  # between two looks at what rank 0 says
 _ROUND_SAMPLES = 1 << 17  # at most, so that deletions are seen
 _GROWS = "a dataset with follow= grows while it is read"
@@ -150,9 +151,7 @@ class FollowedBatches(BatchDataset):
             poll_s = follower.source.follow.poll_s
             is_told = agreement is not None and not agreement.is_first
             time.sleep(min(poll_s, _TOLD_S) if is_told else poll_s)
-        self._ends += 1
-        if agreement is not None:
-            agreement.end_together(self._name, self.placement.world_size)
+        self._end(consumed, agreement)
         return False
 
     def epoch_samples(self, position: LoaderPosition) -> EpochSamples:  # noqa: ARG002
@@ -188,6 +187,19 @@ class FollowedBatches(BatchDataset):
         check_state(state, expected={"kind": "follow", "seed": follower.source.seed})
         follower.move_to(state["origin"], state["consumed"], state["fingerprint"])
         return LoaderPosition(consumed=state["consumed"])
+
+    def _end(self, consumed: int, agreement: EpochAgreement | None) -> None:
+        """End an iteration; say so if no writer has been waited for: users may have expected one."""
+        is_first = agreement is None or agreement.is_first
+        if is_first and not (self._ends or self._followed.saw_writer):
+            _log.warning(
+                "%s: no writer was open, so the reading ends after %d samples; readers wait only for writers with publish_s=, and are started after these",
+                self._followed.url,
+                consumed,
+            )
+        self._ends += 1
+        if agreement is not None:
+            agreement.end_together(self._name, self.placement.world_size)
 
     def _limit(self, consumed: int, agreement: EpochAgreement | None) -> _Limit:
         """Return how far to read: what is published, or of it what rank 0 has said."""

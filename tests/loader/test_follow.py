@@ -20,7 +20,9 @@ from shardstream.errors import (
     StateError,
     UnfinishedError,
 )
+from shardstream.format import is_records_name
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -151,6 +153,13 @@ def test_all_samples_come_once_in_order_while_the_dataset_changes(
     assert {*publisher.order[:whole]} - {*found} <= publisher.deleted
 
 
+def test_manifests_with_a_file_of_records_are_followed(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=1)
+    test_all_samples_come_once_in_order_while_the_dataset_changes(url, 2, 2, 3, 2)
+
+
 def test_a_state_continues_on_other_ranks_workers_and_batches(url: str) -> None:
     writer = ss.ShardWriter(url, append=True, publish_s=3600)
     for number in range(10, 40):
@@ -195,6 +204,16 @@ def test_ranks_may_begin_before_and_after_a_compaction(url: str) -> None:
     with pytest.raises(OptionError, match="load the same state on all ranks"):
         next(iter(follow(url, 2, rank=1, ranks=2)))
     assert [*map(numbers, follow(url))] == [[0, 1, 3, 4], [5, 6, 7, 8], [9]]
+
+
+def test_an_end_without_a_writer_is_logged(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ss.ShardWriter(url, append=True, publish_s=3600):
+        loader = follow(url)
+    assert len([*loader]) == 3
+    assert not caplog.records
+    loader = follow(url)
+    assert len([*loader]) == 3
+    assert "no writer was open, so the reading ends after 10 samples" in caplog.text
 
 
 def test_a_new_iteration_continues(url: str) -> None:
