@@ -162,7 +162,8 @@ class _Packer(reduction.ForkingPickler):
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
-        super().__init__(self.file)
+        # With 5, Python 3.14's default, arrays over read-only memory would come read-only.
+        super().__init__(self.file, 4)
         self.pieces: list[bytes | torch.Tensor] = []
         self.rest: list[Any] = []
 

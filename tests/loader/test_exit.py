@@ -19,7 +19,10 @@ import shardstream as ss
 dataset = ss.ShardDataset(sys.argv[1], shuffle=True, seed=0)
 held = []
 for workers, persistent, taken in ((0, False, 3), (1, False, 3), (2, True, 8)):
-    loader = ss.ShardLoader(dataset, batch_size=8, num_workers=workers, persistent_workers=persistent)
+    context = "fork" if workers else None
+    loader = ss.ShardLoader(
+        dataset, batch_size=8, num_workers=workers, persistent_workers=persistent, multiprocessing_context=context
+    )
     batches, samples = iter(loader), iter(dataset)
     for _ in range(taken):
         batch, sample = next(batches), next(samples)

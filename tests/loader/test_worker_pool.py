@@ -549,7 +549,9 @@ def slow(sample):
     return sample
 
 dataset = ss.ShardDataset(sys.argv[1]).map(slow)
-loader = ss.ShardLoader(dataset, 4, num_workers=2, persistent_workers=sys.argv[2] == "True")
+loader = ss.ShardLoader(
+    dataset, 4, num_workers=2, persistent_workers=sys.argv[2] == "True", multiprocessing_context="fork"
+)
 for number, _ in enumerate(loader):
     if number == 3:
         import multiprocessing
