@@ -146,10 +146,10 @@ class FollowedBatches(BatchDataset):
                 break
             if limit != last_limit:
                 last_limit, until = limit, time.monotonic() + follower.source.follow.timeout_s
-            if time.monotonic() >= until:
-                raise _late_error(follower)
-            poll_s = follower.source.follow.poll_s
             is_told = agreement is not None and not agreement.is_first
+            if time.monotonic() >= until:
+                raise _late_error(follower, is_told=is_told)
+            poll_s = follower.source.follow.poll_s
             time.sleep(min(poll_s, _TOLD_S) if is_told else poll_s)
         self._end(consumed, agreement)
         return False
@@ -222,10 +222,15 @@ class FollowedBatches(BatchDataset):
         return self._follower
 
 
-def _late_error(follower: Follower) -> UnfinishedError:
-    writers = ", ".join(map(str, follower.writers)) or "rank 0"
+def _late_error(follower: Follower, *, is_told: bool) -> UnfinishedError:
+    writers = ", ".join(map(str, follower.writers))
+    what = "rank 0 has said of no new samples" if is_told else "nothing was published"
+    why = (
+        f"and these writers are open: {writers}; continue them, close those that were killed by 'shardstream close URL --writer TOKEN' "
+        "(ss.versions.close_writers), or wait longer with follow=ss.loader.Follow(timeout_s=)"
+        if writers
+        else "and no writer is open; all ranks break out of the loader after the same batch, and begin again together"
+    )
     return UnfinishedError(
-        f"nothing was published for {follower.source.follow.timeout_s:g} s, and these writers are open: {writers}; continue them, close those that were "
-        "killed by 'shardstream close URL --writer TOKEN' (ss.versions.close_writers), or wait longer with follow=ss.loader.Follow(timeout_s=)",
-        shard=follower.url,
+        f"{what} for {follower.source.follow.timeout_s:g} s, {why}", shard=follower.url
     )

@@ -22,7 +22,7 @@ def append(url: str, first: int, last: int) -> None:
 def read(rank: int, url: str, port: int, out: Path) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    dataset = ss.ShardDataset(url, follow=ss.loader.Follow(poll_s=0.01, timeout_s=60))
+    dataset = ss.ShardDataset(url, follow=ss.loader.Follow(poll_s=0.01, timeout_s=5))
     loader = ss.ShardLoader(dataset.decode(), batch_size=4)
     found: list[list[list[int]]] = [[]]
     for batch in loader:
@@ -35,7 +35,14 @@ def read(rank: int, url: str, port: int, out: Path) -> None:
     dist.barrier()
     found += [[batch["cls"].tolist() for batch in loader] for _ in range(2)]
     found.append([[loader.state_dict()["consumed"]]])
-    (out / f"{rank}.json").write_text(json.dumps(found))
+    text = ""
+    if rank:  # alone
+        try:
+            next(iter(loader))
+        except ss.errors.UnfinishedError as error:
+            text = str(error)
+    dist.barrier()
+    (out / f"{rank}.json").write_text(json.dumps([*found, text]))
     os._exit(0)  # at once, and with it the store
 
 
