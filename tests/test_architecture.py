@@ -23,7 +23,7 @@ TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py"))
 CLIENTS = sorted(path for folder in ("tools", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 # Lowest first. A room imports its own modules, the base and the rooms named here; errors import nothing.
-BASE = ("errors", "process_memory", "distributed")
+BASE = ("errors", "process", "distributed")
 READING = (
     "format",
     "codecs",
@@ -38,7 +38,7 @@ READING = (
 )
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
-    "process_memory": ("errors",),
+    "process": ("errors",),
     "distributed": ("errors",),
     "format": BASE,
     "codecs": (*BASE, "format"),

@@ -16,7 +16,7 @@ PAGES = sorted(DECISIONS.glob("*.md"))
 USERS = (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
 DEVELOPERS = (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", *PAGES)
 # In backticks: a path with a folder and a suffix, or a module of the package's root.
-_FILE = re.compile(r"`((?:\w+/)+\w+\.py|distributed\.py|process_memory\.py)`")
+_FILE = re.compile(r"`((?:\w+/)+\w+\.py|distributed\.py|process\.py)`")
 _NAME = re.compile(r"\bss\.([\w.]*\w)")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from shardstream.catalog.inspect import Listing, list_shards, read_one
 from shardstream.errors import ShardStreamError, how_to_install, human_bytes, plural
 from shardstream.format import ShardInfo
-from shardstream.process_memory import num_cores
+from shardstream.process import num_cores
 from shardstream.storage import Storage, protocol_of
 
 Level = Literal["ok", "warning", "error"]

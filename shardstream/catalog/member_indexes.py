@@ -11,7 +11,7 @@ import numpy as np
 
 from shardstream.errors import IndexMismatchError, NotFoundError
 from shardstream.format import BLOCK_BYTES, Offsets, ShardInfo, decode_member_index, encode_member
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.samples import Numbers
 from shardstream.storage import FieldPlace, FieldPlaces, FileVersion, Storage
 

@@ -32,7 +32,7 @@ from shardstream.format import (
     read_sample,
     scan_shard,
 )
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.samples import Numbers, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,

@@ -23,7 +23,7 @@ from shardstream.cli.options import (
 )
 from shardstream.cli.terminal import aligned, printable, terminal_bar
 from shardstream.errors import OptionError, plural
-from shardstream.process_memory import num_cores
+from shardstream.process import num_cores
 
 if TYPE_CHECKING:
     from shardstream.loader import FirstUse, ShardLoader, Trial

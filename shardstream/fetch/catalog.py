@@ -12,7 +12,7 @@ from shardstream.fetch.local import LARGE_BYTES, LargeSampleFetcher, LocalFetche
 from shardstream.fetch.range_requests import FAR_READ_RATIO, Extents, IndexChunk
 from shardstream.fetch.remote import BatchFetcher, RangeFetcher
 from shardstream.format import Buffer
-from shardstream.process_memory import keep_freed_memory
+from shardstream.process import keep_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers, Samples
 from shardstream.storage import DEFAULT_REQUESTS, AdaptiveLimit
 

@@ -23,7 +23,7 @@ from shardstream.fetch.range_requests import (
     coalesce,
 )
 from shardstream.format import Rows, ShardSlice, as_rows, from_rows, read_samples
-from shardstream.process_memory import release_freed_memory
+from shardstream.process import release_freed_memory
 from shardstream.samples import Fetcher, FetchOptions, Numbers
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from shardstream.errors import SampleError
 from shardstream.format import Columns, TupleColumns, Values
 from shardstream.loader.batch_transfer import MAX_TENSOR_BYTES, unsendable_error
 from shardstream.pipeline import like_tuple
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 
 _REPEATED_LIMIT_BYTES = 1 << 30
 _PAGE_NUMBERS = 512  # 4 KiB, the smallest shared memory

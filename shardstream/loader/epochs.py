@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 
 
 class EpochChain:

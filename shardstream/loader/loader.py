@@ -57,7 +57,7 @@ from shardstream.pipeline import (
     warn_or_raise,
     whole_number,
 )
-from shardstream.process_memory import keep_freed_memory
+from shardstream.process import keep_freed_memory
 
 _Opened = tuple[Iterator[WorkerBatch], PoolIteration | None]
 

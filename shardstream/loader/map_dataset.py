@@ -42,7 +42,7 @@ from shardstream.pipeline import (
     check_stage,
     records_of,
 )
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.samples import Fetcher, Numbers, Samples, Subset
 
 # 16 MiB; more samples share them, and then draw by the order of reading, too; after `set_epoch` they must not.

@@ -10,7 +10,7 @@ from typing import Literal
 
 from shardstream.display import Bars, bars_html
 from shardstream.errors import plural
-from shardstream.process_memory import num_cores
+from shardstream.process import num_cores
 
 
 @dataclass(slots=True, kw_only=True)

@@ -49,7 +49,7 @@ from shardstream.loader.workers import (
 )
 from shardstream.order import RankPartition
 from shardstream.pipeline import LoaderPosition
-from shardstream.process_memory import forked_workers_keep_objects
+from shardstream.process import forked_workers_keep_objects
 from shardstream.samples import Samples
 
 _DEATH_S = 60.0  # a worker's pipe closes before the process ends; during a core dump long before

@@ -49,7 +49,7 @@ from shardstream.loader.batch_transfer import (
 from shardstream.loader.worker import WorkerBatch
 from shardstream.order import RankPartition, WorkerSteps
 from shardstream.pipeline import IndexedSource, LoaderPosition
-from shardstream.process_memory import tune_worker_process
+from shardstream.process import tune_worker_process
 from shardstream.samples import Samples
 
 _REMEDIES = {

@@ -19,7 +19,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError, how_to_install
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_clients import (
     AzureReader,

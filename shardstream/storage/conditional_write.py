@@ -29,7 +29,7 @@ from shardstream.errors import (
     StorageError,
     get_logger,
 )
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.storage.error_messages import classify_error, http_status
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, takes_parts
 from shardstream.storage.publish import (

@@ -45,7 +45,7 @@ from shardstream.format import (
     shards_of,
     version_name,
 )
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.storage.store import Storage
 from shardstream.storage.urls import folder_of_manifest, join_url, parent_url
 

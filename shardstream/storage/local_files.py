@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from shardstream.errors import ChangedError, StorageError, get_logger
 from shardstream.format import Buffer, empty_tar
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.storage.error_messages import translate_errors
 
 _log = get_logger(__name__)

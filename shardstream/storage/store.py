@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Unpack, cast
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError, get_logger
-from shardstream.process_memory import new_lock
+from shardstream.process import new_lock
 from shardstream.storage.cache import Cache, time_of, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors

@@ -38,7 +38,7 @@ from shardstream.errors import (
     describe_error,
     get_logger,
 )
-from shardstream.process_memory import tune_worker_process
+from shardstream.process import tune_worker_process
 from shardstream.viewer.epoch_view import parse_whole
 from shardstream.viewer.guard import (
     DOWNLOAD_POLICY,

@@ -28,7 +28,7 @@ from shardstream.format import (
 )
 from shardstream.packing.job.key_hashes import Hashes, Places, hash_keys, place_of
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
-from shardstream.process_memory import keep_freed_memory
+from shardstream.process import keep_freed_memory
 from shardstream.storage import FileInfo, OutputFolder, PendingFile
 from shardstream.tasks import JSON
 

@@ -38,7 +38,7 @@ from shardstream.packing.job.key_hashes import (
 )
 from shardstream.packing.job.report import Progress, ProgressFunction, logged
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
-from shardstream.process_memory import keep_freed_memory
+from shardstream.process import keep_freed_memory
 from shardstream.samples import Numbers
 from shardstream.storage import Cancellation, FieldFile, RangeStream, Storage, is_compressed
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task

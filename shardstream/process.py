@@ -1,4 +1,4 @@
-"""The cores of this process, garbage collector and malloc settings for loader workers, and locks that survive a fork."""
+"""This process: its cores, locks that survive a fork, and its garbage collector and malloc."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream import process_memory
+from shardstream import process
 
 
 class Cycle:
@@ -32,15 +32,15 @@ def test_lazy_import_keeps_no_garbage() -> None:
 
 
 def test_malloc_is_tuned_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    process_memory.keep_freed_memory()
-    monkeypatch.setattr(process_memory, "MMAP_THRESHOLD_PROBE_BYTES", -1)  # bytes() fails with this
-    process_memory.keep_freed_memory()
+    process.keep_freed_memory()
+    monkeypatch.setattr(process, "MMAP_THRESHOLD_PROBE_BYTES", -1)  # bytes() fails with this
+    process.keep_freed_memory()
 
 
 HOLED = """
 import sys
 from pathlib import Path
-from shardstream import process_memory as memory
+from shardstream import process as memory
 
 def held_mb():
     (line,) = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon")]
