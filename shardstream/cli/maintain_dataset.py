@@ -345,10 +345,11 @@ def close(
     """
     import shardstream as ss  # noqa: PLC0415
 
-    for closed in ss.versions.close_writers(
-        url, writer, storage_options=parse_options(option, url)
-    ):
-        typer.echo(printable(f"closed {closed}"))
+    closed = ss.versions.close_writers(url, writer, storage_options=parse_options(option, url))
+    for one in closed:
+        typer.echo(printable(f"closed {one}"))
+    if not closed:
+        typer.echo("no writer is open")
 
 
 def diff(

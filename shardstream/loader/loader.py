@@ -212,7 +212,7 @@ class ShardLoader(DataLoader[Any]):
         return sum_values(counts.per_dataset for counts in self._counts.values())
 
     def stats(self) -> LoaderStats:
-        """Return timings of the current or last epoch; ``print`` them, or log `as_dict`."""
+        """Return timings of the current or last epoch, with ``follow=`` of what was read together last; ``print`` them, or log `as_dict`."""
         return self._stopwatch.stats()
 
     def set_epoch(self, epoch: int) -> None:

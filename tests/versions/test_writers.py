@@ -85,3 +85,5 @@ def test_a_writer_that_failed_is_closed_by_command(
     assert [one.token for one in ss.versions.close_writers(url)] == [tokens[0], tokens[2]]
     assert len(ss.ShardDataset(url)) == 13  # what they have published stays
     assert ss.versions.close_writers(url) == []
+    assert main(["close", url]) == 0
+    assert "no writer is open" in capsys.readouterr().out
