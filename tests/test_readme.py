@@ -357,6 +357,6 @@ def test_documented_manifests_have_the_written_keys(tmp_path: Path) -> None:
 def test_readme_names_the_supported_python_versions() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = re.findall(r"Python :: (3\.\d+)", text)
-    assert versions == ["3.11", "3.12", "3.13"]
+    assert versions == ["3.11", "3.12", "3.13", "3.14"]
     assert f"Python {versions[0]} to {versions[-1]}" in README.read_text(encoding="utf-8")
     assert sys.version_info >= (3, 11)
