@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from http.client import HTTPException
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import cycle
@@ -95,7 +96,6 @@ def examine_dataset(
     *,
     seconds: float = 5.0,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
 ) -> Iterator[Finding]:
     """Yield findings about a dataset: its store, manifest, indexes, first sample, latency and bandwidth.
 
@@ -105,10 +105,9 @@ def examine_dataset(
         url: A folder, a manifest, a pattern or a tar.
         seconds: Time for measuring the bandwidth.
         storage_options: ``storage_options`` of fsspec.
-        filesystem: An fsspec file system to use instead of looking one up by protocol.
     """
     package = _NEEDED_BY.get(protocol_of(url), "")
-    if filesystem is None and package and find_spec(_PACKAGES[package][0]) is None:
+    if package and find_spec(_PACKAGES[package][0]) is None:
         yield Finding(
             level="error",
             subject="store",
@@ -117,14 +116,14 @@ def examine_dataset(
         )
         return
     yield from _clock(url, storage_options or {})
-    storage = Storage(storage_options, filesystem)
+    storage = Storage(storage_options)
     try:
         began = time.perf_counter()
-        listing = list_shards(url, storage_options=storage_options, filesystem=filesystem)
+        listing = list_shards(url, storage_options=storage_options)
         yield _manifest(listing, time.perf_counter() - began)
         yield from _indexes(listing)
         began = time.perf_counter()
-        sample = read_one(url, number=0, storage_options=storage_options, filesystem=filesystem)
+        sample = read_one(url, number=0, storage_options=storage_options)
         yield Finding(
             level="ok",
             subject="first sample",
@@ -217,11 +216,12 @@ def _clock(url: str, options: Mapping[str, Any]) -> Iterator[Finding]:
             headers = response.headers
     except urllib.error.HTTPError as error:
         headers = error.headers
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return  # what follows says why the server cannot be reached
-    if (date := headers.get("Date")) is None:
+    try:
+        behind_s = parsedate_to_datetime(headers.get("Date") or "").timestamp() - time.time()
+    except ValueError:  # none, or not a date
         return
-    behind_s = parsedate_to_datetime(date).timestamp() - time.time()
     wrong = abs(behind_s) > _SKEW_S
     yield Finding(
         level="warning" if wrong else "ok",
@@ -304,7 +304,7 @@ def _rate(
         (shard.url, start, min(start + _RANGE_BYTES, size))
         for shard in shards
         for size in [shard.filesize or storage.info(shard.url).size]
-        for start in range(0, size, _RANGE_BYTES)
+        for start in range(0, max(size, 1), _RANGE_BYTES)
     ]
 
     def read(first: int) -> int:

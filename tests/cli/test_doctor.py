@@ -90,3 +90,19 @@ def test_findings_are_lines_with_cures(
     assert "AWS_ENDPOINT_URL=http://127.0.0.1:9000" in lines[warning]
     assert lines[warning + 1].strip().startswith("-> set both")
     assert "hidden" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://user:hidden@127.0.0.1:9/d/", "http://127.0.0.1:9/a b/", "http://127.0.0.1:9/"]
+)
+def test_a_server_that_cannot_be_asked_is_an_error_not_a_traceback(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["doctor", url, "--json", "--seconds", "0.1", "--option", "retry_timeout_s=1"])
+    printed = capsys.readouterr()
+    found = {one["subject"]: one for one in json.loads(printed.out)}
+    assert code == 1
+    assert found["dataset"]["level"] == "error"
+    assert "clock" not in found
+    assert "Traceback" not in printed.err
+    assert "hidden" not in printed.out + printed.err
