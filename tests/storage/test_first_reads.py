@@ -168,3 +168,15 @@ def test_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -> N
     done = look(packed)
     assert done.stdout.startswith("12\n")
     assert "IndexMismatchError" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["", "index.json"])
+def test_an_index_that_is_missing_in_between_is_an_error_that_names_it(
+    bucket: str, s3_env: None, name: str
+) -> None:
+    with ss.ShardWriter(f"{bucket}/gap", max_samples=5) as writer:
+        for number in range(15):
+            writer.write({"__key__": f"{number:02d}", "txt": str(number)})
+    remove(Storage(), f"{bucket}/gap/000001.tar.idx")
+    with pytest.raises(StorageError, match=r"000001\.tar\.idx"):
+        list(ss.ShardDataset(f"{bucket}/gap/{name}"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import sys
 import traceback
@@ -385,3 +386,12 @@ def test_error_of_a_store_keeps_its_cause() -> None:
     with pytest.raises(NotFoundError) as caught:
         Storage().read("memory://no-such-folder/a.tar")
     assert type(caught.value.__cause__) is FileNotFoundError
+
+
+def test_a_seek_before_the_start_of_a_remote_file_is_an_error() -> None:
+    fsspec.filesystem("memory").pipe("/sought/file", b"0123456789")
+    with Storage().open("memory://sought/file") as file:
+        assert file.seek(-4, os.SEEK_END) == 6
+        with pytest.raises(OSError, match="before the start"):
+            file.seek(-11, os.SEEK_END)
+        assert file.read() == b"6789"
