@@ -496,7 +496,7 @@ class ShardLoader(DataLoader[Any]):
                     requested_at = time.perf_counter()
                 stopwatch.stop()
             if self._cursor.iteration != begin.iteration:
-                return
+                return self._refuse_followed("a newer iteration of this loader reads on")
             if self._cursor.partition is begin.partition and not self._begin_round():
                 break
             begin, worker_batches, received = self._cursor, iter(()), None
@@ -540,8 +540,7 @@ class ShardLoader(DataLoader[Any]):
             warn_or_raise(problem)
 
     def _finish_report(self, *, waits: bool) -> Exception | None:
-        report = self._bad_sample_report
-        return None if report is None else report.finish(waits=waits)
+        return self._bad_sample_report.finish(waits=waits) if self._bad_sample_report else None
 
     def _advance(self, worker_batch: WorkerBatch, steps: int, begin: Cursor) -> None:
         """Report the bad samples of a batch or raise its error, move the cursor after it, and note its counts."""

@@ -388,3 +388,22 @@ def test_options_of_an_order_are_refused(url: str, options: Any, message: str) -
 def test_what_needs_a_whole_dataset_is_refused(url: str, use: Callable[[Any], Any]) -> None:
     with pytest.raises(OptionError, match="follow="):
         use(ss.ShardDataset(url, follow=True))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "said"),
+    [
+        (0, "a newer iteration of this loader reads on"),
+        (1, "has taken over its persistent workers"),
+    ],
+)
+def test_an_older_iteration_ends_with_an_error_where_a_newer_one_reads_on(
+    url: str, num_workers: int, said: str
+) -> None:
+    loader = follow(url, 2, num_workers=num_workers)
+    older = iter(loader)
+    first = numbers(next(older))
+    newer = [number for batch in loader for number in numbers(batch)]
+    assert first + newer == [*range(10)]
+    with pytest.raises(OptionError, match=said):
+        list(older)
