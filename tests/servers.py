@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import boto3
+from botocore.config import Config
+from botocore.exceptions import EndpointConnectionError, ReadTimeoutError
 
 SCRIPTS = Path(__file__).parent / "s3"
 
@@ -61,6 +63,7 @@ class S3Server:
     secret_key: str
     region: str
     kind: Literal["ceph", "moto"]
+    workdir: Path
 
     @property
     def environment(self) -> dict[str, str]:
@@ -149,7 +152,7 @@ def start_s3(workdir: Path) -> Iterator[S3Server]:
                 raise
             kind = "moto"
             _start("start_moto.sh", workdir, num_ports=1)
-        yield _read_server(workdir / "s3.env", kind)
+        yield _read_server(workdir, kind)
     finally:
         _stop(workdir)
         # pytest keeps the folders of three runs, which would be 40 MB each.
@@ -231,8 +234,18 @@ def restart_rgw(workdir: Path) -> None:
 
 @contextmanager
 def new_bucket(s3: S3Server, name: str | None = None) -> Iterator[str]:
-    """Make an empty bucket, "s3://NAME", and delete it with its contents at the end."""
-    made = _resource(s3).create_bucket(Bucket=name or f"test-{uuid.uuid4().hex}")
+    """Make an empty bucket, "s3://NAME", and delete it with its contents at the end.
+
+    A server that does not answer is started again, without its data: a Ceph whose daemons hang would fail each later test of S3.
+    """
+    name = name or f"test-{uuid.uuid4().hex}"
+    try:
+        made = _resource(s3).create_bucket(Bucket=name)
+    except (ReadTimeoutError, EndpointConnectionError):
+        endpoint = _read_server(s3.workdir, s3.kind).endpoint  # `s3` may be a proxy's port
+        _stop(s3.workdir)
+        _run_again(f"start_{s3.kind}.sh", s3.workdir, endpoint.rpartition(":")[2])
+        made = _resource(s3).create_bucket(Bucket=name)
     yield f"s3://{made.name}"
     made.objects.delete()
     made.delete()
@@ -240,7 +253,9 @@ def new_bucket(s3: S3Server, name: str | None = None) -> Iterator[str]:
 
 @functools.cache
 def _resource(s3: S3Server) -> Any:
-    return boto3.resource("s3", **s3.boto3_options)  # making one takes longer than making a bucket
+    patience = Config(read_timeout=30, retries={"total_max_attempts": 2})
+    # Making one takes longer than making a bucket.
+    return boto3.resource("s3", **s3.boto3_options, config=patience)
 
 
 def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
@@ -321,14 +336,16 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _read_server(path: Path, kind: Literal["ceph", "moto"]) -> S3Server:
-    values = dict(line.split("=", 1) for line in path.read_text().splitlines())
+def _read_server(workdir: Path, kind: Literal["ceph", "moto"]) -> S3Server:
+    lines = (workdir / "s3.env").read_text().splitlines()
+    values = dict(line.split("=", 1) for line in lines)
     return S3Server(
         endpoint=values["S3_ENDPOINT"],
         access_key=values["S3_ACCESS_KEY"],
         secret_key=values["S3_SECRET_KEY"],
         region=values["S3_REGION"],
         kind=kind,
+        workdir=workdir,
     )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +15,14 @@ import pytest
 import s3fs
 
 from tests import servers
-from tests.servers import S3Server, ServerMissingError, ShapedS3, start_s3
+from tests.servers import (
+    S3Server,
+    ServerMissingError,
+    ShapedS3,
+    new_bucket,
+    signal_server,
+    start_s3,
+)
 
 
 def make_client(server: S3Server) -> botocore.client.BaseClient:
@@ -100,6 +108,15 @@ def test_missing_ceph_is_replaced_by_moto(tmp_path: Path, monkeypatch: pytest.Mo
         client.create_bucket(Bucket="bucket")
         assert [made["Name"] for made in client.list_buckets()["Buckets"]] == ["bucket"]
         client.close()
+
+
+def test_a_server_that_does_not_answer_is_started_again(tmp_path: Path) -> None:
+    with start_s3(tmp_path / "s3") as server:
+        signal_server(server.workdir, "rgw" if server.kind == "ceph" else "moto", signal.SIGKILL)
+        with new_bucket(server, "bucket"):
+            client = make_client(server)
+            assert [made["Name"] for made in client.list_buckets()["Buckets"]] == ["bucket"]
+            client.close()
 
 
 def test_servers_end_with_a_killed_test_run(tmp_path: Path) -> None:
