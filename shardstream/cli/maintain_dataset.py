@@ -35,8 +35,8 @@ def doctor(
 ) -> None:
     """Examine this machine, and a dataset with its store; name the cure of each finding.
 
-    Looks at Python, packages, cores, /dev/shm, open files and AWS_ variables (never the values of secrets); of a dataset at the
-    clock, manifest, indexes, one sample, latency and bandwidth. Writes nothing. The exit code is 1 if something does not work.
+    Looks at Python, packages, cores, /dev/shm, open files and AWS_ variables (never at values of secrets); of a dataset at the
+    clock, manifest, indexes, one sample, latency and bandwidth. Writes nothing. Exit code 1: something does not work.
 
     Examples:
       shardstream doctor
@@ -82,20 +82,18 @@ def index(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Index existing tars for shuffled, resumable reading.
 
-    Reads every tar once and writes NAME.tar.idx next to it, then index.json for all of them. No tar is changed. Use it
-    for shards of other tools; 'shardstream pack' writes its own index.
+    For shards of other tools; 'shardstream pack' writes its own index. Reads every tar once and writes NAME.tar.idx next to
+    it, then index.json for all of them. No tar is changed.
 
     Examples:
       shardstream index data/train/
-      shardstream index "s3://bucket/train/{000000..000099}.tar"
       shardstream index data/train/ --columns cls,json.width
       shardstream index https://example.org/tars/{00..31}.tar --to mine/ --no-sha256
 
     Options:
-      to (FOLDER): Write indexes and manifest there, for tars in a place that you may only read.
+      to (FOLDER): Write indexes and manifest there, for tars that you may only read.
       sha256: Hash the tars; without, only headers of large samples are read.
-      members: Also write NAME.idx with the place of each field, so that fields= fetches large samples in part; NVIDIA
-        DALI reads it, too.
+      members: Also write NAME.idx, as NVIDIA DALI reads it: with it, fields= fetches large samples in part.
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
@@ -132,15 +130,15 @@ def verify(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Read every byte of a dataset and list all problems.
 
-    Compares each tar's length, checksum and samples with index.json and its index, and finds duplicate keys and unexpected
-    files. Exit code 0: sound (warnings are possible), 1: errors. With --part, repeated keys are found within the part only.
+    Compares each tar's length, checksum and samples with index.json and its index, and finds repeated keys (with --part within
+    the part only) and unexpected files. Exit code 0: sound (warnings are possible), 1: errors.
 
     Examples:
       shardstream verify s3://bucket/train/
       shardstream verify packed/train/ --decode --processes 8
 
     Options:
-      decode: Also decode every image, and list those that cannot be; --processes uses all cores.
+      decode: Also decode every image; --processes uses all cores.
     """
     import shardstream as ss  # noqa: PLC0415
 
@@ -183,13 +181,12 @@ def delete(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Delete samples, as a new version of the dataset.
 
-    The bytes stay, and tools that read tars on their own still see them, until 'shardstream compact' has written the shards without them, and
-    'shardstream gc' has removed the earlier versions. Readers of shardstream leave them out from now on.
+    Readers of shardstream leave them out from now on. Other tools still see them in the tars until 'shardstream compact' has
+    written the shards again and 'shardstream gc' has removed the earlier versions.
 
     Examples:
       shardstream delete s3://bucket/train/ --keys takedown.txt --missing ignore
       shardstream delete data/train/ --where "width < 64" --dry-run
-      shardstream delete data/train/ --numbers 5,100-199
 
     Options:
       keys (FILE|KEY): A text file (.txt) with a key on each line, or a key; may be repeated.
@@ -261,8 +258,7 @@ def compact(
 
     Other shards stay. Earlier versions keep the deleted samples until 'shardstream gc' removes them.
 
-    Examples:
-      shardstream compact data/train/
+    Example:
       shardstream compact s3://bucket/train/ --processes 8
     """
     import shardstream as ss  # noqa: PLC0415
@@ -293,8 +289,7 @@ def log(
 ) -> None:
     """List the versions of a dataset that can be read, the latest first.
 
-    Examples:
-      shardstream log data/train/
+    Example:
       shardstream log s3://bucket/train/ --limit 10 --json
 
     Options:
@@ -334,10 +329,9 @@ def close(
 ) -> None:
     """Close writers that were killed, so that readers with follow=True do not wait for them.
 
-    'shardstream log' lists the open writers. One that still runs goes on, and is listed again by its next publication.
+    'shardstream log' lists the open writers. One that still runs is listed again by its next publication.
 
-    Examples:
-      shardstream close s3://bucket/rollouts/
+    Example:
       shardstream close data/rollouts/ --writer 4e1d3c5b7a90f2d8
 
     Options:
@@ -361,10 +355,9 @@ def diff(
     as_json: AsJson = False,
     option: list[str] | None = None,
 ) -> None:
-    """Say what a later version of a dataset has changed since an earlier one.
+    """List the changes between two versions of a dataset.
 
-    Examples:
-      shardstream diff data/train/ 1
+    Example:
       shardstream diff data/train/ paper 12 --keys --json
 
     Options:
@@ -403,10 +396,9 @@ def tag(
     remove: Annotated[bool, typer.Option("--remove")] = False,
     option: list[str] | None = None,
 ) -> None:
-    """Give a version of a dataset a name, which 'shardstream gc' keeps it for.
+    """Name a version of a dataset; 'shardstream gc' keeps versions with a name.
 
     Examples:
-      shardstream tag data/train/ paper
       shardstream tag data/train/ paper 12
       shardstream tag data/train/ paper --remove
 
@@ -438,17 +430,17 @@ def gc(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Remove old versions of a dataset, and the files that only they need.
 
-    Versions with a tag stay. States of removed versions cannot continue, and trainings that read one fail. Without --yes nothing is changed.
+    Versions with a tag stay. States of removed versions cannot continue, and trainings that read one fail.
 
     Examples:
       shardstream gc data/train/
-      shardstream gc s3://bucket/train/ --keep 2 --yes
       shardstream gc s3://bucket/train/ --keep 1 --keep-days 30 --states s3://bucket/run/ --yes
 
     Options:
       keep (N): Latest versions to keep, with the current one.
-      keep_days (N): Also keep the versions that were the current one in the last N days.
-      states (PATH): Also keep the versions of the states in a folder of checkpoints, a checkpoint (.pt) or a .json file; may be repeated. Imports torch.
+      keep_days (N): Also keep the versions that were current in the last N days.
+      states (PATH): Also keep the versions that states need: a folder of checkpoints, a checkpoint (.pt) or a .json file; may be
+        repeated. Imports torch.
       yes: Delete; without, only print.
     """
     import shardstream as ss  # noqa: PLC0415

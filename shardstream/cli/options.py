@@ -4,7 +4,7 @@ The docstring of a command describes its options; this one those that several co
 
 Options:
   urls (URL): Folder, tar, quoted pattern or index.json.
-  url (URL): Folder of the dataset.
+  url (FOLDER): Folder of the dataset.
   dest (DEST): Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".
   as_json: Write JSON.
   option (KEY=VALUE): Option for the file system, as in fsspec's storage_options; may be repeated. Pass secrets in AWS_*
@@ -15,15 +15,13 @@ Options:
   max_samples (N): Samples per shard.
   max_bytes (SIZE): Size of a shard: 256MB, 1GiB.
   name (NAME): Name of the dataset, stored in index.json.
-  columns (FIELDS): Also write NAME.tar.cols.parquet with the keys and these values, to choose samples by a condition or by
-    key (where=, subset=), and to plan rows: fields, values in JSON, and lengths of files, e.g.
-    cls,json.width,n=npy.len,t=txt.len,f=mp4.frames,s=wav.seconds,w=jpg.width.
+  columns (FIELDS): Also write NAME.tar.cols.parquet with the keys and these values, for where=, keys in subset= and planned
+    rows: fields, values in JSON, and lengths of files, e.g. cls,json.width,n=npy.len,t=txt.len,f=mp4.frames,s=wav.seconds,w=jpg.width.
   overwrite: Replace an existing dataset, or the unfinished output of a different command.
   processes (N): Processes that do the work.
-  part (K/N): Do part K of N only, for a Slurm array or several machines; when all are done, publish with 'shardstream
-    merge'.
-  ray: Do the work on a Ray cluster: the one of --ray-address or RAY_ADDRESS, else one started on this machine.
-  ray_address (HOST:PORT): Do the work on the Ray cluster at this address.
+  part (K/N): Do part K of N only, for a Slurm array or several machines; then publish with 'shardstream merge'.
+  ray: Work on a Ray cluster: of --ray-address or RAY_ADDRESS, else one started on this machine.
+  ray_address (HOST:PORT): Work on the Ray cluster at this address.
 """
 
 from __future__ import annotations

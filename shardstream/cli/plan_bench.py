@@ -52,13 +52,12 @@ def plan(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Show which samples a training reads at a step, or when samples come.
 
-    Ranks, workers and batch size are those of the ShardLoaders of a training. Computed from the order alone; only the keys that are shown
-    are read from the shards. Without --step, --key and --number the number of steps is shown.
+    Give ranks, workers and batch size as in the ShardLoaders of the training. Only the keys that are shown are read from the
+    shards. Without --step, --key and --number the number of steps is shown.
 
     Examples:
       shardstream plan data/train/ --shuffle --ranks 8 --workers 2 --batch-size 64 --epoch 3 --step 1200
       shardstream plan data/train/ --shuffle --ranks 8 --workers 2 --batch-size 64 --key 0001234
-      shardstream plan data/train/ --ranks 4 --batch-size 64 --state run/step-00001200.pt --step 0 --json
       shardstream plan --dataset train:make_dataset --ranks 8 --batch-size 64 --step 1200 --rank 3
 
     Options:
@@ -66,15 +65,14 @@ def plan(  # noqa: PLR0913  (the options of a command)
       workers (N): Loader workers of each rank.
       batch_size (N): Samples of a batch of one rank.
       drop_last: As in ShardLoader.
-      shuffle: As in ShardDataset; with --state that of it.
-      seed (N): As in ShardDataset, 0; with --state that of it.
-      epoch (N): Epoch, from 0; by default 0 or that of --state.
+      shuffle: As in ShardDataset; by default as in --state.
+      seed (N): As in ShardDataset; by default 0, or as in --state.
+      epoch (N): Epoch, from 0; by default 0, or as in --state.
       step (N): Show the samples of this step, from 0.
-      rank (N): Of --step: this rank only.
+      rank (N): With --step: this rank only.
       key (KEY): Show when this sample comes; may be repeated.
       number (N): As --key, by number; may be repeated.
-      state (FILE): Begin where this state of a loader does, also in steps: its JSON, or a checkpoint of
-        save_checkpoint (.pt).
+      state (FILE): Count steps from this state of a loader: its JSON, or a checkpoint of save_checkpoint (.pt).
       dataset (MODULE:FUNCTION): Function that returns the dataset of the training (a mix, weights, order=, ...), in
         place of URL. Imports torch.
     """
@@ -219,12 +217,10 @@ def first_use(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Find the last checkpoint of a run before any of some samples was used, and when each was used first.
 
-    Order, ranks and batch size are those of the last state of the run, and so is the version of the dataset. Of checkpoints only the states are
-    read, of the data the keys that are asked for and shown.
+    Order, ranks, batch size and version of the dataset come from the last state of the run.
 
     Examples:
       shardstream first-use s3://bucket/train/ --run s3://bucket/run/ --keys takedown.txt
-      shardstream first-use data/train/ --run run/ --key 0001234 --key 0001235
       shardstream first-use --dataset train:make_dataset --run run/ --number 17 --json
 
     Options:
@@ -339,9 +335,9 @@ def bench(  # noqa: PLR0913  (a command's options)
 ) -> None:
     """Measure how fast a dataset is read on this machine, and recommend the number of workers.
 
-    Reads shuffled batches with 0, 1, 2, 4, ... workers, a few seconds each, says what limits the fastest, and what to change.
-    Samples that differ in size are measured without stacking them; bad samples are skipped and counted.
-    Bytes of local shards come from the page cache if they were read before.
+    Reads shuffled batches with 0, 1, 2, 4, ... workers, says what limits the fastest, and what to change.
+    Samples that differ in size are not stacked; bad samples are skipped and counted.
+    Local shards come from the page cache if they were read before.
 
     Examples:
       shardstream bench data/train/ --decode rgb8
@@ -349,8 +345,7 @@ def bench(  # noqa: PLR0913  (a command's options)
 
     Options:
       workers (N): Most workers to try: 0, 1, 2, 4, ... N; by default the CPU cores.
-      decode (NAME): What decode() gets: rgb8, torchrgb, audio, video, ...; may be repeated. By default fields stay
-        bytes.
+      decode (NAME): Argument of decode(): rgb8, torchrgb, audio, video, ...; may be repeated. By default fields stay bytes.
       batch_size (N): Samples of a batch.
       seconds (S): Time for each number of workers.
       in_order: Read in the order of the shards, not shuffled.

@@ -39,11 +39,9 @@ def ls(
     """List the shards of a dataset: samples, sizes, fields.
 
     Reads index.json, or else the names and sizes of the files and one sample; never a whole shard. A "?" marks a number that
-    is unknown without 'shardstream index'. For a folder with several splits, all are listed; the exit code is 1 if one is not
-    finished.
+    is unknown without 'shardstream index'. All splits of a folder are listed; exit code 1: one is not finished.
 
-    Examples:
-      shardstream ls data/train/
+    Example:
       shardstream ls s3://bucket/train/ --json
     """
     from shardstream.catalog import (  # noqa: PLC0415  (numpy and fsspec take 300 ms)
@@ -106,7 +104,6 @@ def cat(  # noqa: PLR0913  (the options of a command)
     """Show one sample, or extract one of its fields.
 
     Examples:
-      shardstream cat data/train/ --number 5
       shardstream cat data/train/ --key 0001
       shardstream cat s3://bucket/train/ --number 5 --field png --output 5.png
 
@@ -261,25 +258,22 @@ def view(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Look at a dataset in the browser: samples, histograms, epochs, bad samples.
 
-    Reads the samples that are shown by range requests and downloads no tar. The page is served to this machine alone, at an
-    address with a secret token. Ctrl-C ends it.
+    Reads only the samples that are shown. The page is served to this machine alone, at an address with a secret token.
+    Ctrl-C ends it.
 
     Examples:
-      shardstream view data/train/
       shardstream view s3://bucket/train/ --port 8900 --no-browser
       shardstream view data/train/ --bad bad.jsonl --decode my_formats:decode_dicom
       shardstream view data/photos/ data/drawings/ --dataset train:make_dataset
 
     Options:
       port (N): Port; 0 takes a free one.
-      host (ADDRESS): Address to listen at. Any other than 127.0.0.1 can be reached from the network, without
-        encryption.
+      host (ADDRESS): Address to listen at; others than 127.0.0.1 can be reached from the network, without encryption.
       no_browser: Only print the address, open no browser.
       bad (FILE): Report of bad samples, written by SkipBudget(report=); may be repeated.
-      decode (MODULE:FUNCTION): Function that makes a dict of values of a sample, a dict of bytes; pictures and arrays
-        among them are shown.
-      dataset (MODULE:FUNCTION): Function that returns the dataset of a training (a mix, a join, weights, a subset,
-        ...), whose epochs are shown. Imports torch.
+      decode (MODULE:FUNCTION): Function from a sample, a dict of bytes, to a dict of values, such as pictures and arrays.
+      dataset (MODULE:FUNCTION): Function that returns the dataset of a training (a mix, weights, ...), whose epochs are shown.
+        Imports torch.
     """
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:

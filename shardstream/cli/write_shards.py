@@ -78,9 +78,9 @@ def pack(  # noqa: PLR0913  (the options of a command)
     Writes tars, an index for each, and index.json last, which publishes the dataset. Equal input gives equal bytes. To resume
     a stopped or killed command, run it again: finished shards are kept.
 
-    A folder of images has a folder for each class; labels go to "cls", names to classes.json. If it has the folders train,
-    val, ... with the classes inside, each becomes a dataset in DEST, all with the same class numbers. Loose files become one
-    sample per name: 0001.jpg and 0001.json. In a table, a column mapped to an image or another file holds its path.
+    A folder of images has a folder for each class; labels go to "cls", names to classes.json. With folders train, val, ... above
+    the classes, each becomes a dataset in DEST, all with the same class numbers. Loose files become one
+    sample per name: 0001.jpg and 0001.json. In a table, a column mapped to a file holds its path.
 
     Examples:
       shardstream pack photos/ s3://bucket/photos/ --split train=0.9,val=0.1
@@ -91,14 +91,13 @@ def pack(  # noqa: PLR0913  (the options of a command)
 
     Options:
       source (SOURCE): Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars.
-      kind (KIND): Kind of the source: images (a folder for each class), files (grouped by name), table or tars. By
-        default detected.
+      kind (KIND): images (a folder for each class), files (grouped by name), table or tars. By default detected.
       mapping (FIELD=COLUMN): For a table: the column of a field, e.g. jpg=path; may be repeated. By default all
         columns go into one field, json.
-      root (URL): For a table: the folder that its paths are relative to. By default the table's folder.
-      allow (URL-PREFIX): For a table on a server: a beginning of URLs, such as https:// or s3://bucket/images, that
-        it may name outside the folder of --root; may be repeated. A local table may name anything.
-      header (NAME,…): For CSV and TSV without names in their first line: the names of all columns.
+      root (URL): For a table: the folder of its relative paths. By default the table's folder.
+      allow (URL-PREFIX): For a table on a server: URLs that it may name outside the folder of --root, such as https:// or
+        s3://bucket/images; may be repeated. A local table may name anything.
+      header (NAME,…): Names of all columns, for CSV and TSV without them in the first line.
       classes (URL): Use the class numbers of this classes.json or packed dataset. By default those of a packed split
         next to DEST, else in the order of their names.
       key (TEMPLATE): Template of sample keys: "{index:08d}", "{class}/{stem}", "{path}"; for a table also a column.
@@ -109,17 +108,16 @@ def pack(  # noqa: PLR0913  (the options of a command)
       seed: Seed of the order and of the split.
       max_side (PIXELS): Limit of an image's longest side; larger images are shrunk.
       image_format (FORMAT): Convert all images to jpg, png or webp.
-      masks (FIELD,…): Fields whose pixels are numbers, such as class ids: shrunk without averaging, never converted
-        to another format; or none. By default seg.png, mask.png and similar names, and a png next to a jpg.
+      masks (FIELD,…): Fields whose pixels are numbers, such as class ids: shrunk without averaging, never converted; or none.
+        By default seg.png, mask.png and similar names, and a png next to a jpg.
       scale_16_bits: Scale images of 9 to 16 bits to 8 bits; masks keep all bits.
       quality: Quality of re-encoded JPEG and WebP images.
       check: Decode all pixels of each image: a truncated one is an error, or left out with --skip-errors.
       processes (N): Processes that read and encode; the output does not depend on it.
       append: Add the shards to the dataset at DEST, as a new version.
-      key_check: With --append: compare the keys with those of the dataset; the first time this reads all of them.
+      key_check: With --append: compare the keys with those of the dataset, all of which the first time reads.
       skip_errors: Leave out files and rows that cannot be packed, and list them.
-      report (PATH): Write a line of JSON, with its place and the reason, for each file or row that --skip-errors
-        leaves out.
+      report (PATH): Write a line of JSON, with place and reason, for each file or row that --skip-errors leaves out.
     """
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
@@ -337,13 +335,12 @@ def reshard(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Write the samples of shards to new shards: other sizes, another order, fewer or more fields.
 
-    Remote shards need an index. Equal input gives equal bytes, whatever --processes, --part and --ray are. To resume a stopped or
-    killed command, run it again: finished shards are kept. Functions on samples: ss.reshard(select=, map=) in Python.
+    Remote shards need an index. Equal input gives equal bytes, also with --processes, --part and --ray. To resume a stopped or
+    killed command, run it again. For functions on samples see ss.reshard(select=, map=) in Python.
 
     Examples:
       shardstream reshard s3://bucket/train/ s3://bucket/large/ --max-bytes 1GB --processes 8
       shardstream reshard train/ shuffled/ --shuffle --seed 1
-      shardstream reshard train/ captions/ --fields txt,json --part 3/16
       shardstream reshard train/ wide/ --where "width >= 512"
       shardstream reshard train/ new/ --add captions/:txt --add scores.parquet:__key__=id,score.json=score
 
@@ -352,9 +349,8 @@ def reshard(  # noqa: PLR0913  (the options of a command)
       seed (N): Write all samples in the random order of this seed; --shuffle alone takes 0.
       where (SQL): Write the samples whose columns fulfil a condition, e.g. 'cls in (3, 9) and width >= 512'.
       fields (NAME,NAME): Keep these fields; by default all.
-      add (URL[:FIELD,…]): Add fields of other shards or of a table, by key; may be repeated. FIELD=NAME is the field
-        NAME there, or a column. The keys of a table are in its column __key__ or key, or in COLUMN with
-        __key__=COLUMN.
+      add (URL[:FIELD,…]): Add fields of other shards or of a table, by key; may be repeated. FIELD=NAME takes the field or
+        column NAME; the keys of a table are in __key__ or key, or name their column: __key__=COLUMN.
       missing (error|keep|drop): For a sample whose key is not in --add: stop, keep it without the fields, or drop it.
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
