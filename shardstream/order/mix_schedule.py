@@ -53,10 +53,12 @@ class MixSchedule:
             streams: Stream of each place, shape (n,); every stream has its own patterns.
         """
         pattern, slot = np.divmod(places, self.length)
-        pairs, row = np.unique(np.stack((streams, pattern)), axis=1, return_inverse=True)
-        sources, occurrences = self._patterns(pairs[0], pairs[1])
+        width = int(streams.max(initial=0)) + 1
+        pairs, row = np.unique(pattern * width + streams, return_inverse=True)
+        patterns, pair_streams = np.divmod(pairs, width)
+        sources, occurrences = self._patterns(pair_streams, patterns)
         source: Ints = sources[row, slot]
-        num_before: Ints = self._count_before(pairs[1])[row, source] + occurrences[row, slot]
+        num_before: Ints = self._count_before(patterns)[row, source] + occurrences[row, slot]
         return source, num_before
 
     def find_places(self, sources: Ints, num_before: Ints, streams: Ints) -> Ints:

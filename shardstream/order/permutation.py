@@ -15,7 +15,13 @@ Ints = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = 4
+# Made once: small arrays take no longer than to make such numbers.
+_FIRST, _SECOND, _ADDED = map(np.uint64, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, _GOLDEN))
+_SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
+_ROUNDS = [
+    (np.uint64((number + 1) * _GOLDEN & _MASK), np.uint64((number + 2) * _GOLDEN & _MASK))
+    for number in range(0, 8, 2)
+]
 
 
 def derive_key(*parts: int) -> int:
@@ -74,35 +80,41 @@ def permute(index: Ints, size: Ints | int, key: UInts | int, *, inverse: bool = 
 def _feistel(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
     left = values // b
     right = values - left * b
-    for number in range(_ROUNDS):
-        round_keys = keys + np.uint64((2 * number + 1) * _GOLDEN & _MASK)
-        shift = mix_bits(right ^ round_keys)
-        shift -= shift // a * a  # faster than %, see `permute`
-        left += shift
-        left -= left // a * a
-        shift = mix_bits(left ^ (round_keys + np.uint64(_GOLDEN)))
-        shift -= shift // b * b
-        right += shift
-        right -= right // b * b
+    for of_left, of_right in _ROUNDS:
+        left += _hash_below(right, keys + of_left, a)
+        np.minimum(left, left - a, out=left)  # the remainder: below 0 wraps around
+        right += _hash_below(left, keys + of_right, b)
+        np.minimum(right, right - b, out=right)
     return left * b + right
 
 
 def _feistel_inverse(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
     left = values // b
     right = values - left * b
-    for number in reversed(range(_ROUNDS)):
-        round_keys = keys + np.uint64((2 * number + 1) * _GOLDEN & _MASK)
-        right = (right + b - mix_bits(left ^ (round_keys + np.uint64(_GOLDEN))) % b) % b
-        left = (left + a - mix_bits(right ^ round_keys) % a) % a
+    for of_left, of_right in reversed(_ROUNDS):
+        right -= _hash_below(left, keys + of_right, b)
+        np.minimum(right, right + b, out=right)
+        left -= _hash_below(right, keys + of_left, a)
+        np.minimum(left, left + a, out=left)
     return left * b + right
+
+
+def _hash_below(half: UInts, keys: UInts, size: UInts) -> UInts:
+    """Return a hash of each half-word from 0 to size - 1."""
+    found = mix_bits(half ^ keys)
+    found -= found // size * size  # faster than %, see `permute`
+    return found
 
 
 def mix_bits(values: UInts) -> UInts:
     """Return a hash of each number: the finaliser of SplitMix64."""
-    values = values + np.uint64(_GOLDEN)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values + _ADDED
+    values ^= values >> _SHIFTS[0]
+    values *= _FIRST
+    values ^= values >> _SHIFTS[1]
+    values *= _SECOND
+    values ^= values >> _SHIFTS[2]
+    return values
 
 
 def _mix_int(value: int) -> int:
