@@ -203,13 +203,13 @@ def _encode(document: Any) -> bytes:
         return (json.dumps(document, indent=1) + "\n").encode()
 
 
-def encode_classes(names: Sequence[str]) -> bytes:
-    r"""Return the bytes of ``classes.json``, a JSON list in which item n is the name of class n; equal names give equal bytes.
+def encode_classes(names: Sequence[str]) -> str:
+    r"""Return the text of ``classes.json``, a JSON list in which item n is the name of class n; equal names give equal text.
 
     >>> encode_classes(["ant", "bee"])
-    b'[\n "ant",\n "bee"\n]\n'
+    '[\n "ant",\n "bee"\n]\n'
     """
-    return _encode(list(names))
+    return _encode(list(names)).decode()
 
 
 def decode_classes(data: bytes, *, url: str) -> tuple[str, ...]:

@@ -72,7 +72,8 @@ class ImageOptions:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
         if not 1 <= self.quality <= 100:
             raise OptionError(f"quality must be from 1 to 100, not {self.quality}")
-        check_masks(self.masks or ())
+        if self.masks is not None:
+            check_masks(self.masks)
         if self.format is not None and self.format not in REENCODED:
             raise OptionError(
                 f"images can be converted to {', '.join(REENCODED)}, not to {self.format!r}"

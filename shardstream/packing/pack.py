@@ -20,7 +20,6 @@ from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
 from shardstream.packing.job.parts import (
-    EncodedPart,
     PartJob,
     Place,
     fields_bytes,
@@ -218,7 +217,7 @@ def run_pack(
     plan, call = request.open(), uuid.uuid4().hex
     with EncoderPool(plan.encoder, processes) as pool:
         cut = _Cut.of(plan, request, pool)
-        jobs = [*map(partial(_split_job, plan, request, cut), plan.splits)]
+        jobs = [*map(partial(_split_job, plan, request, cut, call), plan.splits)]
         stream = None
         if executor is None:
             stream = partial(_open_stream, plan, cut, pool)
@@ -242,13 +241,10 @@ def run_pack(
     return replace(report, files=plan.source.num_files)
 
 
-def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> PartJob:
+def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, call: str, split: str) -> PartJob:
     options = dict(plan.task.options)
     if cut.part_records is not None:  # of two processes that measure differently, one stops
         options["part_records"] = cut.part_records
-    extras = {
-        name: data.decode("utf-8", "surrogateescape") for name, data in plan.source.extras.items()
-    }
     job = PartJob(
         kind="pack",
         title=plan.source.name,
@@ -256,11 +252,12 @@ def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, split: str) -> P
         source=plan.task.source,
         options=options | {"split_name": split, "split_names": [*plan.splits]},
         limits=request.limits,
-        extras={} if request.base else extras,
+        extras={} if request.base else plan.source.extras,
         storage_options=request.writing,
         split=split,
         skips=request.skips,
         keeps_keys=plan.source.may_repeat_keys,
+        call=call,
     )
     if request.base is None:
         return job
@@ -321,9 +318,9 @@ class _Cut:
     ) -> Iterator[tuple[Place, Record]]:
         """Yield records with the numbers of their splits and parts; ``firsts`` as in `number_parts`."""
         if self.part_records is not None:
-            return number_parts(records, lambda _: 0, self.part_records, 0, firsts)
-        limits = self.max_records, self.max_bytes
-        return number_parts(map(_encode_values, records), _record_bytes, *limits, firsts)
+            unsized = ((split, record, 0) for split, record in records)
+            return number_parts(unsized, self.part_records, 0, firsts)
+        return number_parts(_with_sizes(records), self.max_records, self.max_bytes, firsts)
 
     def firsts(self, plan: PackPlan) -> list[Numbers]:
         """Return for each split the first record of each part among its records, and their number; shape (parts + 1,).
@@ -353,26 +350,25 @@ def _empty_error(plan: PackPlan) -> SourceError:
     return SourceError("there is nothing to pack: the source is empty", shard=plan.source.name)
 
 
-def _encode_values(numbered: tuple[int, Record]) -> tuple[int, Record]:
-    """Return a record, with the number of its split, with all values but files and whole numbers as bytes, or with its error."""
-    split, record = numbered
-    if _SIZED.issuperset(map(type, record.fields.values())):
-        return numbered
+def _with_sizes(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, Record, int]]:
+    """Yield records with the numbers of their splits, and with their bytes in a tar: all values but files and whole numbers become bytes, or an error."""
+    for split, given in records:
+        is_sized = _SIZED.issuperset(map(type, given.fields.values()))
+        record = given if is_sized else _with_encoded_values(given)
+        sizes = map(_value_bytes, record.fields.values())
+        yield split, record, fields_bytes(record.key, zip(record.fields, sizes, strict=True))
+
+
+def _with_encoded_values(record: Record) -> Record:
     try:
-        return split, record._replace(
+        return record._replace(
             fields={
                 field: value if isinstance(value, FileRef) else encode_field(field, value)
                 for field, value in record.fields.items()
             }
         )
     except SampleError as error:
-        return split, Record(record.key, {}, record.where, named(error, record.where))
-
-
-def _record_bytes(record: Record) -> int:
-    """Return how many bytes a record of files, bytes and whole numbers takes in a tar."""
-    sizes = map(_value_bytes, record.fields.values())
-    return fields_bytes(record.key, zip(record.fields, sizes, strict=True))
+        return Record(record.key, {}, record.where, named(error, record.where))
 
 
 def _value_bytes(value: FileRef | bytes | int) -> int:
@@ -399,8 +395,8 @@ def _open_stream(
             begins[split] += kept.nsamples + len(kept.skipped)
     records = plan.iter_from(begins)
     if cut.is_encoded_first:
-        limits = cut.max_records, cut.max_bytes
-        cuts = number_parts(pool.encode(records), _encoded_bytes, *limits, firsts)
+        sized = ((split, one, _encoded_bytes(one)) for split, one in pool.encode(records))
+        cuts = number_parts(sized, cut.max_records, cut.max_bytes, firsts)
         numbered = _without_kept(cuts, firsts, find_kept)
     else:  # files of kept parts are not opened
         numbered = pool.encode(_without_kept(cut.number(records, firsts), firsts, find_kept))
@@ -458,12 +454,11 @@ class PackWork:
         """
         # By the call: two sources may have one identity, such as tables that are equal, but name files of other folders.
         plan = keep(self.call, "source", self._open)
-        part = EncodedPart(writer, skips=self.request.skips)
-        records = (record for _, record in plan.iter_from({self.split: self.first}))
-        for some in chunked(itertools.islice(records, self.last - self.first)):
+        records = itertools.islice(plan.iter_from({self.split: self.first}), self.last - self.first)
+        for _, some in chunked(records):
             for sample in plan.encoder.encode(some):
-                part.add(sample)
-        return part.result()
+                writer.add(sample, skips=self.request.skips)
+        return PartResult()
 
     def _open(self) -> PackPlan:
         """Open the source."""

@@ -323,8 +323,9 @@ def _plan_job(
         options=options,
         limits=limits,
         parts=len(firsts) - 1,
-        extras={} if classes is None else {CLASSES_NAME: encode_classes(classes).decode()},
+        extras={} if classes is None else {CLASSES_NAME: encode_classes(classes)},
         works=work.parts(firsts),
+        call=call,
     )
 
 

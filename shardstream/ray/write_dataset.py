@@ -90,15 +90,16 @@ def write(  # noqa: PLR0913  (public door)
         raise OptionError(
             f"write() takes a Ray dataset, not {type(ds).__name__}; see ss.ray.read and ray.data"
         )
-    names = ShardNames.parse(absolute_url(dest))
+    names, call = ShardNames.parse(absolute_url(dest)), uuid.uuid4().hex
     job = PartJob(
         kind="ray.write",
         title="rows of a Ray dataset",
         names=names,
-        source=uuid.uuid4().hex,  # rows have no identity, so that a stopped job cannot be resumed
+        source=call,  # rows have no identity, so that a stopped job cannot be resumed
         options={"max_samples": limits.max_samples, "max_bytes": limits.max_bytes},
         limits=limits,
         storage_options=storage_options,
+        call=call,
     )
     # Refuses before the dataset runs; nothing is changed.
     claim_destination(job.new_journal(job.open_folder()), names, overwrite=overwrite)

@@ -35,22 +35,12 @@ _pools: WeakSet[MmapPool] = WeakSet()
 _lock = new_lock()
 
 
-def scan_folder(path: str) -> tuple[list[tuple[str, os.stat_result]], list[str]]:
-    """Return the files (path and status) and the names of the folders in a folder, sorted; links are followed.
+def folder_pages(path: str) -> Iterator[tuple[list[tuple[str, os.stat_result]], list[str]]]:
+    """Yield the files (path and status) and the names of the folders in a folder, some at a time, in any order; links are followed.
 
     Raises:
         OSError: If it is not a folder, or cannot be read.
     """
-    files: list[tuple[str, os.stat_result]] = []
-    folders: list[str] = []
-    for some_files, some_folders in folder_pages(path):
-        files += some_files
-        folders += some_folders
-    return sorted(files), sorted(folders)
-
-
-def folder_pages(path: str) -> Iterator[tuple[list[tuple[str, os.stat_result]], list[str]]]:
-    """Yield what `scan_folder` returns, some at a time, in any order."""
     with os.scandir(path) as entries:
         while page := list(itertools.islice(entries, _PAGE_ENTRIES)):
             files: list[tuple[str, os.stat_result]] = []

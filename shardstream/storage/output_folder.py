@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from shardstream.errors import ChangedError, NotFoundError
 from shardstream.storage.conditional_write import read_with_version, replace_if
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.local_files import scan_folder
+from shardstream.storage.local_files import folder_pages
 from shardstream.storage.publish import (
     LocalFile,
     PendingFile,
@@ -146,9 +146,10 @@ class LocalFolder:
         """Return the files directly in the folder by name; none if the folder is missing."""
         files: dict[str, FileInfo] = {}
         with translate_errors(self.url), suppress(FileNotFoundError):
-            for path, status in scan_folder(str(self._path))[0]:
-                files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
-        return files
+            for some, _ in folder_pages(str(self._path)):
+                for path, status in some:
+                    files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
+        return dict(sorted(files.items()))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""

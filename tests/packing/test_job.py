@@ -593,7 +593,7 @@ def test_full_disk_publishes_nothing(tmp_path: Path) -> None:
 
 def test_chunks_are_bounded_by_bytes() -> None:
     records = [Record("a", {"bin": FileRef("x", 10 << 20)}, "x")] * 5
-    assert [len(chunk) for chunk in chunked(records)] == [2, 2, 1]
+    assert [len(chunk) for _, chunk in chunked(enumerate(records))] == [2, 2, 1]
 
 
 def test_packing_does_not_import_torch() -> None:

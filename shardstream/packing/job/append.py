@@ -288,7 +288,7 @@ class Addition:
                         shard=url,
                     )
             counts[1] = len(names)
-            return encode_classes(names) if counts[1] > counts[0] else None
+            return encode_classes(names).encode() if counts[1] > counts[0] else None
 
         update_file(storage, url, change, is_done=lambda found: change(found) is None)
         if counts[0] == counts[1]:

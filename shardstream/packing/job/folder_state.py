@@ -329,18 +329,17 @@ class ManifestFiles:
             stale: Names of the shards of the earlier dataset.
             has_columns: Whether the new dataset has columns.
         """
-        folder, files, written = self._folder, self._before, self.manifest.shards
-        urls = {shard.url for shard in written}
-        left = set(stale) - urls
-        # A killed run of a part may have left a further shard that its next run did not need.
+        folder, files = self._folder, self._before
+        written = {shard.url for shard in self.manifest.shards}
+        left = set(stale) - written
         for name in files:
-            if name.endswith(".tar") and name not in urls and names.is_ours(name):
+            # A killed run of a part may have left a further shard that its next run did not need.
+            if name.endswith(".tar") and name not in written and names.is_ours(name):
                 left.add(name)
+            elif not has_columns and name.endswith(COLUMNS_SUFFIX) and shard_of(name) in written:
+                folder.remove(name)
         for name in sorted(filter(is_deletable, left)):
             remove_shard(folder, name, files)
-        for shard in () if has_columns else written:
-            if shard.columns_url in files:
-                folder.remove(shard.columns_url)
 
     def remove(self) -> None:
         """Delete the manifest if `write` was to write it, also if an error said that it has not.

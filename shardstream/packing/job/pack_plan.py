@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import uuid
@@ -10,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class PackRequest:
             folders = [*map(partial(folder_of_split, names), splits)]
             opened = number_classes(opened, self.classes, folders, Storage(self.writing))
             names_file = opened.extras.get(CLASSES_NAME)
-            digest = None if names_file is None else hashlib.sha256(names_file).hexdigest()[:16]
+            digest = None if names_file is None else sha256(names_file.encode()).hexdigest()[:16]
             numbers: dict[str, Any] = {"class_numbers": digest}
         else:
             opened, numbers = self._continue(opened, splits, self.base)
@@ -303,7 +303,7 @@ def _splits_from(assigned: SplitNumbers, begins: Numbers) -> Iterator[int]:
 def _prefix(source: Source) -> str:
     """Return a text for keys that are running numbers, which those of the dataset may be, too: the same for the same source."""
     identity = source.fingerprint or uuid.uuid4().hex
-    return f"{hashlib.sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}-"
+    return f"{sha256(identity.encode('utf-8', 'surrogateescape')).hexdigest()[:8]}-"
 
 
 def _plan(source: Source, request: PackRequest, **opened: Any) -> PackPlan:

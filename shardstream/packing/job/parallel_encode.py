@@ -99,8 +99,10 @@ class RecordEncoder:
         self, record: Record, ahead: Mapping[str, bytes | StorageError]
     ) -> dict[str, bytes]:
         fields: dict[str, bytes] = {}
-        images = self.images.for_fields(record.fields)
-        masks = images.select_masks(record.fields)
+        images, masks = self.images, frozenset[str]()
+        if not images.changes_nothing:  # else no pixels are touched
+            images = images.for_fields(record.fields)
+            masks = images.select_masks(record.fields)
         for field, value in record.fields.items():
             name, data = self._encode_field(
                 field, value, record.where, ahead, images, is_mask=field in masks
@@ -230,52 +232,47 @@ class EncoderPool:
             SourceError: If a process dies.
             StorageError: If files cannot be reached.
         """
-        labels: deque[T] = deque()  # of the records that were read ahead
-
-        def unlabelled() -> Iterator[Record]:
-            for label, record in labelled:
-                labels.append(label)
-                yield record
-
-        chunks = chunked(unlabelled(), chunk_records)
-        first = next(chunks, [])
+        chunks = chunked(labelled, chunk_records)
+        first = next(chunks, ([], []))
         chunks = itertools.chain([first], chunks)
-        if self.processes == 1 or self._encoder.only_copies(first):
-            encoded: Iterator[list[Encoded]] = map(self._encoder.encode, chunks)
-        else:
-            encoded = self._encode_ahead(chunks)
-        for samples in encoded:
-            for sample in samples:
-                yield labels.popleft(), sample
+        if self.processes > 1 and not self._encoder.only_copies(first[1]):
+            yield from self._encode_ahead(chunks)
+            return
+        for labels, records in chunks:
+            yield from zip(labels, self._encoder.encode(records), strict=True)
 
-    def _encode_ahead(self, chunks: Iterable[list[Record]]) -> Iterator[list[Encoded]]:
+    def _encode_ahead(
+        self, chunks: Iterable[tuple[list[T], list[Record]]]
+    ) -> Iterator[tuple[T, Encoded]]:
         """Encode chunks in processes, with a bounded number in flight."""
         # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order.
         pool = self._pool = self._pool or ProcessPool(self.processes, _begin, (self._encoder,))
-        in_flight: deque[Future[list[Encoded]]] = deque()
+        in_flight: deque[tuple[list[T], Future[list[Encoded]]]] = deque()
         try:
-            for chunk in chunks:
-                in_flight.append(pool.submit(_encode_here, chunk))
+            for labels, records in chunks:
+                in_flight.append((labels, pool.submit(_encode_here, records)))
                 if len(in_flight) > 2 * self.processes:
-                    yield in_flight.popleft().result()
-            while in_flight:
-                yield in_flight.popleft().result()
+                    yield from _labelled(*in_flight.popleft())
+            for one in in_flight:
+                yield from _labelled(*one)
         except BrokenProcessPool as error:
             raise SourceError(f"a process that encodes died: {pool.why_broken()}") from error
 
 
-def chunked(records: Iterable[Record], max_records: int = _CHUNK_RECORDS) -> Iterator[list[Record]]:
-    """Yield lists of records, bounded by number and by bytes."""
-    chunk: list[Record] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
+def chunked(
+    labelled: Iterable[tuple[T, Record]], max_records: int = _CHUNK_RECORDS
+) -> Iterator[tuple[list[T], list[Record]]]:
+    """Yield labels and records in lists, bounded by number and by bytes."""
+    labels, records, size = list[T](), list[Record](), 0
+    for label, record in labelled:
+        labels.append(label)
+        records.append(record)
         size += sum(map(_value_bytes, record.fields.values()))
-        if len(chunk) >= max_records or size >= _RECORD_CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+        if len(records) >= max_records or size >= _RECORD_CHUNK_BYTES:
+            yield labels, records
+            labels, records, size = [], [], 0
+    if records:
+        yield labels, records
 
 
 def _value_bytes(value: object) -> int:
@@ -286,6 +283,10 @@ def _value_bytes(value: object) -> int:
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())
     return len(value) if isinstance(value, bytes | str) else 0
+
+
+def _labelled(labels: Sequence[T], encoded: Future[list[Encoded]]) -> Iterator[tuple[T, Encoded]]:
+    return zip(labels, encoded.result(), strict=True)
 
 
 _here: list[RecordEncoder] = []  # in a process of the pool: its one encoder

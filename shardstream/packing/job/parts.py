@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
@@ -14,14 +13,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from shardstream.errors import NotFoundError, SampleError, ShardError, StorageError
+from shardstream.errors import NotFoundError, ShardError, StorageError
 from shardstream.format import ShardInfo, member_bytes
 from shardstream.packing.job.folder_state import Journal, ShardNames, Task
 from shardstream.packing.job.key_hashes import Hashes, encode_hashes
-from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.shards.column_builder import ColumnSummary
 from shardstream.packing.shards.part_writer import PartResult, PartWriter, Skip, WriterOptions
-from shardstream.packing.sources.source import Numbers, named
+from shardstream.packing.sources.source import Numbers
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -81,8 +79,7 @@ def iter_cuts(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> I
 
 
 def number_parts(
-    items: Iterable[tuple[int, T]],
-    size: Callable[[T], int],
+    items: Iterable[tuple[int, T, int]],
     max_items: int,
     max_bytes: float,
     firsts: Sequence[int] = (0,),
@@ -90,20 +87,17 @@ def number_parts(
     """Yield each item with the numbers of its job and of its part; the parts of each job are cut as by `cut_by_size`.
 
     Args:
-        items: The items, each with the number of its job; one is read at a time.
-        size: Returns the bytes of an item in a shard.
+        items: The items, each with the number of its job and with its bytes in a shard; one is read at a time.
         max_items: Maximum items of a part, at least 1.
         max_bytes: Maximum bytes of a part; a single item may exceed it.
         firsts: Number of the first part of each job.
 
-    >>> sizes = {"a": 2, "b": 3, "c": 9}
-    >>> list(number_parts([(0, "a"), (1, "a"), (0, "b"), (0, "b"), (1, "c")], sizes.__getitem__, 10, 5, [0, 7]))
+    >>> list(number_parts([(0, "a", 2), (1, "a", 2), (0, "b", 3), (0, "b", 3), (1, "c", 9)], 10, 5, [0, 7]))
     [((0, 0), 'a'), ((1, 7), 'a'), ((0, 0), 'b'), ((0, 1), 'b'), ((1, 8), 'c')]
     """
     parts = [*firsts]
     counts, totals = [0] * len(parts), [0] * len(parts)
-    for job, item in items:
-        more = size(item)
+    for job, item, more in items:
         if counts[job] and (counts[job] >= max_items or totals[job] + more > max_bytes):
             parts[job] += 1
             counts[job] = totals[job] = 0
@@ -242,20 +236,22 @@ class PartFiles:
             replaces=self.replaces,
             add_keys=(lambda some, _: hashes.append(some)) if self.keeps_keys else None,
         )
-        return OpenPart(self, folder, writer, hashes)
+        return OpenPart(self, folder, writer, check_owner, hashes)
 
-    def record(self, folder: OutputFolder, result: PartResult) -> None:
-        """Record the published shards of the part.
+    def record(
+        self, folder: OutputFolder, result: PartResult, check_owner: Callable[[], None]
+    ) -> None:
+        """Record the published shards of the part; ``check_owner`` as of `PartWriter`.
 
         Raises:
             StorageError: If another run has taken the folder over.
         """
-        self.check_owner(folder)
+        check_owner()
         document = {"run": self.run_id, "part": self.number, "of": self.of, **result.encode()}
         name, data = part_record_name(self.number), json.dumps(document).encode()
         folder.write(name, data)
         try:
-            self.check_owner(folder)
+            check_owner()
         except StorageError:  # taken over in between: the record is no file of the other writer
             with suppress(NotFoundError):  # the other one has deleted it
                 if folder.read(name) == data:
@@ -269,16 +265,18 @@ class OpenPart(NamedTuple):
     files: PartFiles
     folder: OutputFolder
     writer: PartWriter
+    check_owner: Callable[[], None]
     hashes: list[Hashes]
     """Those of the keys of each shard, if they are kept."""
 
-    def end(self, written: PartResult) -> PartResult:
-        """Wait until all shards are published, then record them; return the whole result."""
-        self.writer.end()
-        self.writer.drain()
-        hashes = encode_hashes(np.concatenate(self.hashes)) if self.hashes else ""
-        result = replace(self.writer.result(written), key_hashes=hashes)
-        self.files.record(self.folder, result)
+    def end(self, written: PartResult | None = None) -> PartResult:
+        """Wait until all shards are published, then record them, and close the writer; return the whole result."""
+        with closing(self.writer) as writer:
+            writer.end()
+            writer.drain()
+            hashes = encode_hashes(np.concatenate(self.hashes)) if self.hashes else ""
+            result = replace(writer.result(written), key_hashes=hashes)
+            self.files.record(self.folder, result, self.check_owner)
         return result
 
 
@@ -312,43 +310,6 @@ class PartTask:
                 result = part.end(self.work.write(writer))
         # The hashes are in the record: `publish` compares them.
         return {**replace(result, key_hashes="").encode(), "kept": is_kept}
-
-
-class EncodedPart:
-    """The samples of a part, which are written one after the other.
-
-    Args:
-        writer: Writes its shards.
-        skips: Whether records that cannot be packed are skipped.
-    """
-
-    def __init__(self, writer: PartWriter, *, skips: bool) -> None:
-        self._writer, self._skips = writer, skips
-        self._skipped: list[Skip] = []
-
-    def add(self, sample: Encoded) -> int:
-        """Write a sample; return its bytes, 0 if its record is skipped.
-
-        Raises:
-            SourceError: If the record cannot be packed, unless such records are skipped.
-            StorageError: If a shard cannot be written.
-        """
-        error, before = sample.error, self._writer.size_bytes
-        if error is None:
-            try:
-                self._writer.write(sample.key, sample.fields)
-            except SampleError as unfit:
-                error = named(unfit, sample.where)
-        if error is not None:
-            if not self._skips:
-                raise error
-            self._skipped.append(Skip(sample.where, str(error)))
-            return 0
-        return self._writer.size_bytes - before
-
-    def result(self) -> PartResult:
-        """Return what the writer does not count."""
-        return PartResult(skipped=tuple(self._skipped))
 
 
 def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartResult] | None:
@@ -395,10 +356,10 @@ class PartJob:
         extras: Small text files that are published with the manifest, by name.
         storage_options: ``storage_options`` of the destination; not part of the identity.
         split: Name of the split; "" without splits.
+        call: Identity of this call, of a job whose source has none.
         works: Work of each part, in order, where the parts are not those of a stream.
         skips: Whether records that cannot be packed are skipped; if not, an earlier run that did so is not continued.
         keeps_keys: Whether the keys of the samples are compared when the dataset is published.
-        call: Identity of this call, of a job whose source has none.
     """
 
     kind: str
@@ -407,6 +368,7 @@ class PartJob:
     source: str | None
     options: Mapping[str, Any]
     limits: WriterOptions
+    call: str
     parts: int = 0
     extras: Mapping[str, str] = field(default_factory=dict)
     storage_options: Mapping[str, Any] | None = None
@@ -414,7 +376,6 @@ class PartJob:
     works: Iterable[PartWork] = ()
     skips: bool = False
     keeps_keys: bool = True
-    call: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def task(self) -> Task:

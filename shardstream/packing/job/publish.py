@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +25,6 @@ from shardstream.format import (
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
-    decode_classes,
     parse_columns,
 )
 from shardstream.packing.job.append import Addition, find_appended
@@ -162,7 +162,7 @@ class _Publication(NamedTuple):
         folder, options = self.journal.folder, self.journal.task.options
         self.journal.check_owner()
         for name, text in options["extras"].items():
-            folder.write(name, str(text).encode("utf-8", "surrogateescape"))
+            folder.write(name, str(text).encode())
         has_columns = options.get("columns") is not None
         self.manifest.remove_replaced(self.names, self.journal.stale, has_columns=has_columns)
 
@@ -195,8 +195,7 @@ class _Publication(NamedTuple):
         manifest, published = self.manifest.manifest, self.journal.published
         url, classes = self.journal.folder.url, self.journal.task.options["extras"]
         if CLASSES_NAME in classes:
-            names = decode_classes(str(classes[CLASSES_NAME]).encode(), url=CLASSES_NAME)
-            warn_of_siblings(names, [url], storage)
+            warn_of_siblings(tuple(json.loads(classes[CLASSES_NAME])), [url], storage)
         split = SplitReport(
             name=str(self.journal.task.options.get("split_name", "")),
             url=url,
@@ -350,7 +349,8 @@ def _read_records(
                     continue
                 count, result = record
                 of.add(count)
-                _add_keys(keys, result, num_shards)
+                if result.key_hashes:
+                    _add_keys(keys, result, num_shards)
                 if ordered is not None:
                     ordered.add(decode_hashes(result.key_hashes))
                 num_shards += len(result.shards)
@@ -362,8 +362,6 @@ def _read_records(
 
 def _add_keys(keys: KeyHashes, result: PartResult, first: int) -> None:
     """Add the keys of a part; ``first`` is the number of its first shard in the dataset."""
-    if not result.key_hashes:
-        return
     hashes = decode_hashes(result.key_hashes)
     for number, shard in enumerate(result.shards, first):
         count = shard.nsamples or 0
@@ -401,7 +399,7 @@ def _published(options: Mapping[str, Any], result: PartResult, sha256: str) -> P
         warnings += check_summaries(wanted, result.columns, result.nsamples)
     return Published(
         sha256=sha256,
-        skipped=tuple([(one.where, one.reason) for one in result.skipped]),
+        skipped=result.skipped,
         warnings=tuple(warnings),
     )
 

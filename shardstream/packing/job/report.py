@@ -237,7 +237,7 @@ class PartCounts:
     Args:
         progress: Called after each part, and about ten times a second with the samples that are written in this process.
         total: Records of the source, if known.
-        retries: Counts the tasks that are run again.
+        retries: Counts the tasks that are run again, if there are tasks.
         skips: Whether records that cannot be packed are skipped.
     """
 
@@ -245,7 +245,7 @@ class PartCounts:
         self,
         progress: ProgressFunction | None,
         total: int | None,
-        retries: RetryCount,
+        retries: RetryCount | None,
         *,
         skips: bool,
     ) -> None:
@@ -307,7 +307,7 @@ class PartCounts:
             now.kept + result.nsamples * is_kept,
             now.shards + len(result.shards),
             now.failures + len(result.skipped),
-            self._retries.count,
+            0 if self._retries is None else self._retries.count,
         )
         if self._progress is not None:
             self._progress(self._update)

@@ -13,13 +13,11 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from shardstream.errors import OptionError
 from shardstream.packing.job.claim import Claim, claimed, join
 from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.job.parts import (
-    EncodedPart,
     OpenPart,
     PartFiles,
     PartJob,
@@ -139,7 +137,8 @@ def run_jobs(
     begin_s, keeps_skips = time.monotonic(), jobs[0].skips or not overwrite
     first = jobs[0]
     logs = logged(f"{first.kind} {first.names.folder}", progress)
-    counts = PartCounts(logs, samples, RetryCount(executor), skips=jobs[0].skips)
+    retries = None if executor is None else RetryCount(executor)
+    counts = PartCounts(logs, samples, retries, skips=jobs[0].skips)
     with (
         claimed(jobs, overwrite=overwrite)
         if executor is None
@@ -207,16 +206,6 @@ def _run_tasks(
         executor.run(tasks(), count)
 
 
-class _Part(NamedTuple):
-    """A part that is being written."""
-
-    job: int
-    number: int
-    open: OpenPart
-    encoded: EncodedPart
-    """What takes its samples, if they come from a stream."""
-
-
 class _PartsHere:
     """Runs parts in this process.
 
@@ -228,18 +217,18 @@ class _PartsHere:
 
     def __init__(self, runs: Sequence[_JobRun], counts: PartCounts, *, keeps_skips: bool) -> None:
         self._runs, self._counts, self._keeps_skips = runs, counts, keeps_skips
-        self._open: dict[int, _Part] = {}
-        # Parts that are written, and are being published and recorded; and whether their samples were counted.
-        self._ending: deque[tuple[_Part, Future[PartResult], bool]] = deque()
+        self._open: dict[int, OpenPart] = {}  # by the numbers of their jobs
+        # Parts that are written, and are being published and recorded, with their jobs; and whether their samples were counted.
+        self._ending: deque[tuple[int, OpenPart, Future[PartResult], bool]] = deque()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardstream-end")
 
     def close(self) -> None:
         """Drop the parts that are not written, and wait for those that are being published."""
         for part in self._open.values():
-            part.open.writer.close()
-        for part, result, _ in self._ending:  # there are some after an error only
+            part.writer.close()
+        for _, part, result, _ in self._ending:  # there are some after an error only
             if result.cancel():  # its record is not written then
-                part.open.writer.close()
+                part.writer.close()
         self._pool.shutdown(wait=True)
 
     def run(self, jobs: Collection[int], stream: OpenStream | None) -> None:
@@ -250,21 +239,21 @@ class _PartsHere:
             for number, work in enumerate(self._runs[job].job.works):
                 if self._find_kept(job, number) is None:
                     part = self._begin(job, number)
-                    self._end(part, work.write(part.open.writer))
+                    self._end(job, work.write(part.writer))
         self._wait(0)
 
     def _write_stream(self, stream: OpenStream, jobs: Collection[int]) -> None:
         with closing(stream(jobs, self._find_kept)) as samples:
             for (job, number), sample in samples:
                 part = self._open.get(job)
-                if part is None or part.number != number:
+                if part is None or part.files.number != number:
                     if part is not None:
-                        self._end(part, part.encoded.result(), has_counted_samples=True)
+                        self._end(job)
                     part = self._begin(job, number)
-                if size_bytes := part.encoded.add(sample):
+                if size_bytes := part.writer.add(sample, skips=self._runs[job].job.skips):
                     self._counts.add_sample(size_bytes)
-        for _, part in sorted(self._open.items()):
-            self._end(part, part.encoded.result(), has_counted_samples=True)
+        for job in sorted(self._open):
+            self._end(job)
 
     def _find_kept(self, job: int, number: int) -> PartResult | None:
         """Return the result of a part that an earlier run has written and that is kept, and count it."""
@@ -276,31 +265,24 @@ class _PartsHere:
         self._counts.add(result, job, is_kept=True)
         return result
 
-    def _begin(self, job: int, number: int) -> _Part:
+    def _begin(self, job: int, number: int) -> OpenPart:
         run = self._runs[job]
         # Records are read ahead: a later part may have been found, and kept, already.
         run.parts = max(run.parts, number + 1)
-        opened = run.files(number).open(run.claim.check_owner)
-        encoded = EncodedPart(opened.writer, skips=run.job.skips)
-        part = self._open[job] = _Part(job, number, opened, encoded)
+        part = self._open[job] = run.files(number).open(run.claim.check_owner)
         return part
 
-    def _end(self, part: _Part, written: PartResult, *, has_counted_samples: bool = False) -> None:
-        """Hand a part over to a thread that publishes its last shard, and records it."""
-        writer = part.open.writer
-        writer.end()
-
-        def end() -> PartResult:
-            with closing(writer):
-                return part.open.end(written)
-
-        result = self._pool.submit(end)
-        del self._open[part.job]
-        self._ending.append((part, result, has_counted_samples))
+    def _end(self, job: int, written: PartResult | None = None) -> None:
+        """Hand the part of a job over to a thread that publishes its last shard, and records it; ``written`` if its samples are not counted yet."""
+        part = self._open[job]
+        part.writer.end()
+        result = self._pool.submit(part.end, written)
+        del self._open[job]
+        self._ending.append((job, part, result, written is None))
         self._wait(_ENDING)
 
     def _wait(self, most: int) -> None:
         """Wait until at most ``most`` parts are not recorded, and count those that are."""
-        while len(self._ending) > most or (self._ending and self._ending[0][1].done()):
-            part, future, has_counted_samples = self._ending.popleft()
-            self._counts.add(future.result(), part.job, has_counted_samples=has_counted_samples)
+        while len(self._ending) > most or (self._ending and self._ending[0][2].done()):
+            job, _, future, has_counted_samples = self._ending.popleft()
+            self._counts.add(future.result(), job, has_counted_samples=has_counted_samples)

@@ -27,7 +27,9 @@ from shardstream.format import (
     member_name,
 )
 from shardstream.packing.job.key_hashes import Hashes, Places, hash_keys, place_of
+from shardstream.packing.job.parallel_encode import Encoded
 from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSummary
+from shardstream.packing.sources.source import named
 from shardstream.process import keep_freed_memory
 from shardstream.storage import FileInfo, OutputFolder, PendingFile
 from shardstream.tasks import JSON
@@ -148,9 +150,9 @@ class TarShard:
         """Write the end of the archive, and return the shard's entry for the manifest."""
         data = b"".join([*self._buffer, END_OF_ARCHIVE])
         self._stream.write(data)
-        # Hashed here, so that no thread is started for a small shard.
-        self._wait_for_hashes(0)
-        self._digest.update(data)
+        for done in self._hashed:
+            done.result()
+        self._digest.update(data)  # here, so that no thread is started for a small shard
         return ShardInfo(
             url=self._url,
             nsamples=self.nsamples,
@@ -170,14 +172,10 @@ class TarShard:
         if self._hashing is None:
             self._digest.update(data)
         else:
-            self._wait_for_hashes(_MAX_UNHASHED_BUFFERS - 1)
+            if len(self._hashed) == _MAX_UNHASHED_BUFFERS:
+                self._hashed.popleft().result()
             self._hashed.append(self._hashing.submit(self._digest.update, data))
         self._stream.write(data)
-
-    def _wait_for_hashes(self, most: int) -> None:
-        """Wait until at most ``most`` buffers are not hashed yet."""
-        while len(self._hashed) > most:
-            self._hashed.popleft().result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +229,8 @@ class PartWriter:
         """Number and type of the values of columns, for each finished shard."""
         self.column_bytes: list[int] = []
         """Sizes of the files of columns, for each finished shard."""
+        self.skipped: list[Skip] = []
+        """Records that were skipped, in order."""
         self.etags: dict[str, str] = {}
         """ETags of the tars, on S3 servers that have sent one."""
         self._folder, self._limits, self._name = folder, limits, name
@@ -275,6 +275,25 @@ class PartWriter:
         self.nsamples += 1
         self.size_bytes += size
 
+    def add(self, sample: Encoded, *, skips: bool) -> int:
+        """Append the sample of a record; return its bytes, 0 if the record is skipped.
+
+        Raises:
+            SourceError: If the record cannot be packed, unless ``skips``.
+            StorageError: As `write`.
+        """
+        error, before = sample.error, self.size_bytes
+        if error is None:
+            try:
+                self.write(sample.key, sample.fields)
+            except SampleError as unfit:
+                error = named(unfit, sample.where)
+        if error is not None:
+            if not skips:
+                raise error
+            self.skipped.append(Skip(sample.where, str(error)))
+        return self.size_bytes - before
+
     def end(self, *, is_whole: bool = False) -> None:
         """Hand the last shard over without waiting until it is published.
 
@@ -310,6 +329,7 @@ class PartWriter:
             fields=dict(self.fields),
             columns=tuple(self.columns),
             column_bytes=tuple(self.column_bytes),
+            skipped=tuple(self.skipped),
         )
 
     def close(self) -> None:

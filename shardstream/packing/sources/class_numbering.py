@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -127,7 +128,7 @@ def continue_class_numbers(
         source = source.with_own_class_numbers()
         own, is_free = source.classes, source.classes is not None
         if own is None and CLASSES_NAME in source.extras:  # tars keep their numbers
-            own = decode_classes(source.extras[CLASSES_NAME], url=source.name)
+            own = tuple(json.loads(source.extras[CLASSES_NAME]))
         if isinstance(source, SamplesSource):  # so do samples
             own = source.named_classes
     if own is None:

@@ -71,6 +71,7 @@ class FolderSource(Source):
     """Files under a folder, of which each record names one or several."""
 
     may_repeat_keys = False  # they are compared before any file is read
+    has_sizes = True  # the listing has them
 
     _kind: str
     _root: str
@@ -89,14 +90,9 @@ class FolderSource(Source):
         return len(self._items)
 
     @property
-    def has_sizes(self) -> bool:
-        """True: the listing has them."""
-        return True
-
-    @property
     def fingerprint(self) -> str:
         """Hash of paths, sizes, and times or ETags."""
-        parts = itertools.chain.from_iterable((file.path, *file[2:]) for file in self._files)
+        parts = itertools.chain.from_iterable(map(itemgetter(0, 2, 3), self._files))
         return fingerprint_of(self._kind, parts)
 
     def iter_from(self, first: int) -> Iterator[Record]:
@@ -198,7 +194,7 @@ class ClassFolderSource(FolderSource):
         check_depth(root, images, depth)
         self.set_classes(sorted(set(map(self._class, images.paths()))))
         if is_guess:
-            refuse_masks(root, images, self._class)
+            refuse_masks(root, images, self.classes, self._class)
             refuse_containers(root, self.classes)
         if len(listed) > count:
             check_classes(root, listed, self.classes, self._class, depth)
@@ -208,9 +204,9 @@ class ClassFolderSource(FolderSource):
             _log.warning(
                 "%s: files that are not images are skipped: %s", root, describe_files(skipped)
             )
-        groups = itertools.groupby(images.paths(), top_folder) if self.splits else ((root, images),)
+        counts = Counter(map(top_folder, images.paths())).values() if self.splits else (count,)
         # Files are sorted by path, so those of a split follow each other.
-        self._datasets = [0, *itertools.accumulate(sum(1 for _ in one) for _, one in groups)]
+        self._datasets = [0, *itertools.accumulate(counts)]
         self._choose_key(*(FILE_KEYS if key is None else (key,)))
         splits_text = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
         self.name = f"images of {plural(len(self.classes), 'class')}{splits_text} in {root}"
@@ -382,10 +378,10 @@ def _empty_folders(source: ClassFolderSource, root: str, storage: Storage) -> tu
     """Return the sorted names of the folders beside those of classes that hold no image."""
     if storage.local_path(root) is None:  # a folder of an object store is the names of its files
         return ()
-    parents = [join_url(root, split) for split in source.splits] or [root]
     names: set[str] = set()
-    for url in parents:
-        names.update(storage.list_folder(url)[1])
+    for split in source.splits or ("",):
+        for _, folders in storage.folder_pages(join_url(root, split)):
+            names.update(folders)
     return tuple(sorted(itertools.filterfalse(is_meta_name, names.difference(source.classes))))
 
 
@@ -551,13 +547,15 @@ def refuse_metadata(root: str, listed: FileList) -> None:
             )
 
 
-def refuse_masks(root: str, images: FileList, class_of: Callable[[str], str]) -> None:
+def refuse_masks(
+    root: str, images: FileList, classes: Iterable[str], class_of: Callable[[str], str]
+) -> None:
     """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are not classes.
 
     Raises:
         SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.
     """
-    masked = frozenset(filter(has_mask_word, map(class_of, images.paths())))
+    masked = frozenset(filter(has_mask_word, classes))
     if not masked:
         return
     stems = sort_rows((_photo_stem(path), class_of(path)) for path in images.paths())

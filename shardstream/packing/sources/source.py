@@ -130,8 +130,8 @@ class Source(ABC):
         return None
 
     @property
-    def extras(self) -> Mapping[str, bytes]:
-        """Small files written to the folder of the manifest: name -> bytes; by default ``classes.json``, if there are classes."""
+    def extras(self) -> Mapping[str, str]:
+        """Small files written to the folder of the manifest: name -> text; by default ``classes.json``, if there are classes."""
         return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
 
     @property
@@ -200,7 +200,7 @@ class Source(ABC):
     def set_classes(self, names: Sequence[str]) -> None:
         """Number the classes in the order of their names."""
         self.classes = tuple(names)
-        self.labels = {name: number for number, name in enumerate(names)}
+        self.labels = dict(zip(names, itertools.count()))
 
 
 class SequentialSource(Source):
@@ -357,7 +357,7 @@ class ShuffledSource(Source):
         self.name = source.name
         self._source = source.in_any_order()
         self._blocks = partial(shuffled_order, self._source.count(), seed=seed, purpose="order")
-        self._order = RowFile(number for block in self._blocks() for number in block.tolist())
+        self._order = RowFile(itertools.chain.from_iterable(map(np.ndarray.tolist, self._blocks())))
 
     @property
     def length(self) -> int:

@@ -96,7 +96,7 @@ class TarSource(SequentialSource):
         return sum(map(self._size, self._shards))
 
     @property
-    def extras(self) -> Mapping[str, bytes]:
+    def extras(self) -> Mapping[str, str]:
         """``classes.json``, if the tars have one: their class numbers stay.
 
         Raises:
