@@ -115,7 +115,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
       check: Decode all pixels of each image: a truncated one is an error, or left out with --skip-errors.
       processes (N): Processes that read and encode; the output does not depend on it.
       append: Add the shards to the dataset at DEST, as a new version.
-      key_check: With --append: compare the keys with those of the dataset, all of which the first time reads.
+      key_check: With --append: compare the keys with those of the dataset; the first time reads all keys.
       skip_errors: Leave out files and rows that cannot be packed, and list them.
       report (PATH): Write a line of JSON, with place and reason, for each file or row that --skip-errors leaves out.
     """
