@@ -56,6 +56,26 @@ IN_ROOMS = (
 """Names for users that are not in ``shardstream`` itself."""
 
 
+SEARCHED = (
+    ("skip corrupt images", "troubleshooting"),
+    ("skip corrupt images", "faults"),
+    ("randomerasing", "troubleshooting"),
+    ("uneven batches", "troubleshooting"),
+    ("hangs at the end", "troubleshooting"),
+    ("hangs at the end", "ranks"),
+    ("nccl timeout", "troubleshooting"),
+    ("resume mid epoch", "resume"),
+    ("shuffle buffer", "order"),
+    ("num_workers", "tuning"),
+    ("too many open files", "troubleshooting"),
+    ("out of memory", "troubleshooting"),
+    ("drop_last", "ranks"),
+    ("distributedsampler", "ranks"),
+    ("which command data", "index"),
+)
+"""Words that users search for, and the page with the cure."""
+
+
 def documented() -> Counter[str]:
     """Return how often each name has an entry in the reference."""
     return Counter(
@@ -138,6 +158,14 @@ def test_each_page_but_decisions_is_once_in_llms_txt() -> None:
         wanted = [f"{beginning}{one}{end}" for one in names if not one.startswith("decisions/")]
         decisions = f"{beginning}decisions/{'README' if end == '.md' else 'index'}{end}"
         assert sorted(linked) == sorted([*wanted, decisions])
+
+
+@pytest.mark.parametrize(("query", "page"), SEARCHED)
+def test_words_that_users_search_for_are_in_one_section(query: str, page: str) -> None:
+    """The search of the site finds the sections that have all words of a query."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8").lower()
+    sections = re.split(r"^#+ ", text, flags=re.MULTILINE)
+    assert any(all(word in section for word in query.split()) for section in sections)
 
 
 def test_pages_show_the_version() -> None:

@@ -63,7 +63,7 @@ def cli_page() -> str:
         "| 2 | wrong usage |",
         "| 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |",
         "",
-        *_listed(_parameters(root, "shardstream")),
+        *_listed(row for row in _parameters(root, "shardstream") if "completion" not in row[0]),
     ]
     rows = {name: list(_parameters(one, name)) for name, one in root.commands.items()}
     counts = Counter(row for found in rows.values() for row in found)
@@ -73,7 +73,7 @@ def cli_page() -> str:
         arguments = [
             str(param.metavar) for param in command.params if isinstance(param, TyperArgument)
         ]
-        usage = " ".join(["shardstream", name, "[OPTIONS]", *arguments])
+        usage = " ".join(["shardstream", name, *arguments])
         lines += [f"## {name}", "", f"`{usage}`", ""]
         also = ", ".join(
             f"`{row[0].split()[0]}`"
