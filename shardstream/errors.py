@@ -33,6 +33,8 @@ from typing import Self
 _USERINFO = re.compile(r"(?<=://)[^/\s]*@")  # a password may have an @
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]+")
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_EXPONENTS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _ADDRESS = re.compile(r" ?<[\w.]+ object at 0x[0-9a-fA-F]+>| at 0x[0-9a-fA-F]{6,}")
 _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 
@@ -147,6 +149,26 @@ def human_bytes(count: int) -> str:
             break
         value /= 1000
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes: 1 MB is 10^6, 1 MiB is 2^20.
+
+    >>> parse_bytes("256MB"), parse_bytes("1.5 GiB"), parse_bytes(512)
+    (256000000, 1610612736, 512)
+
+    Raises:
+        OptionError: If it is not a size, or less than 1.
+    """
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size.strip())
+        if match is None:
+            raise OptionError(f"{size!r} is not a size; write '256MB', '1GiB' or a number of bytes")
+        number, prefix, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** _EXPONENTS[prefix.lower()])
+    if size < 1:
+        raise OptionError(f"a size must be 1 byte or more, not {size}")
+    return size
 
 
 class ShardStreamError(Exception):

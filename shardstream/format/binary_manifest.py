@@ -36,8 +36,6 @@ from shardstream.format.tar_reader import BLOCK_BYTES
 
 BINARY_KIND = "shardstream-binary-index-v1"
 CHUNK_SHARDS = 1024
-MAX_LISTED_SHARDS = 4096
-"""The shards of a larger manifest are written as records."""
 _COLUMNS = [("nsamples", "<i8"), ("filesize", "<i8"), ("sha256", "V32")]  # before the name
 _NAME_STEP = 16  # of name_bytes, so that it seldom changes when shards are added
 # Below these: a chunk has 17 MB at most.
@@ -237,9 +235,7 @@ class BinaryManifest:
 
 
 def can_be_binary(shards: Sequence[ShardInfo]) -> bool:
-    """Return whether there are so many shards that records help, all in one folder, and with known counts and sizes."""
-    if len(shards) <= MAX_LISTED_SHARDS:
-        return False
+    """Return whether records can hold the shards: all are in one folder, with known counts and sizes."""
     are_known = all(
         None not in (one.nsamples, one.filesize)
         and one.index is None

@@ -36,6 +36,8 @@ from shardstream.format.manifest_entries import (
 from shardstream.format.names import find_repeated, is_name
 
 MANIFEST_NAME = "index.json"
+MAX_LISTED_SHARDS = 4096
+"""The shards of a larger manifest are written as records."""
 KIND = "wids-shard-index-v1"
 VERSION = 1
 _REMEDY = "run 'shardstream index' to write it again"
@@ -83,7 +85,7 @@ def encode_manifest_files(manifest: Manifest | BinaryManifest) -> dict[str, byte
     """
     if isinstance(manifest, BinaryManifest):
         return {MANIFEST_NAME: _encode(binary_document(manifest))}
-    if not can_be_binary(manifest.shards):
+    if len(manifest.shards) <= MAX_LISTED_SHARDS or not can_be_binary(manifest.shards):
         return {MANIFEST_NAME: encode_manifest(manifest)}
     document, name, records = encode_binary(
         manifest.shards,

@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice, pairwise
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardstream.catalog import ShardCatalog, deleted_by_shard, open_headers
-from shardstream.errors import ChangedError, IndexMismatchError, NotFoundError, OptionError
+from shardstream.errors import ChangedError, IndexMismatchError, OptionError
 from shardstream.format import (
     END_OF_ARCHIVE,
     INDEX_SUFFIX,
@@ -155,7 +155,7 @@ def compact(
         meter = ProgressMeter(f"compact {folder}", total, progress, executor)
         if executor is None:
             tasks = [replace(task, meter=meter) for task in tasks]
-        with locked(output_folder_in(storage, output.url)), KeyHashes() as no_keys:
+        with locked(output_folder_in(storage, output.url)), closing(KeyHashes()) as no_keys:
             found = scan_shards(tasks, no_keys, executor, threads=threads, meter=meter)
             results = iter(zip(tasks, found.values(), strict=True))
             written = [_Written(output, dict(islice(results, len(plan)))) for plan in plans]
@@ -256,8 +256,8 @@ class CompactShard:
     def run(self) -> Mapping[str, JSON]:
         """Write the shard; the fields of its result are those of the deleted samples."""
         record = part_record_name(self.name)
-        with suppress(NotFoundError):
-            done: dict[str, JSON] = json.loads(self.output.read(record))
+        if (data := self.output.read(record)) is not None:
+            done: dict[str, JSON] = json.loads(data)
             return done
         catalog = ShardCatalog(
             LocatedShards(shards=(self.shard,), indexed=frozenset([self.shard.url])), self.storage

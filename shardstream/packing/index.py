@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -211,7 +212,7 @@ def index(  # noqa: PLR0913  (the public door)
     # Processes may have another current folder, and the manifest may be elsewhere.
     if executor is not None or to is not None:
         urls = absolute_urls(urls)
-    wanted = checked_columns(columns, takes_functions=True)
+    wanted = None if columns is None else checked_columns(columns, takes_functions=True)
     storage = Storage(storage_options, filesystem)
     tars = _find_tars(urls, storage, is_elsewhere=to is not None)
     folder = parent_url(tars[0].url) if to is None else absolute_url(to).rstrip("/")
@@ -229,7 +230,7 @@ def index(  # noqa: PLR0913  (the public door)
         meter=meter if executor is None else None,
     )
     # Another folder object than that of the tasks: one that is locked cannot be pickled.
-    with locked(output_folder_in(storage, folder)), KeyHashes() as keys:
+    with locked(output_folder_in(storage, folder)), closing(KeyHashes()) as keys:
         old = read_old_manifest(output)
         # Columns of an earlier run could be those of another tar: only their checksum tells.
         before = {_name(shard.url): shard for shard in old.shards if wanted is not None}
@@ -237,7 +238,9 @@ def index(  # noqa: PLR0913  (the public door)
         results = [*scan_shards(tasks, keys, executor, threads=threads, meter=meter).values()]
         nsamples = sum(one.nsamples or 0 for one in results)
         warnings = [str(problem) for one in results for problem in one.problems]
-        warnings += check_summaries(wanted or (), [one.summary for one in results], nsamples)
+        warnings += check_summaries(
+            wanted or (), [one.summary for one in results], nsamples, folder
+        )
         manifest = _manifest_of(tars, results, name or old.name, is_elsewhere=to is not None)
         _check_all_unchanged(tars, storage)
         warnings += _warn_repeated(keys, manifest, tars, folder, storage)

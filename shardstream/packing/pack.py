@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
+from shardstream.errors import ChangedError, OptionError, SampleError, SourceError, parse_bytes
 from shardstream.format import END_OF_ARCHIVE, ColumnSources
 from shardstream.packing.encode import encode_field
 from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
@@ -34,7 +34,6 @@ from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_M
 from shardstream.packing.sources.class_numbering import AnyClasses
 from shardstream.packing.sources.detection import AnySource
 from shardstream.packing.sources.source import FileRef, Numbers, Record, SourceOptions, named
-from shardstream.storage import parse_bytes
 from shardstream.tasks import Executor, forget, keep
 
 T = TypeVar("T")
@@ -143,7 +142,10 @@ def pack(  # noqa: PLR0913  (public door)
         source=source,
         dest=dest,
         source_options=SourceOptions(kind=kind, key=key, header=_names(header), **table),
-        limits=replace(limits, columns=checked_columns(columns, takes_functions=False)),
+        limits=replace(
+            limits,
+            columns=None if columns is None else checked_columns(columns, takes_functions=False),
+        ),
         shuffle=shuffle,
         seed=seed,
         split=split or {},

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
 import numpy as np
 
 from shardstream.catalog import ShardCatalog, StoredClassNames, open_samples
-from shardstream.errors import OptionError, plural, redact
+from shardstream.errors import OptionError, parse_bytes, plural, redact
 from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, ColumnSources, Sample, encode_classes
 from shardstream.packing.job.folder_state import ShardNames, check_is_elsewhere
 from shardstream.packing.job.parts import PartJob, cut_by_size, fields_bytes
@@ -47,7 +47,7 @@ from shardstream.samples import (
     leaves_of,
     open_part,
 )
-from shardstream.storage import Storage, Urls, locate_shards, parent_url, parse_bytes
+from shardstream.storage import Storage, Urls, locate_shards, parent_url
 from shardstream.tasks import Executor
 
 AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | None]"
@@ -153,7 +153,7 @@ def reshard(  # noqa: PLR0913  (public door)
         max_samples=max_samples,
         max_bytes=parse_bytes(max_bytes),
         name=name,
-        columns=checked_columns(columns, takes_functions=False),
+        columns=None if columns is None else checked_columns(columns, takes_functions=False),
     )
     reading = storage_options if source_options is None else source_options
     records, added, choices = _join_added(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -250,7 +250,7 @@ def verify(  # noqa: PLR0913  (public door)
         )
         for info in located.shards
     ]
-    with KeyHashes() as keys:
+    with closing(KeyHashes()) as keys:
         gone = deleted_by_shard(located)
         results = scan_shards(tasks, keys, executor, threads=threads, meter=meter, left_out=gone)
         repeated = find_repeated_keys(

@@ -20,7 +20,7 @@ from ray.data.context import DEFAULT_TARGET_MAX_BLOCK_SIZE
 
 from shardstream.catalog import ShardCatalog
 from shardstream.distributed import Placement, WorkerInfo
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, parse_bytes
 from shardstream.loader import ShardDataset, StreamDataset, refuse_placement
 from shardstream.pipeline import (
     Context,
@@ -51,7 +51,7 @@ from shardstream.ray.read_task import (
     sample_numbers,
     whole_order,
 )
-from shardstream.storage import Urls, parse_bytes
+from shardstream.storage import Urls
 
 _RAY_OPTIONS = (
     "concurrency",

@@ -17,7 +17,7 @@ import ray.data
 import ray.exceptions
 from ray.data.block import BlockAccessor
 
-from shardstream.errors import OptionError, SampleError
+from shardstream.errors import OptionError, SampleError, parse_bytes
 from shardstream.format import END_OF_ARCHIVE
 from shardstream.packing import (
     DEFAULT_MAX_BYTES,
@@ -35,7 +35,7 @@ from shardstream.packing import (
 from shardstream.pipeline import check_at_least
 from shardstream.ray.arrow_columns import EncodedRows, Sizes, encode_block, iter_fields
 from shardstream.ray.executor import RayExecutor, raise_own_error
-from shardstream.storage import absolute_url, parse_bytes
+from shardstream.storage import absolute_url
 
 
 def write(  # noqa: PLR0913  (public door)

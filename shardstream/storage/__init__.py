@@ -8,7 +8,6 @@ from shardstream.storage.cache import open_cache as open_cache
 from shardstream.storage.cache import version_of as version_of
 from shardstream.storage.cache_space import CacheSpace as CacheSpace
 from shardstream.storage.cache_space import load_usage as load_usage
-from shardstream.storage.cache_space import parse_bytes as parse_bytes
 from shardstream.storage.clients import Clients as Clients
 from shardstream.storage.concurrency import DEFAULT_REQUESTS as DEFAULT_REQUESTS
 from shardstream.storage.concurrency import AdaptiveLimit as AdaptiveLimit

@@ -22,12 +22,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple, cast
 
-from shardstream.errors import CacheWarning, OptionError, get_logger, redact
+from shardstream.errors import CacheWarning, OptionError, get_logger, parse_bytes, redact
 from shardstream.storage.cache_space import (
     CacheSpace,
     on_disk,
     open_record,
-    parse_bytes,
     record_bytes,
     seal_record,
 )

@@ -49,8 +49,8 @@ class OutputFolder(Protocol):
     def list_files(self) -> dict[str, FileInfo]:
         """Return the files directly in the folder by name; none if the folder is missing."""
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Read a small file, or the bytes ``start`` to ``end`` of any; None if it is missing."""
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all; it never survives a crash without the files that were committed before."""
@@ -151,16 +151,16 @@ class LocalFolder:
                     files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
         return dict(sorted(files.items()))
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Read a small file, or the bytes ``start`` to ``end`` of any; None if it is missing."""
         path = self._path / name
         with translate_errors(str(path)):
             try:
                 with open(path, "rb") as file:
                     file.seek(start)
                     return file.read(-1 if end is None else end - start)
-            except FileNotFoundError as error:  # a usual case, whose cause need not be searched
-                raise NotFoundError("not found", shard=str(path)) from error
+            except FileNotFoundError:
+                return None
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all; the names of committed files are flushed before."""
@@ -225,12 +225,15 @@ class RemoteFolder:
         self._is_new = not files
         return {file.url.rsplit("/", 1)[-1]: file for file in files}
 
-    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Read a small file, or the bytes ``start`` to ``end`` of any; None if it is missing."""
         url = join_url(self.url, name)
-        if (start, end) == (0, None):
-            return self._storage.read_bounded(url)
-        return self._storage.read(url, start, end)
+        try:
+            if (start, end) == (0, None):
+                return self._storage.read_bounded(url)
+            return self._storage.read(url, start, end)
+        except NotFoundError:
+            return None
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all."""

@@ -20,7 +20,7 @@ from shardstream.errors import (
     StateError,
     UnfinishedError,
 )
-from shardstream.format import is_records_name
+from shardstream.format import decode_manifest
 from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES
@@ -156,7 +156,7 @@ def test_all_samples_come_once_in_order_while_the_dataset_changes(
 def test_manifests_with_a_file_of_records_are_followed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=1)
+    set_limits(monkeypatch, decode_manifest, MAX_LISTED_SHARDS=1)
     test_all_samples_come_once_in_order_while_the_dataset_changes(url, 2, 2, 3, 2)
 
 

@@ -333,7 +333,7 @@ def test_loose_files_take_class_numbers_from_a_list(splits: Path) -> None:
     ],
 )
 def test_sibling_folders_of_splits(folder: str, sibling: str | None) -> None:
-    found = sibling_folders(folder)
+    found = sibling_folders([folder])
     assert folder not in found
     assert found == [] if sibling is None else sibling in found
 

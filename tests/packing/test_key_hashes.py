@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import closing
 from random import Random
 
 import numpy as np
@@ -31,7 +32,7 @@ def test_repeated_keys_are_listed_in_the_order_of_the_samples(
         return [names[shard][sample] for sample in samples]
 
     infos = [ShardInfo(url=f"{number}.tar") for number in range(len(shards))]
-    with KeyHashes(kept=kept) as keys:
+    with closing(KeyHashes(kept=kept)) as keys:
         for shard in random.sample(range(len(shards)), len(shards)):
             keys.add(hash_keys(names[shard]), place_of(shard, len(names[shard])))
         assert keys.count == sum(map(len, shards))
@@ -63,7 +64,7 @@ def test_hashes_are_the_same_on_every_machine() -> None:
 
 
 def test_hash_collisions_are_not_repeated_keys() -> None:
-    with KeyHashes() as keys:
+    with closing(KeyHashes()) as keys:
         for shard in (0, 1):
             keys.add(hash_keys(["a"]), place_of(shard, 1))
 
@@ -75,7 +76,7 @@ def test_memory_does_not_grow_with_the_number_of_keys() -> None:
     def peak_bytes(shards: int) -> int:
         random = np.random.default_rng(0)
         tracemalloc.start()
-        with KeyHashes() as keys:
+        with closing(KeyHashes()) as keys:
             for shard in range(shards):
                 hashes = random.integers(0, 1 << 64, 100_000, dtype=np.uint64)
                 hashes[7] = 1 << 40  # the only equal ones
@@ -99,7 +100,7 @@ def test_equal_hashes_are_in_one_block_in_the_order_of_their_places() -> None:
     random = np.random.default_rng(0)
     hashes = random.integers(0, 1 << 64, 5000, dtype=np.uint64)
     hashes[3000:4000] = hashes[:1000]
-    with KeyHashes(kept=700) as keys:
+    with closing(KeyHashes(kept=700)) as keys:
         for first in random.permutation(50).tolist():
             some = slice(first * 100, first * 100 + 100)
             keys.add(hashes[some], np.arange(first * 100, first * 100 + 100))

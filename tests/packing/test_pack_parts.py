@@ -22,7 +22,7 @@ from pyarrow import parquet
 
 import shardstream as ss
 from shardstream.errors import UnfinishedError
-from shardstream.format import is_records_name
+from shardstream.format import decode_manifest, is_records_name
 from shardstream.packing import assign_splits
 from shardstream.storage import JOURNAL_NAME, LocalFolder
 from shardstream.tasks import JSON, Task
@@ -886,7 +886,7 @@ def test_shard_that_is_replaced_before_its_keys_are_compared_is_an_error(tmp_pat
 def test_records_of_a_replaced_manifest_are_deleted(
     table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=2)
+    set_limits(monkeypatch, decode_manifest, MAX_LISTED_SHARDS=2)
     job: dict[str, Any] = {"fields": {"txt": "caption"}}
     ss.pack(table, tmp_path, max_samples=10, **job)
     assert any(map(is_records_name, files_of(tmp_path)))
@@ -898,7 +898,7 @@ def test_records_of_a_replaced_manifest_are_deleted(
 def test_records_of_a_replaced_manifest_are_deleted_after_a_kill_that_left_them(
     split: str, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=2)
+    set_limits(monkeypatch, decode_manifest, MAX_LISTED_SHARDS=2)
     job: dict[str, Any] = {"fields": {"txt": "caption"}, "split": {"a": 0.5, "b": 0.5}}
     ss.pack(table, tmp_path / "clean", **job)
     ss.pack(table, tmp_path / "out", max_samples=5, **job)

@@ -19,7 +19,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.catalog import ShardCatalog
-from shardstream.errors import OptionError, SampleError, StorageError
+from shardstream.errors import OptionError, SampleError, StorageError, parse_bytes
 from shardstream.format import iter_samples
 from shardstream.packing import ShardNames, ShardWriter
 from shardstream.storage import (
@@ -28,7 +28,6 @@ from shardstream.storage import (
     PendingFile,
     Storage,
     locate_shards,
-    parse_bytes,
 )
 
 

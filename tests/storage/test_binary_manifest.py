@@ -45,7 +45,8 @@ ARRAY = np.zeros((2, 3), dtype=np.int32)
 
 @pytest.fixture(autouse=True)
 def _few_shards_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=4, CHUNK_SHARDS=3)
+    set_limits(monkeypatch, decode_manifest, MAX_LISTED_SHARDS=4)
+    set_limits(monkeypatch, is_records_name, CHUNK_SHARDS=3)
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -78,7 +79,7 @@ def listed_copy(folder: Path) -> str:
     """Return a copy of a local dataset whose manifest lists all shards."""
     copy = shutil.copytree(folder, folder.parent / "listed")
     with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, is_records_name, MAX_LISTED_SHARDS=1000)
+        set_limits(patch, decode_manifest, MAX_LISTED_SHARDS=1000)
         ss.index(str(copy))
     return str(copy)
 

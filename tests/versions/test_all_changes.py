@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import SourceError
-from shardstream.format import is_records_name
+from shardstream.format import decode_manifest, is_records_name
 from shardstream.testing import make_shards
 from tests.limits import set_limits
 
@@ -83,7 +83,8 @@ def test_the_samples_are_those_of_a_list(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if are_many:  # for a manifest with files of records
-            set_limits(patch, is_records_name, MAX_LISTED_SHARDS=4, CHUNK_SHARDS=3)
+            set_limits(patch, decode_manifest, MAX_LISTED_SHARDS=4)
+            set_limits(patch, is_records_name, CHUNK_SHARDS=3)
         model = Model(str(tmp_path_factory.mktemp("data") / "one"))
         for step, (what, count) in enumerate(changes):
             getattr(model, what)(count, step)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
-from shardstream.format import is_records_name
+from shardstream.format import decode_manifest, is_records_name
 from shardstream.tasks import LocalExecutor, Parts
 from shardstream.testing import make_shards
 from tests.limits import set_limits
@@ -110,7 +110,8 @@ def test_a_pattern_without_the_new_tars_warns(
     are_many: bool, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if are_many:  # for a manifest with files of records
-        set_limits(monkeypatch, is_records_name, MAX_LISTED_SHARDS=4, CHUNK_SHARDS=3)
+        set_limits(monkeypatch, decode_manifest, MAX_LISTED_SHARDS=4)
+        set_limits(monkeypatch, is_records_name, CHUNK_SHARDS=3)
         ss.index(url)
     ss.pack(samples(N, 60), url, append=True)
     assert [*Path(url).glob("shards-*.npy")] or not are_many

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Self
 
-from shardstream.errors import NotFoundError, OptionError, StorageError, get_logger
+from shardstream.errors import OptionError, StorageError, get_logger
 from shardstream.format import CLASSES_NAME, MANIFEST_NAME
 from shardstream.packing.job.append import find_appended
 from shardstream.packing.job.folder_state import (
@@ -458,9 +458,7 @@ def _joined(job: PartJob, folder: OutputFolder) -> Claim | None:
         is_mine = journal is not None and journal.run == job.run and journal.published is None
         if journal is None or not is_mine or (job.parts and not journal.parts):
             return None
-        try:
-            folder.read(MANIFEST_NAME, 0, 1)  # of the dataset to replace
-        except NotFoundError:
+        if folder.read(MANIFEST_NAME, 0, 1) is None:  # else of the dataset to replace
             return Claim(journal, job.names, "join")
     return None
 

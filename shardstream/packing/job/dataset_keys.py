@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import chain
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class KeyList:
 
 
 class NewKeys:
-    """The keys of samples that are to be appended: to be compared, and in their order; use it as a context manager."""
+    """The keys of samples that are to be appended: to be compared, and in their order; use it in `contextlib.closing`."""
 
     def __init__(self) -> None:
         self.hashes, self.ordered = KeyHashes(), KeyList()
@@ -104,12 +104,6 @@ class NewKeys:
         """Add keys, in their order (see `KeyHashes.add`)."""
         self.hashes.add(hashes, places)
         self.ordered.add(hashes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Delete the temporary files; a second call does nothing."""

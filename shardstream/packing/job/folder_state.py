@@ -22,7 +22,6 @@ from shardstream.errors import (
     ChangedError,
     IndexMismatchError,
     ManifestError,
-    NotFoundError,
     OptionError,
     StorageError,
 )
@@ -160,9 +159,8 @@ class Journal:
         Raises:
             StorageError: If one has, or the journal was deleted or cannot be read.
         """
-        owner = None
-        with suppress(NotFoundError):
-            data = self.folder.read(JOURNAL_NAME)
+        owner, data = None, self.folder.read(JOURNAL_NAME)
+        if data is not None:
             with suppress(*_MALFORMED):
                 owner = json.loads(data)["run"]
         if owner is None:
@@ -256,13 +254,13 @@ def read_listed(folder: OutputFolder, name: str) -> bytes:
     Raises:
         StorageError: If it is gone, or cannot be reached.
     """
-    try:
-        return folder.read(name)
-    except NotFoundError as error:
+    data = folder.read(name)
+    if data is None:
         raise StorageError(
             "another pack or ShardWriter has just ended here; check its dataset, then run this again",
             shard=join_url(folder.url, name),
-        ) from error
+        )
+    return data
 
 
 class ManifestFiles:
@@ -291,10 +289,7 @@ class ManifestFiles:
 
     def is_there(self) -> bool:
         """Return whether the manifest of the folder is this one."""
-        try:
-            return self._folder.read(MANIFEST_NAME) == self._files[MANIFEST_NAME]
-        except NotFoundError:
-            return False
+        return self._folder.read(MANIFEST_NAME) == self._files[MANIFEST_NAME]
 
     def write(self) -> None:
         """Write the files.
@@ -353,19 +348,19 @@ class ManifestFiles:
 
 def read_old_manifest(folder: OutputFolder) -> Manifest:
     """Return the manifest of a folder, to be replaced; an empty one if there is none, or it is invalid."""
-    url = join_url(folder.url, MANIFEST_NAME)
+    url, data = join_url(folder.url, MANIFEST_NAME), folder.read(MANIFEST_NAME)
     try:
-        manifest = decode_manifest(folder.read(MANIFEST_NAME), url=url)
+        manifest = decode_manifest(data or b"", url=url)
         if isinstance(manifest, Manifest):
             return manifest
-        shards = decode_all_shards(folder.read, manifest, url=url)
+        shards = decode_all_shards(lambda name: folder.read(name) or b"", manifest, url=url)
         return Manifest(
             shards=shards,
             name=manifest.name,
             fields=manifest.fields,
             dataset_version=manifest.dataset_version,
         )
-    except (IndexMismatchError, ManifestError, NotFoundError):
+    except (IndexMismatchError, ManifestError):
         return Manifest(shards=())
 
 
@@ -380,10 +375,7 @@ def has_versions(folder: OutputFolder, names: Iterable[str]) -> bool:
         return True
     if read_old_manifest(folder).dataset_version != FIRST_VERSION:
         return True
-    with suppress(NotFoundError):
-        folder.read(version_name(1), 0, 1)
-        return True
-    return False
+    return folder.read(version_name(1), 0, 1) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -498,7 +490,7 @@ def check_is_elsewhere(folders: Iterable[str], folder: str, storage: Storage) ->
 
 def published_sha256(folder: OutputFolder, files: Container[str]) -> str:
     """Return the hash of the manifest of a folder; "" if there is none."""
-    return sha256(folder.read(MANIFEST_NAME)).hexdigest() if MANIFEST_NAME in files else ""
+    return sha256(read_listed(folder, MANIFEST_NAME)).hexdigest() if MANIFEST_NAME in files else ""
 
 
 def shard_of(name: str) -> str:

@@ -6,8 +6,9 @@ import hashlib
 import itertools
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +61,7 @@ def decode_hashes(text: str) -> Hashes:
 
 
 class KeyHashes:
-    """Hashes of keys with their places, sorted in partitions of a temporary file; use it as a context manager.
+    """Hashes of keys with their places, sorted in partitions of a temporary file; use it in `contextlib.closing`.
 
     Memory holds up to ``kept`` keys, 16 bytes each, and later one partition: a 256th of all. The file has no name and 16 bytes for each
     key; it vanishes with the process.
@@ -80,12 +81,6 @@ class KeyHashes:
         self._num_waiting = 0
         self._file: TemporaryFile | None = None
         self._runs: list[npt.NDArray[np.int64]] = []  # of each run: pairs before each partition
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Delete the temporary file; a second call does nothing."""
@@ -224,7 +219,17 @@ def refuse_repeated_keys(
     """
     if not keys.count:  # none can repeat
         return
-    found = find_repeated_keys(keys, shards, partial(read_keys_by_index, folder.read, shards))
+
+    def read(name: str, start: int, end: int | None) -> bytes:
+        data = folder.read(name, start, end)
+        if data is None:
+            raise ChangedError(
+                f"{name} was deleted meanwhile; nothing is published, run this again",
+                shard=folder.url,
+            )
+        return data
+
+    found = find_repeated_keys(keys, shards, partial(read_keys_by_index, read, shards))
     if found is not None:
         raise SourceError(f"{found}; nothing is published", remedy=OTHER_KEYS, shard=folder.url)
 
@@ -267,7 +272,7 @@ def find_repeat(keys: Iterable[str], key_at: Callable[[int], str]) -> tuple[int,
         keys: All keys.
         key_at: Returns a key by its number.
     """
-    with KeyHashes() as hashes:
+    with closing(KeyHashes()) as hashes:
         for some in batches(keys):
             numbers = np.arange(hashes.count, hashes.count + len(some), dtype=np.int64)
             hashes.add(hash_keys(some), numbers)

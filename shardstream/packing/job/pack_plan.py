@@ -124,7 +124,8 @@ class PackRequest:
         reading, options = Storage(self.reading), self.source_options
         opened = open_source(self.source, reading, options)
         names = ShardNames.parse(self.dest)
-        check_is_elsewhere(opened.folders, names.folder, reading)
+        if opened.folders:
+            check_is_elsewhere(opened.folders, names.folder, reading)
         if self.reading or self.writing:
             self._check_options(reads_remote=opened.reads_remote)
         splits = _split_names(opened, self.split)
@@ -154,7 +155,9 @@ class PackRequest:
             self,
             names=names,
             task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
-            encoder=RecordEncoder(storage=reading, images=self.images),
+            encoder=RecordEncoder(
+                storage=reading, images=self.images, reads_remote=opened.reads_remote
+            ),
         )
 
     def _continue(

@@ -58,10 +58,12 @@ class RecordEncoder:
     Args:
         storage: Storage of the files.
         images: Changes to images.
+        reads_remote: Whether files may not be on this machine.
     """
 
     storage: Storage
     images: ImageOptions
+    reads_remote: bool = True
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
         """Encode records in order; the error of a record becomes its `Encoded.error`.
@@ -69,8 +71,17 @@ class RecordEncoder:
         Raises:
             StorageError: If files cannot be reached, for a reason that may affect other records.
         """
-        ahead = self._read_ahead(records)
-        return [self._encode(record, ahead) for record in records]
+        ahead = self._read_ahead(records) if self.reads_remote else {}
+        samples: list[Encoded] = []
+        for record in records:
+            error, fields = record.error, dict[str, bytes]()
+            if error is None:
+                try:
+                    fields = self._encode_fields(record, ahead)
+                except (SampleError, SourceError, NotFoundError) as unfit:
+                    error = named(unfit, record.where)
+            samples.append(Encoded(record.key, fields, record.where, error))
+        return samples
 
     def only_copies(self, records: Sequence[Record]) -> bool:
         """Return whether the work is only to read local files: sending them between processes takes longer."""
@@ -85,15 +96,6 @@ class RecordEncoder:
                 for value in record.fields.values()
             )
         )
-
-    def _encode(self, record: Record, ahead: Mapping[str, bytes | StorageError]) -> Encoded:
-        if record.error is not None:
-            return Encoded(record.key, {}, record.where, record.error)
-        try:
-            fields = self._encode_fields(record, ahead)
-        except (SampleError, SourceError, NotFoundError) as error:
-            return Encoded(record.key, {}, record.where, named(error, record.where))
-        return Encoded(record.key, fields, record.where)
 
     def _encode_fields(
         self, record: Record, ahead: Mapping[str, bytes | StorageError]

@@ -253,9 +253,8 @@ class PartFiles:
         try:
             check_owner()
         except StorageError:  # taken over in between: the record is no file of the other writer
-            with suppress(NotFoundError):  # the other one has deleted it
-                if folder.read(name) == data:
-                    folder.remove(name)
+            if folder.read(name) == data:
+                folder.remove(name)
             raise
 
 
@@ -321,13 +320,14 @@ def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartRes
     Raises:
         ShardError: If it is damaged.
     """
+    data = folder.read(name)
+    if data is None:
+        return None
     try:
-        document = json.loads(folder.read(name))
+        document = json.loads(data)
         if document["run"] != run:
             return None
         return int(document["of"]), PartResult.decode(document)
-    except NotFoundError:
-        return None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ShardError(
             f"the record of a part cannot be read ({type(error).__name__}: {error})",

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import starmap
 from typing import Any, NamedTuple, cast
@@ -195,7 +195,7 @@ class _Publication(NamedTuple):
         manifest, published = self.manifest.manifest, self.journal.published
         url, classes = self.journal.folder.url, self.journal.task.options["extras"]
         if CLASSES_NAME in classes:
-            warn_of_siblings(tuple(json.loads(classes[CLASSES_NAME])), [url], storage)
+            warn_of_siblings(tuple(json.loads(classes[CLASSES_NAME])), url, storage)
         split = SplitReport(
             name=str(self.journal.task.options.get("split_name", "")),
             url=url,
@@ -225,13 +225,13 @@ def _publish_appended(ready: Ready, storage: Storage) -> PackReport:
         shards = find_appended(folder.url, storage)
     if not shards:
         journal.parts = _num_parts(ready, journal, files)
-        with NewKeys() as keys:
+        with closing(NewKeys()) as keys:
             result = _read_records(folder, files, journal, keys.hashes, keys.ordered)
             shards, fields = result.shards, result.fields
             _check_in_place(folder, files, result)
             refuse_repeated_keys(keys.hashes, shards, folder)
             _check_samples(journal, result)
-            journal.published = _published(options, result, sha256="")
+            journal.published = _published(options, result, folder.url, sha256="")
             journal.write()
             Addition(
                 folder=folder.url,
@@ -262,14 +262,14 @@ def _checked(ready: Ready) -> _Publication:
         old = ManifestFiles(folder, read_old_manifest(folder), files, journal.check_owner)
         return _Publication(files, journal, old, is_published=True)
     journal.parts = _num_parts(ready, journal, files)
-    with KeyHashes() as keys:
+    with closing(KeyHashes()) as keys:
         result = _read_records(folder, files, journal, keys)
         _check_in_place(folder, files, result)
         refuse_repeated_keys(keys, result.shards, folder)
     _check_samples(journal, result)
     manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
     new = ManifestFiles(folder, manifest, files, journal.check_owner)
-    journal.published = _published(options, result, new.sha256)
+    journal.published = _published(options, result, url, new.sha256)
     return _Publication(files, journal, new, is_published=False)
 
 
@@ -391,12 +391,15 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _published(options: Mapping[str, Any], result: PartResult, sha256: str) -> Published:
-    """Return what a journal says of a dataset; columns that some samples lack are warnings or errors (see `check_summaries`)."""
-    warnings = [*result.warnings]
+def _published(
+    options: Mapping[str, Any], result: PartResult, folder: str, sha256: str
+) -> Published:
+    """Return what a journal says of the dataset in a folder; columns that some samples lack are warnings or errors (see `check_summaries`)."""
+    warnings, split = [*result.warnings], options.get("split_name")
     if options.get("columns") is not None:
         wanted = parse_columns(options["columns"]) if options["columns"] else ()
-        warnings += check_summaries(wanted, result.columns, result.nsamples)
+        found = check_summaries(wanted, result.columns, result.nsamples, folder)
+        warnings += [f"split {split}: {one}" if split else one for one in found]
     return Published(
         sha256=sha256,
         skipped=result.skipped,

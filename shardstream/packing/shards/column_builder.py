@@ -215,16 +215,12 @@ def _value_of(field: str, data: bytes, path: str) -> Any:
     )
 
 
-def checked_columns(
-    columns: ColumnSources | None, *, takes_functions: bool
-) -> tuple[Column, ...] | None:
-    """Return the columns that a user names (see `parse_columns`); None for no columns at all.
+def checked_columns(columns: ColumnSources, *, takes_functions: bool) -> tuple[Column, ...]:
+    """Return the columns that a user names (see `parse_columns`).
 
     Raises:
         OptionError: If they are invalid, functions are not taken, or pyarrow is not installed.
     """
-    if columns is None:
-        return None
     import_parquet()  # before the first sample is read or written
     found = parse_columns(columns)
     for column in found:
@@ -257,7 +253,7 @@ def columns_identity(columns: Iterable[Column] | None) -> list[JSON] | None:
 
 
 def check_summaries(
-    columns: Sequence[Column], summaries: Iterable[ColumnSummary], nsamples: int
+    columns: Sequence[Column], summaries: Iterable[ColumnSummary], nsamples: int, folder: str
 ) -> list[str]:
     """Return a warning for each column that some samples lack.
 
@@ -265,6 +261,7 @@ def check_summaries(
         columns: The columns.
         summaries: Those of all shards.
         nsamples: Number of all samples.
+        folder: Folder of the dataset, for errors.
 
     Raises:
         OptionError: If no sample has a value, or values of two shards have different types.
@@ -276,7 +273,8 @@ def check_summaries(
             totals[name] += count
             if count and kinds.setdefault(name, kind) != kind:
                 raise OptionError(
-                    f"the column {name} has {kinds[name]} in some shards and {kind} in others; make it one type"
+                    f"the column {name} has {kinds[name]} in some shards and {kind} in others; make it one type",
+                    shard=folder,
                 )
     warnings = []
     for column in columns:
@@ -284,7 +282,8 @@ def check_summaries(
         if not totals[name]:
             raise OptionError(
                 f"no sample has a value for the column {name} ({source}); "
-                "'shardstream ls' lists the fields, correct columns= (--columns)"
+                "'shardstream ls' lists the fields, correct columns= (--columns)",
+                shard=folder,
             )
         if totals[name] < nsamples:
             warnings.append(

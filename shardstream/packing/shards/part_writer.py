@@ -495,7 +495,7 @@ class PartResult:
             fields=dict(document["fields"]),
             left_out=int(document["left_out"]),
             warnings=tuple(document["warnings"]),
-            skipped=tuple(Skip(*one) for one in document["skipped"]),
+            skipped=tuple(itertools.starmap(Skip, document["skipped"])),
             key_hashes=str(document["key_hashes"]),
             columns=tuple(document["columns"]),
             column_bytes=tuple(document["column_bytes"]),

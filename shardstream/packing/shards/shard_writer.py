@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, Self
 
-from shardstream.errors import OptionError, SampleError, StorageError, get_logger
+from shardstream.errors import OptionError, SampleError, StorageError, get_logger, parse_bytes
 from shardstream.format import ColumnSources, Manifest
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.append import Addition, check_append, read_base
@@ -27,7 +27,7 @@ from shardstream.packing.job.folder_state import (
 from shardstream.packing.job.key_hashes import Hashes, KeyHashes, Places, refuse_repeated_keys
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
-from shardstream.storage import Storage, join_url, open_output_folder, parent_url, parse_bytes
+from shardstream.storage import Storage, join_url, open_output_folder, parent_url
 from shardstream.versions import close_writer, open_writer
 
 _log = get_logger(__name__)
@@ -89,7 +89,7 @@ class ShardWriter:
             max_samples=max_samples,
             max_bytes=parse_bytes(max_bytes),
             name=name,
-            columns=checked_columns(columns, takes_functions=True),
+            columns=None if columns is None else checked_columns(columns, takes_functions=True),
         )
         names = ShardNames.parse(url)
         self._append_to: Storage | None = None
@@ -231,7 +231,7 @@ class ShardWriter:
             self._part.drain()
             if self._limits.columns is not None:
                 for warning in check_summaries(
-                    self._limits.columns, self._part.columns, self._part.nsamples
+                    self._limits.columns, self._part.columns, self._part.nsamples, self.folder
                 ):
                     _log.warning("%s: %s", self.folder, warning)
             self._claim.check_owner()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardstream.catalog import (
     Classes,
-    common_classes,
     find_difference,
     read_all_classes,
     read_classes,
@@ -80,27 +78,34 @@ def number_classes(
         SourceError: If the source has a class that is not among the names.
         StorageError: If a place cannot be reached.
     """
-    renumbered = _apply_numbers(source, classes, folders, storage)
-    if renumbered.classes is None:
-        return renumbered
-    difference = find_difference(
-        {"this pack": renumbered.classes} | read_all_classes(folders, storage)
-    )
-    if difference is not None:
+    siblings: Sequence[str] = ()
+    if classes is None:
+        numbered = source.with_own_class_numbers()
+        siblings = sibling_folders(folders)
+    else:
+        numbered = source.with_class_numbers(*read_given_classes(classes, storage))
+    if numbered.classes is None:
+        return numbered
+    found = read_all_classes([*folders, *siblings], storage)
+    replaced = {folder: found.pop(folder) for folder in folders if folder in found}
+    if found:
+        numbered = _number_as_siblings(numbered, found, folders[0])
+    assert numbered.classes is not None  # noqa: S101  (as before)
+    if replaced and (difference := find_difference({"this pack": numbered.classes} | replaced)):
         _log.warning(
             "class numbers change: %s; --classes with the old %s keeps them",
             difference,
             CLASSES_NAME,
         )
     # They move the numbers of the others.
-    empty = [f"{name}/" for name in source.empty_folders if name not in renumbered.labels]
+    empty = sorted({*source.empty_folders}.difference(numbered.labels))
     if empty:
         _log.warning(
             "%s: no image in %s, so classes have no number for it; to keep one, name all classes with classes= (--classes)",
             source.name,
-            ", ".join(empty[:10]) + (", ..." if len(empty) > 10 else ""),
+            ", ".join(f"{name}/" for name in empty[:10]) + (", ..." if len(empty) > 10 else ""),
         )
-    return renumbered
+    return numbered
 
 
 def continue_class_numbers(
@@ -155,78 +160,65 @@ def continue_class_numbers(
     return source, {name: number for number, name in enumerate(names) if name in mine}
 
 
-def _apply_numbers(
-    source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
-) -> Source:
-    if classes is not None:
-        return source.with_class_numbers(*read_given_classes(classes, storage))
-    source = source.with_own_class_numbers()
-    if source.classes is None:
-        return source
-    found = sibling_classes(folders, storage)
+def _number_as_siblings(source: Source, found: Mapping[str, Classes], folder: str) -> Source:
+    """Return a source whose classes have the numbers of the packed splits of its dataset, which are not to change."""
     difference = find_difference(found)
     if difference is not None:
         raise OptionError(
             f"the splits that are packed already number their classes differently: {difference}; choose with classes= (--classes)",
-            shard=folders[0],
+            shard=folder,
         )
-    names = common_classes(found)
-    if names is None or names == source.classes:
+    place = max(found, key=lambda one: len(found[one]))
+    if found[place] == source.classes:
         return source
-    place = max(found, key=lambda folder: len(found[folder]))
-    renumbered = source.with_class_numbers(names, place)
+    renumbered = source.with_class_numbers(found[place], place)
     _log.warning(
         "%s: classes are numbered as in %s, which is packed already",
-        folders[0],
+        folder,
         join_url(place, CLASSES_NAME),
     )
     return renumbered
 
 
-def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -> None:
+def warn_of_siblings(names: Classes, folder: str, storage: Storage) -> None:
     """Warn if another split of the dataset, perhaps packed at the same time, numbers its classes differently."""
     try:
-        found = sibling_classes(folders, storage)
+        found = read_all_classes(sibling_folders([folder]), storage)
     except StorageError as error:
-        _log.warning("%s: class numbers of other splits are unknown: %s", folders[0], error)
+        _log.warning("%s: class numbers of other splits are unknown: %s", folder, error)
         return
-    difference = find_difference({folders[0]: names} | found)
-    if difference is not None:
+    if found and (difference := find_difference({folder: names} | found)):
         _log.warning(
             "class numbers differ among splits: %s; pack one of them again with --classes",
             difference,
         )
 
 
-def sibling_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
-    """Return folder -> class names of the packed splits that belong to the same dataset as some folders."""
-    siblings = dict.fromkeys(itertools.chain.from_iterable(map(sibling_folders, folders)))
-    return read_all_classes([one for one in siblings if one not in folders], storage)
-
-
-def sibling_folders(folder: str) -> list[str]:
+def sibling_folders(folders: Iterable[str]) -> list[str]:
     """Return the URLs that other splits of a dataset would have: another split's name in the last part.
 
     Nothing is listed: the parent may be a bucket of a million names.
 
-    >>> sibling_folders("s3://b/out/train2017")[:2]
+    >>> sibling_folders(["s3://b/out/train2017"])[:2]
     ['s3://b/out/val2017', 's3://b/out/test2017']
-    >>> sibling_folders("out/cats")
+    >>> sibling_folders(["out/cats"])
     []
     """
-    if folder.rpartition("/")[2] in (".", ".."):
-        folder = os.path.abspath(folder)
-    scheme, separator, path = folder.rpartition("://")
-    parent, slash, last = path.rpartition("/")
-    found = list(_SPLIT.finditer(last))
-    if not found or (separator and not slash):  # a bucket name is not a split name
-        return []
-    split_name = found[-1].group()
-    prefix = f"{scheme}{separator}{parent}{slash}{last[: found[-1].start()]}"
-    other_splits = (name for name in SPLIT_NAMES if name != split_name.lower())
-    return [
-        prefix + _match_case(other, split_name) + last[found[-1].end() :] for other in other_splits
-    ]
+    siblings = dict.fromkeys(folders, False)
+    for given in [*siblings]:
+        is_relative = given.rpartition("/")[2] in (".", "..")
+        folder = os.path.abspath(given) if is_relative else given
+        scheme, separator, path = folder.rpartition("://")
+        parent, slash, last = path.rpartition("/")
+        found = list(_SPLIT.finditer(last))
+        if not found or (separator and not slash):  # a bucket name is not a split name
+            continue
+        split_name, rest = found[-1].group(), last[found[-1].end() :]
+        prefix = f"{scheme}{separator}{parent}{slash}{last[: found[-1].start()]}"
+        for name in SPLIT_NAMES:
+            if name != split_name.lower():
+                siblings.setdefault(prefix + _match_case(name, split_name) + rest, True)
+    return [one for one, is_other in siblings.items() if is_other]
 
 
 def _match_case(name: str, example: str) -> str:

@@ -431,10 +431,12 @@ def find_splits(root: str, images: FileList, *, is_guess: bool) -> tuple[str, ..
     """
     tops = sorted({top_folder(path) for path in images.paths() if "/" in path})
     named = list(filter(is_split, tops))
+    if not named:
+        return ()
     has_classes = any(is_split(top_folder(path)) and path.count("/") > 1 for path in images.paths())
     if named == tops and has_classes:
         return tuple(tops)
-    if named and (is_guess or (has_classes and len(named) > 1)):
+    if is_guess or (has_classes and len(named) > 1):
         others = [name for name in tops if name not in named]
         problem = f"{others[0]} does not" if others else "and hold no folders of classes"
         raise SourceError(

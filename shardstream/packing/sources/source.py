@@ -8,7 +8,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -525,7 +525,7 @@ def shuffled_order(count: int, *, seed: int, purpose: str) -> Iterator[Numbers]:
     """
     # Python guarantees equal random() for equal seeds, but not equal shuffle().
     source = random.Random(f"{purpose}/{seed}")
-    with KeyHashes() as draws:
+    with closing(KeyHashes()) as draws:
         for first in range(0, count, _DRAWS):
             numbers = np.arange(first, min(first + _DRAWS, count), dtype=np.int64)
             some = np.fromiter((source.random() for _ in numbers), dtype=np.float64)
