@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardstream.errors import (
     AccessDeniedError,
@@ -58,7 +58,7 @@ def read_all_classes(folders: Sequence[str], storage: Storage) -> dict[str, Clas
         StorageError: If a folder cannot be read.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-look") as pool:
-        found = pool.map(lambda folder: _read_leniently(folder, storage), folders)
+        found = pool.map(partial(_read_leniently, storage=storage), folders)
         return {
             folder: names for folder, names in zip(folders, found, strict=True) if names is not None
         }

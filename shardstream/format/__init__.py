@@ -54,6 +54,7 @@ from shardstream.format.manifest import CLASSES_NAME as CLASSES_NAME
 from shardstream.format.manifest import KIND as KIND
 from shardstream.format.manifest import MANIFEST_NAME as MANIFEST_NAME
 from shardstream.format.manifest import Manifest as Manifest
+from shardstream.format.manifest import ShardTotals as ShardTotals
 from shardstream.format.manifest import decode_classes as decode_classes
 from shardstream.format.manifest import decode_manifest as decode_manifest
 from shardstream.format.manifest import encode_classes as encode_classes

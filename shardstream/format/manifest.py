@@ -45,8 +45,25 @@ _KEYS = ("url", "nsamples", "filesize", "sha256", "index")  # of a shard
 CLASSES_NAME = "classes.json"
 
 
+class ShardTotals:
+    """Base of values with shards."""
+
+    __slots__ = ()
+    shards: Sequence[ShardInfo]
+
+    @property
+    def nsamples(self) -> int:
+        """Samples in all shards."""
+        return sum(shard.nsamples or 0 for shard in self.shards)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tars."""
+        return sum(shard.filesize or 0 for shard in self.shards)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(ShardTotals):
     """The shards and fields of a dataset.
 
     Args:
@@ -65,16 +82,6 @@ class Manifest:
     def num_shards(self) -> int:
         """Number of shards."""
         return len(self.shards)
-
-    @property
-    def nsamples(self) -> int:
-        """Samples in all shards."""
-        return sum(shard.nsamples or 0 for shard in self.shards)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tars."""
-        return sum(shard.filesize or 0 for shard in self.shards)
 
 
 def encode_manifest_files(manifest: Manifest | BinaryManifest) -> dict[str, bytes]:

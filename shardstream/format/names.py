@@ -253,4 +253,4 @@ def words_of(name: str) -> list[str]:
     >>> words_of("JPEGImages"), words_of("trainA_2017"), words_of("left-mask2")
     (['jpeg', 'images'], ['train', 'a'], ['left', 'mask'])
     """
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    return [*map(str.lower, re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name))]

@@ -102,7 +102,7 @@ def write(  # noqa: PLR0913  (public door)
         call=call,
     )
     # Refuses before the dataset runs; nothing is changed.
-    claim_destination(job.new_journal(job.open_folder()), names, overwrite=overwrite)
+    claim_destination(job.new_journal(), names, overwrite=overwrite)
     most = concurrency or max(1, int(ray.cluster_resources().get("CPU", 1)))
     with in_row_order(ds):
         works = _row_works(encoded_blocks(ds, most), limits)

@@ -29,21 +29,23 @@ MAX_MAPS = 4096
 """Shards that a process keeps mapped to memory: each map holds a file descriptor."""
 _PAGE_ENTRIES = 1024
 _MAX_VERSIONS = 50_000  # about 15 MB
+LocalStatus = tuple[str, int, os.stat_result]
+"""Path of a file, its size, and its status."""
 PathOf = Callable[[int], str | None]
 """Returns the local path of the shard of a number; None for a remote one."""
 _pools: WeakSet[MmapPool] = WeakSet()
 _lock = new_lock()
 
 
-def folder_pages(path: str) -> Iterator[tuple[list[tuple[str, os.stat_result]], list[str]]]:
-    """Yield the files (path and status) and the names of the folders in a folder, some at a time, in any order; links are followed.
+def folder_pages(path: str) -> Iterator[tuple[list[LocalStatus], list[str]]]:
+    """Yield the files and the names of the folders in a folder, some at a time, in any order; links are followed.
 
     Raises:
         OSError: If it is not a folder, or cannot be read.
     """
     with os.scandir(path) as entries:
         while page := list(itertools.islice(entries, _PAGE_ENTRIES)):
-            files: list[tuple[str, os.stat_result]] = []
+            files: list[LocalStatus] = []
             folders: list[str] = []
             for entry in page:
                 if entry.is_dir():
@@ -53,12 +55,13 @@ def folder_pages(path: str) -> Iterator[tuple[list[tuple[str, os.stat_result]], 
                 is_dangling = entry.is_symlink() and not os.path.exists(entry.path)
                 if is_dangling or entry.is_file():
                     with suppress(FileNotFoundError):  # deleted meanwhile
-                        files.append((entry.path, entry.stat(follow_symlinks=not is_dangling)))
+                        status = entry.stat(follow_symlinks=not is_dangling)
+                        files.append((entry.path, status.st_size, status))
             yield files, folders
 
 
-def tree_pages(path: str) -> Iterator[list[tuple[str, int, os.stat_result]]]:
-    """Yield all files under a folder, some at a time, in any order: path, size, and status.
+def tree_pages(path: str) -> Iterator[list[LocalStatus]]:
+    """Yield all files under a folder, some at a time, in any order.
 
     A link to a folder is a file, as for fsspec: links could form a circle. The status is that of a link, the size that of its target.
 
@@ -73,7 +76,7 @@ def tree_pages(path: str) -> Iterator[list[tuple[str, int, os.stat_result]]]:
             continue
         with entries:
             while page := list(itertools.islice(entries, _PAGE_ENTRIES)):
-                files: list[tuple[str, int, os.stat_result]] = []
+                files: list[LocalStatus] = []
                 for entry in page:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)

@@ -72,7 +72,7 @@ class OutputFolder(Protocol):
 
 
 def open_output_folder(
-    url: str, storage_options: Mapping[str, Any] | None, filesystem: Any
+    url: str, storage_options: Mapping[str, Any] | None, filesystem: Any = None
 ) -> OutputFolder:
     """Open a folder for writing: by system calls if it is on this machine, else through fsspec.
 
@@ -147,8 +147,8 @@ class LocalFolder:
         files: dict[str, FileInfo] = {}
         with translate_errors(self.url), suppress(FileNotFoundError):
             for some, _ in folder_pages(str(self._path)):
-                for path, status in some:
-                    files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
+                for path, size, _ in some:
+                    files[os.path.basename(path)] = FileInfo(url=path, size_or_none=size)
         return dict(sorted(files.items()))
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes | None:

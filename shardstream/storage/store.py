@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any, BinaryIO, Unpack, cast
 
 from fsspec.implementations.local import LocalFileSystem
@@ -293,7 +293,7 @@ class Storage:
             try:
                 for found, names in folder_pages(local):
                     is_empty = False
-                    yield [_local_info(path, one.st_size, one) for path, one in found], names
+                    yield [*starmap(_local_info, found)], names
             except (OSError, ValueError) as error:
                 if not is_empty:
                     with self.translate_errors(url):
@@ -341,7 +341,7 @@ class Storage:
         if local is not None:
             with self.translate_errors(url):
                 for found in tree_pages(local):
-                    yield [_local_info(path, size, one) for path, size, one in found]
+                    yield [*starmap(_local_info, found)]
             return
         is_empty = True
         for page in self._remote_pages(url, recursive=True):

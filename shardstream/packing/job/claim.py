@@ -137,14 +137,11 @@ class Claim:
         self.journal, self.names, self.action, self.files = journal, names, action, files
         self.replaces = bool(journal.stale) or any(map(names.is_ours, map(shard_of, files)))
         """Whether shards of the names that are written may exist."""
+        self.is_published = action == "tidy"
+        """Whether the dataset is published already, and only the files of the job are left to delete."""
         self._extras = extras
         self._lock = threading.Lock()
         self._is_changed = False
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the dataset is published already, and only the files of the job are left to delete."""
-        return self.action == "tidy"
 
     def take(self) -> Self:
         """Write the journal to the locked folder, unless it is there, and delete half-written files of killed writers, and records of another job.
@@ -359,10 +356,10 @@ def claimed(jobs: Sequence[PartJob], *, overwrite: bool) -> Iterator[list[Claim]
     with ExitStack() as stack:
 
         def begin(job: PartJob) -> Claim:
-            folder = job.open_folder()
-            stack.callback(folder.unlock)
-            folder.lock()
-            return _claim(job, folder, overwrite=overwrite)
+            new = job.new_journal()
+            stack.callback(new.folder.unlock)
+            new.folder.lock()
+            return _claim(job, new, overwrite=overwrite)
 
         claims = _all_or_none(jobs, begin)
         try:
@@ -384,10 +381,11 @@ def join(jobs: Sequence[PartJob], *, overwrite: bool) -> list[Claim]:
     """
 
     def begin(job: PartJob) -> Claim:
-        folder = job.open_folder()
+        new = job.new_journal()
+        folder = new.folder
         try:
             if _wait_for_lock(folder, unless=lambda: _joined(job, folder) is not None):
-                return _claim(job, folder, overwrite=overwrite).take()
+                return _claim(job, new, overwrite=overwrite).take()
         finally:
             folder.unlock()
         return _joined(job, folder) or begin(job)
@@ -408,7 +406,7 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
             # The first split is published last and keeps its journal longest: that of another one may be deleted already.
             journal = None
             if claims and claims[0].is_published:
-                journal = restore_journal(job.open_folder(), job.task, job.run, claims[0].journal)
+                journal = restore_journal(job.new_journal(), claims[0].journal)
             if journal is None:
                 for claim in claims:
                     claim.release()
@@ -417,26 +415,27 @@ def _all_or_none(jobs: Sequence[PartJob], begin: Callable[[PartJob], Claim]) -> 
     return claims
 
 
-def restore_journal(folder: OutputFolder, task: Task, run: str, first: Journal) -> Journal | None:
+def restore_journal(journal: Journal, first: Journal) -> Journal | None:
     """Write the journal of a published split again, to be deleted with the others; None if its dataset is not the one of the first split's journal."""
-    files, published = folder.list_files(), first.others.get(str(task.options["split_name"]))
+    files = journal.folder.list_files()
+    published = first.others.get(str(journal.task.options["split_name"]))
     if JOURNAL_NAME in files or published is None:
         return None
-    if published.sha256 != published_sha256(folder, files):  # replaced since
+    if published.sha256 != published_sha256(journal.folder, files):  # replaced since
         return None
-    journal = Journal(folder=folder, task=task, run=run, published=published)
+    journal.published = published
     journal.write()
     return journal
 
 
-def _claim(job: PartJob, folder: OutputFolder, *, overwrite: bool) -> Claim:
-    """Claim a locked folder (see `decide`)."""
-    new, extras = job.new_journal(folder), frozenset(job.extras)
+def _claim(job: PartJob, new: Journal, *, overwrite: bool) -> Claim:
+    """Claim a locked folder (see `decide`); ``new`` is the journal of the job when it begins."""
+    folder = new.folder
     claim = claim_destination(
         new,
         job.names,
         overwrite=overwrite,
-        extras=extras,
+        extras=frozenset(job.extras),
         is_appended=lambda has_files: bool(
             find_appended(folder.url, Storage(job.storage_options), has_files=has_files)
         ),

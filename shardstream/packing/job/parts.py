@@ -193,10 +193,6 @@ class PartFiles:
     replaces: bool
     keeps_keys: bool
 
-    def open_folder(self) -> OutputFolder:
-        """Open the folder of the dataset."""
-        return open_output_folder(self.names.folder, self.storage_options, None)
-
     def check_owner(self, folder: OutputFolder) -> None:
         """Check that the job still owns the folder (see `Journal.check_owner`)."""
         Journal(folder=folder, task=Task(source=None, options={}), run=self.run_id).check_owner()
@@ -204,7 +200,8 @@ class PartFiles:
     def find(self) -> PartResult | None:
         """Return the result of an earlier run of this part, if its shards are in place."""
         try:
-            found = read_record(self.open_folder(), part_record_name(self.number), self.run_id)
+            folder = open_output_folder(self.names.folder, self.storage_options)
+            found = read_record(folder, part_record_name(self.number), self.run_id)
         except ShardError:  # damaged: the part is run again
             return None
         if found is None:
@@ -224,7 +221,8 @@ class PartFiles:
         Args:
             check_owner: As of `PartWriter`; by default that of the part, which is called first.
         """
-        folder, hashes = self.open_folder(), list[Hashes]()
+        folder = open_output_folder(self.names.folder, self.storage_options)
+        hashes: list[Hashes] = []
         if check_owner is None:
             check_owner = partial(self.check_owner, folder)
             check_owner()
@@ -393,10 +391,7 @@ class PartJob:
         text = json.dumps([task.source or self.call, dict(task.options)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def open_folder(self) -> OutputFolder:
-        """Open the folder of the dataset."""
-        return open_output_folder(self.names.folder, self.storage_options, None)
-
-    def new_journal(self, folder: OutputFolder) -> Journal:
-        """Return the journal of the job when it begins; nothing is written."""
+    def new_journal(self) -> Journal:
+        """Open the folder; return the journal of the job when it begins, which is not written yet."""
+        folder = open_output_folder(self.names.folder, self.storage_options)
         return Journal(folder=folder, task=self.task, parts=self.parts, run=self.run)

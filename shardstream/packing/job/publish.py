@@ -453,7 +453,7 @@ def merge(
     splits = _find_splits(url, storage_options)
     if not splits:
         _refuse_published_splits(url, storage_options)
-    ready = [Ready(open_output_folder(one, storage_options, None)) for one in splits or [url]]
+    ready = [Ready(open_output_folder(one, storage_options)) for one in splits or [url]]
     if dataset_of_change(url) is not None:
         ready = [ready[0]._replace(appends=True)]
     report = publish(ready, storage_options, "finished parts")
@@ -467,7 +467,7 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
         OptionError: If it is the folder of one of several splits.
         UnfinishedError: If a split was not begun, or replaced.
     """
-    dest = open_output_folder(url, storage_options, None)
+    dest = open_output_folder(url, storage_options)
     files = dest.list_files()
     if MANIFEST_NAME in files or any(map(is_journal, files)):  # not a README or .DS_Store
         own = read_journal(dest, files)
@@ -479,7 +479,7 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
         return []
     found: dict[str, Journal] = {}
     for name in _folders_in(url, Storage(storage_options)):
-        folder = open_output_folder(join_url(url, name), storage_options, None)
+        folder = open_output_folder(join_url(url, name), storage_options)
         journal = read_journal(folder, folder.list_files())
         if journal is not None and journal.task.options.get("split_name") == name:
             found[name] = journal
@@ -503,8 +503,8 @@ def _restore(
         UnfinishedError: If it was not begun, or replaced.
     """
     task = Task(source=first.task.source, options={**first.task.options, "split_name": name})
-    folder = open_output_folder(url, storage_options, None)
-    if restore_journal(folder, task, first.run, first) is None:
+    folder = open_output_folder(url, storage_options)
+    if restore_journal(Journal(folder=folder, task=task, run=first.run), first) is None:
         found = f"no part of the split {name} has been run;"
         if MANIFEST_NAME in folder.list_files():
             found = f"another dataset has replaced the split {name}; move it away,"
@@ -522,7 +522,7 @@ def _folders_in(url: str, storage: Storage) -> list[str]:
 
 def _refuse_published_splits(url: str, storage_options: Mapping[str, Any] | None) -> None:
     """Refuse a folder without files: its splits are published, or there is no job."""
-    if open_output_folder(url, storage_options, None).list_files():
+    if open_output_folder(url, storage_options).list_files():
         return
     storage = Storage(storage_options)
     for name in _folders_in(url, storage):

@@ -171,7 +171,7 @@ def run_jobs(
 
 def _unfinished(jobs: Sequence[PartJob], counts: PartCounts, begin_s: float) -> PackReport:
     """Return the report of one of several `Parts`."""
-    unfinished = [missing_parts(job.open_folder().list_files(), job.parts) for job in jobs]
+    unfinished = [missing_parts(job.new_journal().folder.list_files(), job.parts) for job in jobs]
     return PackReport(
         source=jobs[0].title,
         splits=tuple(counts.splits),

@@ -22,6 +22,7 @@ from shardstream.format import (
     Column,
     Offsets,
     ShardInfo,
+    ShardTotals,
     encode_index,
     encode_members,
     member_name,
@@ -426,7 +427,7 @@ class Skip(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartResult:
+class PartResult(ShardTotals):
     """Shards that a part has published.
 
     Args:
@@ -448,16 +449,6 @@ class PartResult:
     key_hashes: str = ""
     columns: tuple[ColumnSummary, ...] = ()
     column_bytes: tuple[int, ...] = ()
-
-    @property
-    def nsamples(self) -> int:
-        """Samples in the shards."""
-        return sum(shard.nsamples or 0 for shard in self.shards)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the shards."""
-        return sum(shard.filesize or 0 for shard in self.shards)
 
     def changed_file(
         self,

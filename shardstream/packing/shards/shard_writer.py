@@ -378,7 +378,7 @@ def write_shard(
     name = os.fspath(url)
     if not name.endswith(".tar"):
         raise OptionError(f"the name of a shard ends in .tar, not as {name!r}")
-    folder = open_output_folder(parent_url(name), storage_options, None)
+    folder = open_output_folder(parent_url(name), storage_options)
     limits = WriterOptions(max_samples=sys.maxsize, max_bytes=sys.maxsize)
     with closing(
         PartWriter(
