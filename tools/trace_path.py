@@ -54,8 +54,8 @@ LIMITS = {
     "first state_dict": (10, 19),
     "next state_dict": (5, 9),
     "with one worker": (35, 163),
-    "ShardWriter, 40 samples": (17, 92),
-    "pack of four photos": (42, 364),
+    "ShardWriter, 40 samples": (15, 88),
+    "pack of four photos": (38, 292),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

@@ -380,3 +380,16 @@ def test_lengths_of_all_views_are_columns(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"there is no column 'keep'.*a/0.tar") as caught:
         mixed.samples.read_columns(["keep"])
     assert "a/0.tar" in str(caught.value)
+
+
+def test_columns_that_samples_of_a_split_lack_name_the_split(tmp_path: Path) -> None:
+    def pack(name: str, count: int) -> ss.PackReport:
+        rows = [{"json": {"a": 1, "b": 1} if number < count else {"a": 1}} for number in range(40)]
+        split = {"train": 0.5, "val": 0.5}
+        return ss.pack(rows, tmp_path / name, split=split, columns=["json.a", "json.b"])
+
+    missing = [line.partition(" (")[0] for line in pack("some", 20).warnings]
+    assert missing == ["split train: column b", "split val: column b"]
+    with pytest.raises(OptionError, match=r"column b \(json.b\).*val"):
+        pack("one", 1)
+    assert not list(tmp_path.glob("one/*/index.json"))

@@ -38,8 +38,9 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
         return _python_source(source, options)
     url = os.fspath(source)
     kind = options.kind or guess_kind(url, storage)
-    metadata = _find_metadata(url, storage) if kind == "folder" else None
-    kind = kind if metadata is None else "table"
+    metadata = _find_metadata(url, storage) if kind == "metadata" else None
+    if kind == "metadata":
+        kind = "folder" if metadata is None else "table"
     if kind != "table" and (options.fields or options.root or options.allow or options.header):
         raise OptionError(
             f"fields, root, allow and header (--map, --root, --allow, --header) apply to tables, but this is packed as {kind}",
@@ -65,7 +66,7 @@ def _python_source(source: Source | Iterable[Mapping[str, Any]], options: Source
 
 
 def guess_kind(url: str, storage: Storage) -> str:
-    """Return one of `KINDS`, or "folder", whose kind depends on its files."""
+    """Return one of `KINDS`, or "folder", whose kind depends on its files, or "metadata" for one with a table that may describe them."""
     if is_table(url):
         return "table"
     if is_tar(url) or url.endswith(".json") or ("::" in url and not storage.exists(url)):
@@ -75,7 +76,7 @@ def guess_kind(url: str, storage: Storage) -> str:
     if not storage.exists(url):
         raise SourceError(broken_link(url) or "not found; check the path", shard=url)
     is_empty = are_tables = True
-    has_files = False
+    has_files = has_metadata = False
     for files, folders in storage.folder_pages(url):
         names = [file.url.rsplit("/", 1)[-1] for file in files]
         if MANIFEST_NAME in names or any(map(is_tar, names)):
@@ -83,13 +84,14 @@ def guess_kind(url: str, storage: Storage) -> str:
         is_empty = is_empty and not names and not folders
         has_files = has_files or bool(names)
         are_tables = are_tables and all(map(is_table, names))
+        has_metadata = has_metadata or not set(METADATA_NAMES).isdisjoint(names)
     if has_files and are_tables:
         return "table"
     if is_empty and _is_file(url, storage):
         raise SourceError(
             f"neither a table ({', '.join(TABLE_SUFFIXES)}) nor a tar; name its folder", shard=url
         )
-    return "folder"
+    return "metadata" if has_metadata else "folder"
 
 
 def _find_metadata(url: str, storage: Storage) -> str | None:
