@@ -224,13 +224,9 @@ def _publish_appended(ready: Ready, storage: Storage) -> PackReport:
     if journal.published is not None:  # or about to be
         shards = find_appended(folder.url, storage)
     if not shards:
-        journal.parts = _num_parts(ready, journal, files)
         with closing(NewKeys()) as keys:
-            result = _read_records(folder, files, journal, keys.hashes, keys.ordered)
+            result = _checked_result(ready, journal, files, keys.hashes, keys.ordered)
             shards, fields = result.shards, result.fields
-            _check_in_place(folder, files, result)
-            refuse_repeated_keys(keys.hashes, shards, folder)
-            _check_samples(journal, result)
             journal.published = _published(options, result, folder.url, sha256="")
             journal.write()
             Addition(
@@ -261,12 +257,8 @@ def _checked(ready: Ready) -> _Publication:
     if published is not None and published.sha256 == published_sha256(folder, files):
         old = ManifestFiles(folder, read_old_manifest(folder), files, journal.check_owner)
         return _Publication(files, journal, old, is_published=True)
-    journal.parts = _num_parts(ready, journal, files)
     with closing(KeyHashes()) as keys:
-        result = _read_records(folder, files, journal, keys)
-        _check_in_place(folder, files, result)
-        refuse_repeated_keys(keys, result.shards, folder)
-    _check_samples(journal, result)
+        result = _checked_result(ready, journal, files, keys)
     manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
     new = ManifestFiles(folder, manifest, files, journal.check_owner)
     journal.published = _published(options, result, url, new.sha256)
@@ -303,34 +295,48 @@ def _num_parts(ready: Ready, journal: Journal, files: Collection[str]) -> int:
     return parts
 
 
-def _check_samples(journal: Journal, result: PartResult) -> None:
-    """Check that there are samples, with the fields that were to be kept."""
-    url, options = journal.folder.url, journal.task.options
+def _checked_result(
+    ready: Ready,
+    journal: Journal,
+    files: Mapping[str, FileInfo],
+    keys: KeyHashes,
+    ordered: KeyList | None = None,
+) -> PartResult:
+    """Return the results of all parts as one, whose shards are in place, with keys that differ and the fields that were to be kept; ``keys`` and ``ordered`` as in `_read_records`."""
+    folder, options = journal.folder, journal.task.options
+    journal.parts = _num_parts(ready, journal, files)
+    result = _read_records(files, journal, keys, ordered)
+    name = result.changed_file(files.get)
+    if name is not None:
+        raise StorageError(
+            f"the file is {'another one' if name in files else 'missing'} although its part is done; "
+            "run the parts again, then merge",
+            shard=join_url(folder.url, name),
+        )
+    refuse_repeated_keys(keys, result.shards, folder)
     if not result.shards and result.skipped:
         raise SourceError(
-            f"no sample is left for {url}: {len(result.skipped)} were skipped, the first: {result.skipped[0].reason}"
+            f"no sample is left for {folder.url}: {len(result.skipped)} were skipped, the first: {result.skipped[0].reason}"
         )
     if not result.shards:
         raise OptionError(
-            "no sample is left: all were filtered out, so there is no dataset to publish", shard=url
+            "no sample is left: all were filtered out, so there is no dataset to publish",
+            shard=folder.url,
         )
     missing = sorted(set(options.get("fields") or ()) - result.fields.keys())
     if missing and options["job"] == "reshard":
         raise OptionError(
             f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
-            shard=url,
+            shard=folder.url,
         )
+    return result
 
 
 def _read_records(
-    folder: OutputFolder,
-    files: Mapping[str, FileInfo],
-    journal: Journal,
-    keys: KeyHashes,
-    ordered: KeyList | None = None,
+    files: Mapping[str, FileInfo], journal: Journal, keys: KeyHashes, ordered: KeyList | None
 ) -> PartResult:
     """Return the results of all parts as one, in their order, without the hashes of their keys, which go to ``keys`` and ``ordered``."""
-    parts = journal.parts
+    folder, parts = journal.folder, journal.parts
 
     def read(number: int) -> tuple[int, PartResult] | None:
         name = part_record_name(number)
@@ -405,18 +411,6 @@ def _published(
         skipped=result.skipped,
         warnings=tuple(warnings),
     )
-
-
-def _check_in_place(
-    folder: OutputFolder, files: Mapping[str, FileInfo], result: PartResult
-) -> None:
-    name = result.changed_file(files.get)
-    if name is not None:
-        raise StorageError(
-            f"the file is {'another one' if name in files else 'missing'} although its part is done; "
-            "run the parts again, then merge",
-            shard=join_url(folder.url, name),
-        )
 
 
 def no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | None) -> OptionError:
