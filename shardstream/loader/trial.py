@@ -95,11 +95,10 @@ def _run(
         loader.set_epoch(next(epochs))
         before = batches
         for _ in loader:
+            batches += 1
             if not first_s:
                 started = time.perf_counter()
                 first_s = started - begin
-            else:
-                batches += 1
             if time.perf_counter() - started > seconds:
                 break
         if not first_s:
@@ -109,7 +108,7 @@ def _run(
         passed = time.perf_counter() - started
         if passed > seconds or batches == before:
             break
-    rate, source = batches * batch_size / passed, dataset.pipeline.indexed_source
+    rate, source = (batches - 1) * batch_size / passed, dataset.pipeline.indexed_source
     mean_bytes = None if source is None else source.samples.total_bytes / len(source.samples)
     return Trial(
         workers=workers,

@@ -53,6 +53,12 @@ def test_pictures_of_different_sizes_are_measured_and_bad_ones_counted(tmp_path:
     assert {trial["bad_samples"] for trial in trials} == {1}
 
 
+def test_a_dataset_of_one_batch_is_measured_over_several_epochs(tmp_path: Path) -> None:
+    shown = run(numbered(tmp_path, 8, 8), "--workers", "0", "--batch-size", "8", "--seconds", "0.1")
+    assert shown.returncode == 0, shown.stderr
+    assert "recommended" in shown.stdout
+
+
 def test_wrong_use_is_explained(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 10, 5)
     few = run(folder, "--workers", "0", "--batch-size", "50")
