@@ -79,7 +79,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
     def __init__(self, pipeline: Pipeline, class_names: ClassNames, *, epoch: int = 0) -> None:
         source = _numbered_source(pipeline)
-        self._all_samples = source.samples
+        self._all_samples, self._is_new_each_epoch = source.samples, source.is_new_each_epoch
         self._numbers: Numbers | range = range(len(source.samples))
         self._pipeline = replace(pipeline, source=source, on_error="raise")
         self._class_names = class_names
@@ -147,6 +147,8 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
         unique, inverse = np.unique(numbers, return_inverse=True)
         opened = self._open()
+        if self._is_new_each_epoch:  # the rows of an epoch are copies
+            unique += opened.epoch * len(self._all_samples)
         raw = list(opened.fetcher.samples(unique))
         samples = [raw[place] for place in inverse]
         if unique.size < numbers.size:  # steps may change a sample
@@ -213,7 +215,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         return int(self._epoch.values[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of ``map(rng=True)``, also in persistent workers and in datasets chained from this one.
+        """Set the epoch of ``map(rng=True)``, and of rows that differ in each, also in persistent workers and in datasets chained from this one.
 
         The random numbers of a sample depend on seed, epoch, sample and the times that it was read since this call: they are the
         same on every number of ranks and workers, and after a restart. Without this call each epoch has new ones, too.

@@ -129,12 +129,12 @@ def _source(
     recipe: MixRecipe, seed: int, order: OrderOptions, read: ReadOptions
 ) -> MixIndexedSource:
     sources = tuple(_indexed_source(name, part) for name, part in recipe.parts.items())
-    for options in (order, *(source.options for source in sources)):
-        refuse_options(options, ["nodes", "exchange"], "in a mix")
     if any(source.is_new_each_epoch for source in sources):
-        refuse_options(
-            order, ["balance"], "of rows that are made anew in each epoch, with other costs"
-        )
+        reason = "of rows that are made anew in each epoch, of other samples and costs"
+        refuse_options(order, ["nodes", "exchange", "balance"], reason)
+    if any(source.draw is not None or not source.shuffle for source in sources):
+        reason = "on datasets without shuffle=True, or with weights=, which draw other samples in each epoch"
+        refuse_options(order, ["nodes", "exchange"], reason)
     if order.balance is not None and isinstance(recipe.weights, WeightSchedule):
         warnings.warn(
             "balance= deals the samples of some rounds anew, so new weights of a WeightSchedule begin up to so many rounds earlier or later; "
@@ -164,8 +164,9 @@ def _indexed_source(name: str, part: Pipeline) -> IndexedSource:
         OptionError: If a step changes the number of items, or the part is read without an index.
     """
     if part.indexed_source is not None:
+        options = ["nodes", "exchange", "balance"]
         refuse_options(
-            part.indexed_source.options, ["balance"], "in a dataset of a mix, only in its order="
+            part.indexed_source.options, options, "in a dataset of a mix, only in its order="
         )
         return part.indexed_source
     changing = [stage for stage in part.stages if not isinstance(stage, ItemStage)]

@@ -49,6 +49,11 @@ class WeightedDraw:
     replacement: bool
 
     @property
+    def expected(self) -> npt.NDArray[np.float64]:
+        """Expected copies of each sample, shape (n,)."""
+        return self.copies / float(1 << _COPY_BITS)
+
+    @property
     def max_copies(self) -> int:
         """The most that a sample may come in an epoch."""
         return int(-(-self.copies.max() >> _COPY_BITS))

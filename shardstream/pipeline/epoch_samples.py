@@ -178,7 +178,7 @@ class EpochSamples:
 
     def _described(self, found: StepPlaces, asked: Ints | None = None) -> PlannedSamples:
         """Return the samples at some places, of rows each of their parts; only those that were asked for, if any were."""
-        rows, parts = parts_in_rows(self._source.samples, found.numbers)
+        rows, parts, _ = parts_in_rows(self._source.samples, found.numbers)
         copies, numbers = np.divmod(parts, max(1, len(self._stored)))
         places, steps = found.places[rows], found.steps[rows]
         if self._is_row_a_batch:

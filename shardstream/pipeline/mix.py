@@ -5,6 +5,7 @@ The schedule says which dataset fills a place of a lane, and the plan of that da
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,10 @@ from shardstream.order import (
     EpochPlan,
     Ints,
     MixSchedule,
+    NodeEpochPlan,
     Places,
     SteppedMixSchedule,
+    default_block,
     default_window,
     derive_key,
 )
@@ -192,9 +195,12 @@ class MixIndexedSource(IndexedSource):
             batch=batch,
             shuffle=True,
             seed=self.seed,
-            lanes=options.lanes or lanes,
+            lanes=options.lanes or math.lcm(lanes, options.nodes),
+            nodes=options.nodes,
+            exchange=options.exchange,
             window=options.window or default_window(total, total_bytes, batch),
-            block=1,
+            # A node keeps neighbours, as its cache does.
+            block=default_block(total, total_bytes) if options.nodes > 1 else 1,
         )
         if self.recipe.weights is None:
             return order
@@ -210,7 +216,7 @@ class MixIndexedSource(IndexedSource):
         elif self.is_new_each_epoch:
             plan = CopyPlan(order, epoch, copy=epoch % EPOCHS_PER_PASS)
         else:
-            plan = EpochPlan(order, epoch)
+            plan = (NodeEpochPlan if order.nodes > 1 else EpochPlan)(order, epoch)
         return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)
 
     def restrict_to(self, numbers: Ints) -> Self:  # noqa: ARG002
@@ -386,7 +392,7 @@ class MixLanes:
         epoch: int,
     ) -> None:
         self._mix, self.nsamples = mix, len(mix.samples)
-        self._lanes = order.lanes
+        self._lanes, self._order = order.lanes, order
         self._epoch = epoch
         self._schedule = _schedule_of(segments, order, epoch)
         shares = np.array([np.array(weights) / sum(weights) for _, weights in segments])
@@ -481,9 +487,14 @@ class MixLanes:
         if plan is None:
             source = self._mix.sources[part]
             epoch = self._epoch + pass_number * EPOCHS_PER_PASS
-            order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
+            mixed = self._order
+            order = source.order(batch=1, lanes=mixed.lanes, epoch=epoch)
             order = replace(
-                order, lanes=self._lanes, window=source.options.window or self._windows[part]
+                order,
+                lanes=mixed.lanes,
+                nodes=mixed.nodes,
+                exchange=mixed.exchange,
+                window=source.options.window or self._windows[part],
             )
             if pass_number:  # those of a nested mix differ in length, but lanes take as much of each as of the first
                 order = replace(order, nsamples=self._plan(part, 0).order.nsamples)
@@ -549,8 +560,10 @@ class MixEpochPlan(EpochPlan):
         return Places(numbers, turns * order.lanes + lanes, slots)
 
     def rest(self, start: int) -> Ints:
-        """Return the samples of the batches from ``start`` on; a mix ends with a full batch."""
-        return self.batches(np.arange(start, self.order.num_batches, dtype=np.int64)).ravel()
+        """Return the samples of the batches from ``start`` on, sorted by node; a mix ends with a full batch."""
+        numbers = np.arange(start, self.order.num_batches, dtype=np.int64)
+        by_node = numbers[np.argsort(numbers % self.order.nodes, kind="stable")]
+        return self.batches(by_node).ravel()
 
 
 def lane_lengths(batches: int, lanes: int) -> Ints:

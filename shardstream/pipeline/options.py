@@ -23,7 +23,7 @@ from shardstream.order import (
 from shardstream.pipeline.sample_steps import check_fields
 from shardstream.pipeline.stage import State, check_at_least, set_whole_numbers, whole_number
 from shardstream.pipeline.step_signatures import function_name
-from shardstream.samples import CostFunction, Lengths, Samples, costs_of, values_of
+from shardstream.samples import CostFunction, Lengths, Samples, row_costs, values_of
 from shardstream.storage import Storage, check_cache, open_cache
 
 
@@ -38,9 +38,10 @@ class Balance:
 
     Args:
         costs: Cost of each sample: the name of a column (``shardstream index URL --columns n=npy.len``), the path or URL of a ``.npy`` file, or
-            one number for each (of ``subset`` and ``where``; in a mix those of all datasets, one after the other).
-        cost: Function of all these numbers, shape (n,), float64, to the costs, of the same shape. Each process that opens the dataset calls
-            it once; it must return the same on all ranks.
+            one number for each (of ``subset`` and ``where``; in a mix those of all datasets, one after the other). A packed row, or a window, costs as
+            much as its parts together, each of which has its share of the number of its sample.
+        cost: Function of all these numbers, of rows those of all parts, shape (n,), float64, to the costs, of the same shape: attention within the
+            documents of packed rows is ``lambda n: n**2``. It must return the same in each process that opens the dataset.
         steps: Rounds whose samples are dealt together. More of them balance better; fewer keep samples nearer to their place.
         group_size: Batches that wait for each other: ranks of a group x microbatches of a step, if only the ranks of one group work on a
             step together. By default all lanes, so that any number of ranks that divides the lanes is balanced.
@@ -73,7 +74,7 @@ def balance_of(options: object, samples: Samples, *, shuffle: bool) -> StepBalan
             "balance= deals samples to other batches, but shuffle=False keeps the stored order; pass shuffle=True, or leave balance= out"
         )
     assert isinstance(options, Balance)  # noqa: S101  (made by `OrderOptions`)
-    costs = costs_of(samples, options.costs, "balance=", options.cost)
+    costs = row_costs(samples, options.costs, "balance=", options.cost)
     most = max(float(costs.max(initial=0)), 1e-300)
     return StepBalance(
         # Relative to the largest one, so that neither a cost nor a sum of them is too large for float32.

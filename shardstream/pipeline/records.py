@@ -50,7 +50,10 @@ def records_of(pipeline: Pipeline, classes: tuple[str, ...] | None, epoch: int) 
     source = pipeline.source
     numbered_source(source)
     if isinstance(source, RowSource):
-        raise _refusal("rows are made of parts of samples when they are read", "write the samples")
+        raise _refusal(
+            "rows are made of parts of samples when they are read",
+            "write the samples; or rows, each with a __key__ of its own, with ss.pack(iterable, dest)",
+        )
     if not isinstance(source, SamplesSource):
         raise _refusal(
             "a mix has no order of its own",

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from shardstream.codecs import length_of, part_of
 from shardstream.errors import OptionError, SampleError
-from shardstream.order import CopyPlan, EpochOrder, EpochPlan, RowPlan
+from shardstream.order import (
+    CopyPlan,
+    EpochOrder,
+    EpochPlan,
+    RowPlan,
+    WeightedDraw,
+    WindowRows,
+    draw_by_weight,
+)
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource
 from shardstream.pipeline.mix import EPOCHS_PER_PASS
-from shardstream.pipeline.options import refuse_options
+from shardstream.pipeline.options import balance_of, refuse_options
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.runner import Moved, Runner, Step
 from shardstream.pipeline.sample_steps import find_field
@@ -25,6 +33,7 @@ from shardstream.pipeline.stream_steps import Collate, collated
 from shardstream.samples import RowItem, RowSamples
 
 _IMMUTABLE = (str, bytes, int, float, bool, type(None))
+_MOST_LEFT_OUT = 100_000  # 8 MB; later ones count in each of their rows
 
 
 class RowMaker(Protocol):
@@ -76,10 +85,12 @@ class RowSource(IndexedSource):
 
     Args:
         samples: The rows.
-        shuffle: As in `IndexedSource`, like the next five; sizes of the order count rows.
+        shuffle: As in `IndexedSource`, like the next seven; sizes of the order count rows.
         seed: As above.
         options: As above.
         reading: As above.
+        balance: As above.
+        draw: As above.
         yields_batches: As above.
         is_new_each_epoch: As above.
         part: The samples, with the steps that they pass before they become parts.
@@ -134,22 +145,42 @@ def row_pipeline(pipeline: Pipeline, plan: RowPlan, maker: RowMaker, step: str) 
     source = rowable_source(pipeline, step)
     if not len(plan):
         raise OptionError(f"{step}: {plan.summary}, so there is nothing to read")
+    options, samples, balance = source.options, RowSamples(source.samples, plan), None
     if plan.is_new_each_epoch:
-        reason = f"where {step} makes other rows in each epoch, of samples that other nodes keep"
-        refuse_options(source.options, ["nodes", "exchange"], reason)
-    refuse_options(source.options, ["balance"], f"on the rows of {step}")
+        reason = f"where {step} makes other rows in each epoch, of other samples and costs"
+        refuse_options(options, ["nodes", "exchange", "balance"], reason)
+    if options.balance is not None:
+        balance = balance_of(options.balance, samples, shuffle=source.shuffle)
     rows = RowSource(
-        samples=RowSamples(source.samples, plan),
+        samples=samples,
         shuffle=source.shuffle,
         seed=source.seed,
-        options=source.options,
+        options=options,
         reading=source.reading,
+        balance=balance,
+        draw=None if source.draw is None else _draw_rows(source.draw, plan, step),
         yields_batches=maker.is_batch,
         is_new_each_epoch=plan.is_new_each_epoch,
-        part=pipeline,
+        part=replace(pipeline, source=replace(source, balance=None)),
         maker=maker,
     )
     return Pipeline(source=rows, on_error=pipeline.on_error)
+
+
+def _draw_rows(draw: WeightedDraw, plan: RowPlan, step: str) -> WeightedDraw:
+    """Return how often rows are expected, each as often as its sample.
+
+    Raises:
+        OptionError: If a row may have several samples.
+    """
+    if not (isinstance(plan, WindowRows) and plan.lengths is not None):
+        raise OptionError(
+            f"{step} puts several samples into a row, but weights= draw each of them another number of times in each epoch; make a dataset of the samples "
+            f"of each weight (where=, subset=), use {step} on each, and mix them by weights: ss.mix(datasets, weights)"
+        )
+    expected = draw.expected[plan.parts(np.arange(len(plan))).numbers]
+    count = max(1, round(float(expected.sum())))
+    return draw_by_weight(expected, num_samples=count, replacement=draw.replacement)
 
 
 def rowable_source(pipeline: Pipeline, step: str) -> IndexedSource:
@@ -165,9 +196,9 @@ def rowable_source(pipeline: Pipeline, step: str) -> IndexedSource:
             f"{step} plans rows of samples that stay the same, but here these are rows or batches that are made anew in each epoch; "
             f"put repack=True and batch_by_cost after {step}"
         )
-    if source.draws:
+    if source.draws and source.draw is None:
         raise OptionError(
-            f"{step} plans rows of all samples, but weights draw them anew in each epoch; use {step} on each dataset, and mix these by weights"
+            f"{step} plans rows of all samples, but the weights of this mix draw them anew in each epoch; use {step} on each dataset, and mix these by weights"
         )
     return source
 
@@ -178,6 +209,9 @@ class _RowSteps:
     def __init__(self, source: RowSource, runner: Runner, skips: SkipTracker) -> None:
         self._maker, self._runner, self._skips = source.maker, runner, skips
         self._rows, self._lengths = source.samples, source.samples.plan.lengths
+        self._left_out = set[
+            int
+        ]()  # bad samples, and refused ones: each counts once, not in each of its rows
 
     @property
     def decode_s(self) -> float:
@@ -189,6 +223,7 @@ class _RowSteps:
             number: dict(sample) if isinstance(sample, dict) else sample
             for item, own in zip(items, numbered, strict=True)
             for number, sample in zip(own, item.samples, strict=True)
+            if number not in self._left_out
         }
         kept, kept_numbers = self._runner(list(raw.values()), list(raw))
         samples = dict(zip(kept_numbers, kept, strict=True))
@@ -197,6 +232,8 @@ class _RowSteps:
                 self._check(samples[number], number)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, samples.pop(number), number)
+        if len(self._left_out) < _MOST_LEFT_OUT:
+            self._left_out |= raw.keys() - samples.keys()
         rows, row_numbers, used = list[Any](), list[int](), set[int]()
         for item, own, row_number in zip(items, numbered, numbers, strict=True):
             parts = _parts(item, own, samples, used)

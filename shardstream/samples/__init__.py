@@ -23,6 +23,7 @@ from shardstream.samples.lengths import CostFunction as CostFunction
 from shardstream.samples.lengths import Lengths as Lengths
 from shardstream.samples.lengths import costs_of as costs_of
 from shardstream.samples.lengths import lengths_of as lengths_of
+from shardstream.samples.lengths import row_costs as row_costs
 from shardstream.samples.lengths import run_lengths as run_lengths
 from shardstream.samples.lengths import values_of as values_of
 from shardstream.samples.row_samples import RowItem as RowItem

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
 from shardstream.samples.base import Numbers, Samples
+from shardstream.samples.row_samples import has_rows, parts_in_rows, samples_in_rows
 from shardstream.samples.subset import read_array
 from shardstream.samples.view import View
 
@@ -21,6 +22,7 @@ CostFunction = Callable[[Floats], Any]
 """Numbers of samples, shape (n,), to their costs, of the same shape."""
 
 _MAX_LENGTH = 1 << 40  # sums are exact
+_ROWS_AT_ONCE = 1 << 16  # whose parts are found together: a bound of the memory
 _HOW = "shardstream index URL --columns n=npy.len writes a column n of lengths"
 
 
@@ -61,7 +63,49 @@ def costs_of(
         OptionError: As `lengths_of`, or if the function returns another shape, or costs that are negative or not finite.
         StorageError: If columns or file cannot be read.
     """
-    found = values_of(samples, given, option).astype(np.float64)
+    return _changed(samples, values_of(samples, given, option), option, cost)
+
+
+def row_costs(
+    samples: Samples, given: Lengths, option: str, cost: CostFunction | None = None
+) -> Floats:
+    """Return the cost of each row, the sum of those of its parts, shape (n,), as `costs_of`; of samples that are no rows their own.
+
+    Args:
+        samples: The rows.
+        given: As `Lengths`, of the samples in the rows: a part has its share of the number of its sample, such as its own length.
+        option: As above.
+        cost: Function of the numbers of all parts.
+
+    Raises:
+        OptionError: As above.
+        StorageError: As above.
+    """
+    if not has_rows(samples):
+        return costs_of(samples, given, option, cost)
+    stored = samples_in_rows(samples)
+    values = values_of(stored, given, option)
+    chunks = np.array_split(np.arange(len(samples)), -(-len(samples) // _ROWS_AT_ONCE))
+    counts, numbers, found = list[Numbers](), list[Numbers](), list[Floats]()
+    for chunk in chunks:
+        rows, own, shares = parts_in_rows(samples, chunk)
+        counts.append(np.bincount(rows, minlength=len(chunk)))
+        numbers.append(own)
+        found.append(values[own] * shares)
+    costs = _changed(stored, np.concatenate(found), option, cost, np.concatenate(numbers))
+    firsts = np.cumsum(np.concatenate([[0], *counts]))[:-1]
+    return np.add.reduceat(costs, firsts)
+
+
+def _changed(
+    samples: Samples,
+    values: npt.NDArray[Any],
+    option: str,
+    cost: CostFunction | None,
+    numbers: Numbers | None = None,
+) -> Floats:
+    """Return the costs for values of samples, or of parts of the samples with these numbers."""
+    found = values.astype(np.float64)
     if cost is not None:
         result = np.asarray(cost(found))
         if result.shape != found.shape or result.dtype.kind not in "biuf":
@@ -69,9 +113,8 @@ def costs_of(
                 f"the cost function returned {result.dtype} of shape {result.shape} for an array of shape {found.shape}; return one number for each"
             )
         found = result.astype(np.float64)
-    _check(
-        samples, option, found, np.isfinite(found) & (found >= 0), "costs are finite, at least 0"
-    )
+    is_valid = np.isfinite(found) & (found >= 0)
+    _check(samples, option, found, is_valid, "costs are finite, at least 0", numbers)
     return found
 
 
@@ -157,11 +200,13 @@ def _check(
     found: npt.NDArray[Any],
     is_valid: npt.NDArray[np.bool_],
     expected: str,
+    numbers: Numbers | None = None,
 ) -> None:
     if is_valid.all():
         return
-    number = int(is_valid.argmin())
+    place = int(is_valid.argmin())
+    number = place if numbers is None else int(numbers[place])
     raise OptionError(
-        f"{option}: sample {number} has {found[number]}; {expected} ({plural(int((~is_valid).sum()), 'sample')} with a wrong one)",
+        f"{option}: sample {number} has {found[place]}; {expected} ({plural(int((~is_valid).sum()), 'sample')} with a wrong one)",
         shard=samples.place_of(number)[0],
     )

@@ -8,12 +8,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from shardstream.errors import plural
 from shardstream.format import Rows
 from shardstream.order import RowParts, RowPlan
 from shardstream.samples.base import Fetcher, Numbers, Samples
 from shardstream.samples.view import Concat, ViewFetcher, ViewOfOne
+
+Shares = npt.NDArray[np.float64]
 
 
 class RowItem(NamedTuple):
@@ -130,7 +133,7 @@ def samples_in_rows(samples: Samples) -> Samples:
     return samples
 
 
-def parts_in_rows(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers]:
+def parts_in_rows(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers, Shares]:
     """Return the parts of rows, one row after the other.
 
     Args:
@@ -138,27 +141,32 @@ def parts_in_rows(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers]
         numbers: Numbers of rows, or of copies; shape (n,).
 
     Returns:
-        Place of the row in ``numbers``, and number of the part in `samples_in_rows`; those of copies are copies. Shape (parts,) each.
+        Place of the row in ``numbers``; number of the part in `samples_in_rows`, those of copies are copies; and share of the sample's elements that
+        the part has. Shape (parts,) each.
     """
     if isinstance(samples, RowSamples):
-        parts = samples.plan.parts(numbers)
+        plan, parts = samples.plan, samples.plan.parts(numbers)
         rows = np.repeat(np.arange(len(numbers)), parts.counts)
         own = parts.numbers + numbers[rows] // len(samples) * len(samples.whole)
-        places, found = parts_in_rows(samples.whole, own)
-        return rows[places], found
+        places, found, shares = parts_in_rows(samples.whole, own)
+        if plan.lengths is not None:
+            own_shares = (parts.stops - parts.starts) / plan.lengths[parts.numbers]
+            shares *= own_shares[places]
+        return rows[places], found, shares
     if not (isinstance(samples, Concat) and has_rows(samples)):
-        return np.arange(len(numbers)), numbers
-    whole, all_parts = Concat(list(map(samples_in_rows, samples.inner))), [np.empty((2, 0), int)]
+        return np.arange(len(numbers)), numbers, np.ones(len(numbers))
+    whole = Concat(list(map(samples_in_rows, samples.inner)))
+    all_parts = [(numbers[:0], numbers[:0], np.empty(0))]
     kinds, own = samples.find(numbers)
     for kind in np.unique(kinds).tolist():
         is_mine = kinds == kind
-        places, found = parts_in_rows(samples.inner[kind], own[is_mine])
+        places, found, shares = parts_in_rows(samples.inner[kind], own[is_mine])
         copies, found = np.divmod(found, len(whole.inner[kind]))
         found += whole.firsts[kind] + copies * len(whole)
-        all_parts.append(np.stack((np.flatnonzero(is_mine)[places], found)))
-    places, found = np.concatenate(all_parts, axis=1)
+        all_parts.append((np.flatnonzero(is_mine)[places], found, shares))
+    places, found, shares = map(np.concatenate, zip(*all_parts, strict=True))
     order = np.argsort(places, kind="stable")
-    return places[order], found[order]
+    return places[order], found[order], shares[order]
 
 
 def rows_with(samples: Samples, numbers: Numbers) -> Numbers:

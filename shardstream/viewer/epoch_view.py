@@ -29,12 +29,22 @@ from shardstream.pipeline import (
 from shardstream.samples import Numbers, Samples
 
 _ORDER = ("microbatch", "lanes", "window", "block")
-_OPTIONS = ("remainder", *_ORDER)
+_OPTIONS = ("remainder", *_ORDER, "nodes", "exchange")
 _MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
 _PATH_STEPS, _PATH_SAMPLES = 240, 16
 _CLASSES = 24
 _COST_STEPS, _COST_RANKS = 64, 64
-_WHOLE_NUMBERS = ("epoch", "seed", "ranks", "workers", "batch_size", "step", "rank", "consumed")
+_WHOLE_NUMBERS = (
+    "epoch",
+    "seed",
+    "ranks",
+    "workers",
+    "batch_size",
+    "step",
+    "rank",
+    "consumed",
+    "nodes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +64,8 @@ class Training:
         lanes: As in ``ShardDataset``; None is the default.
         window: As in ``ShardDataset``; None is the default.
         block: As in ``ShardDataset``; None is the default.
+        nodes: As in ``ShardDataset``.
+        exchange: As in ``ShardDataset``.
         consumed: Samples of the epoch that all ranks have received before step 0: those of a state.
         step: Step to show, from 0.
         rank: Rank whose path through the data is shown.
@@ -74,6 +86,8 @@ class Training:
     lanes: int | None = None
     window: int | None = None
     block: int | None = None
+    nodes: int = 1
+    exchange: float = 0.0
     consumed: int = 0
     step: int = 0
     rank: int = 0
@@ -116,13 +130,15 @@ class Training:
                     found[name] = parse_whole(name, text)
                 elif name in _ORDER:
                     found[name] = None
+            elif name == "exchange":
+                found[name] = _parse_share(name, text)
             else:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
     def plan_arguments(self) -> list[str]:
         """Return the arguments of ``shardstream plan`` for this step; none if the command has no option for a value."""
-        others = ("remainder", *_ORDER, "consumed")
+        others = (*_OPTIONS, "consumed")
         plain = Training()
         if any(getattr(self, name) != getattr(plain, name) for name in others):
             return []
@@ -140,6 +156,10 @@ class Training:
             is_balanced: False leaves out their ``balance=``.
         """
         balance = source.balance if is_balanced and self.shuffle else None
+        if source.draw is not None and self.nodes > 1:
+            raise OptionError(
+                "weights= draw other samples in each epoch, so nodes keep none; leave nodes empty"
+            )
         source = source.with_options(**{name: getattr(self, name) for name in _OPTIONS})
         source = replace(_seeded(source, self.seed, shuffle=self.shuffle), balance=balance)
         config = partition_config(
@@ -172,6 +192,13 @@ def parse_whole(name: str, text: str) -> int:
         return int(text)
     except ValueError as error:
         raise OptionError(f"{name} must be a whole number, not {text[:40]!r}") from error
+
+
+def _parse_share(name: str, text: str) -> float:
+    try:
+        return float(text or 0)
+    except ValueError as error:
+        raise OptionError(f"{name} must be a number, not {text[:40]!r}") from error
 
 
 class Stored(NamedTuple):
@@ -289,6 +316,8 @@ def continued(training: Training, shown: Training) -> Training:
         workers=shown.workers,
         batch_size=size,
         remainder=shown.remainder,
+        nodes=shown.nodes,
+        exchange=shown.exchange,
         drop_last=shown.drop_last,
         step=shown.step,
         rank=shown.rank,

@@ -302,8 +302,10 @@ class Session:
             where: The condition of ``ShardDataset(where=)``.
         """
         source, values = self._source(where, values)
+        shown = Training.parse(values, source)
+        source = source.with_options(nodes=shown.nodes, exchange=shown.exchange)
         training, source = read_state(state, source)
-        return self._view(continued(training, Training.parse(values, source)), source)
+        return self._view(continued(training, shown), source)
 
     def _view(self, training: Training, source: IndexedSource) -> dict[str, Any]:
         assert self._selections is not None  # noqa: S101  (checked by `_source`)

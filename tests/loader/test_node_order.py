@@ -120,13 +120,61 @@ def test_nodes_without_effect_are_refused(
         loader(folder, **(NODES | changed))
 
 
-def test_a_mix_refuses_nodes(folder: str) -> None:
+def _mix(kind: str, folder: str, placement: ss.Placement, nodes: int = 2) -> Any:
+    whole, odd = (
+        ss.ShardDataset(folder, shuffle=True, placement=placement, seed=seed, subset=subset)
+        for seed, subset in ((1, None), (2, range(1, SAMPLES, 2)))
+    )
+    order = ss.OrderOptions(nodes=nodes, lanes=8, microbatch=1)
+    match kind:
+        case "each once":
+            return ss.mix([whole, odd], order=order)
+        case "nested":
+            weights = {"both": 1.0, "odd": 2.0}
+            both = ss.mix([whole, odd], [3, 1])
+            return ss.mix({"both": both, "odd": odd}, weights, samples=400, order=order)
+        case _:
+            return ss.mix([whole, odd], [1, 1], stop="all_exhausted", order=order)
+
+
+@pytest.mark.parametrize("kind", ["each once", "weights", "nested"])
+@pytest.mark.filterwarnings("ignore:an epoch of this mix")
+def test_nodes_of_a_mix_keep_blocks_of_all_its_datasets(kind: str, folder: str) -> None:
+    read: list[set[int]] = [set(), set()]
+    for epoch in range(3):
+        whole = ss.ShardLoader(_mix(kind, folder, ss.Placement()), 8, drop_last=True)
+        steps = []
+        for rank in range(4):
+            one = ss.ShardLoader(_mix(kind, folder, ss.Placement(rank, 4)), 2, drop_last=True)
+            one.set_epoch(epoch)
+            plan = one.plan(epoch)
+            numbers = [plan.samples(step, rank).numbers for step in range(len(one))]
+            steps.append(numbers)
+            read[rank // 2] |= set(flat([found.tolist() for found in numbers]))
+            found = plan.where(numbers=numbers[1])
+            assert {1} <= set(found.steps[found.ranks == rank].tolist())
+        whole.set_epoch(epoch)
+        together = [
+            sorted(flat([one.tolist() for one in ranks])) for ranks in zip(*steps, strict=True)
+        ]
+        planned = whole.plan(epoch)
+        assert together == [
+            sorted(planned.samples(step).numbers.tolist()) for step in range(len(whole))
+        ]
+    # The samples that fill no batch of a node alone, at most one for each pass of a dataset.
+    assert len(read[0] & read[1]) <= 12
+    assert min(map(len, read)) > 100
+
+
+def test_mixes_refuse_nodes_that_have_no_effect(folder: str) -> None:
     order = ss.OrderOptions(nodes=2)
     whole = ss.ShardDataset(folder, shuffle=True)
-    with pytest.raises(OptionError, match="nodes= has no effect in a mix"):
-        ss.mix([whole, whole], [1, 1], order=order)
-    with pytest.raises(OptionError, match="nodes= has no effect in a mix"):
+    drawn = ss.ShardDataset(folder, shuffle=True, weights=[1.0] * SAMPLES)
+    with pytest.raises(OptionError, match="nodes= has no effect in a dataset of a mix"):
         ss.mix([ss.ShardDataset(folder, shuffle=True, order=order), whole], [1, 1])
+    for other in (drawn, ss.ShardDataset(folder)):
+        with pytest.raises(OptionError, match="nodes= has no effect on datasets without shuffle"):
+            ss.mix([whole, other], [1, 1], order=order)
 
 
 def test_rows_keep_their_nodes_unless_they_differ_by_epoch(folder: str) -> None:

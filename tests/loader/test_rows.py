@@ -102,7 +102,9 @@ def test_repacked_rows_differ_between_epochs_and_are_the_same_again(tokens: str)
     assert epochs[0] == epochs[2]
     assert len(set(epochs[0]) & set(epochs[1])) < len(epochs[0]) / 2
     by_number = dataset.by_number()
-    assert by_number[3]["npy"].tobytes() == by_number[3]["npy"].tobytes() == epochs[0][3]
+    for epoch in (0, 1):
+        by_number.set_epoch(epoch)
+        assert [row["npy"].tobytes() for row in by_number] == epochs[epoch]
 
 
 def test_rows_without_packed_fields_hold_lists(tokens: str) -> None:
@@ -399,6 +401,15 @@ def test_a_sample_of_another_length_than_planned_is_named(tokens: str) -> None:
             list(rows)
 
 
+def test_a_bad_document_of_several_rows_counts_once(tokens: str) -> None:
+    wrong = LENGTHS.copy()
+    wrong[5] += 1
+    dataset = opened(tokens, on_error="skip", shuffle=True).windows("npy", size=2, lengths=wrong)
+    loader = ss.ShardLoader(dataset, batch_size=1)
+    assert len(list(loader)) == len(dataset) - -(-wrong[5] // 2)
+    assert loader.skipped == {"SampleError": 1}
+
+
 def test_bad_documents_are_skipped_and_their_rows_are_shorter(tokens: str) -> None:
     wrong = LENGTHS.copy()
     wrong[5] += 1
@@ -464,8 +475,16 @@ def test_wrong_costs_are_refused(tokens: str, cost: Any, message: str) -> None:
 
 def test_what_cannot_be_planned_is_refused(tokens: str) -> None:
     drawn = ss.ShardDataset(tokens, weights=np.ones(N)).decode()
-    with pytest.raises(OptionError, match="weights draw them anew in each epoch"):
-        drawn.pack_sequences("npy", 64, lengths=LENGTHS)
+    makers: list[Callable[[], StreamDataset]] = [
+        lambda: drawn.pack_sequences("npy", 64, lengths=LENGTHS),
+        lambda: drawn.batch_by_cost(LENGTHS, 400),
+        lambda: drawn.windows(size=2, group="episode"),
+    ]
+    for rows_of in makers:
+        with pytest.raises(OptionError, match=r"several samples into a row.*ss\.mix\(datasets, w"):
+            rows_of()
+    with pytest.raises(OptionError, match="weights of this mix draw them anew"):
+        ss.mix([opened(tokens)], [1]).windows("npy", size=2, lengths=LENGTHS)
     with pytest.raises(OptionError, match="the step Batched changes how many items there are"):
         opened(tokens).batched(2).windows("npy", size=2, lengths=LENGTHS)
     with pytest.raises(OptionError, match="need lengths="):
@@ -495,9 +514,68 @@ def test_rows_are_no_samples_of_other_datasets(tokens: str, tmp_path: Path) -> N
 
 def test_costs_of_rows_that_change_are_refused(tokens: str) -> None:
     rows = opened(tokens, shuffle=True).pack_sequences("npy", 64, lengths=LENGTHS, repack=True)
-    order = ss.OrderOptions(balance=np.ones(2 * len(rows)))
+    order = ss.OrderOptions(balance=np.ones(2 * N))
     with pytest.raises(OptionError, match="balance.*made anew in each epoch"):
         ss.mix([rows, rows], order=order)
+    with pytest.raises(OptionError, match="balance.*makes other rows in each epoch"):
+        opened(tokens, shuffle=True, order=ss.OrderOptions(balance=LENGTHS)).batch_by_cost(
+            LENGTHS, 400
+        )
+
+
+def _attention(row: dict[str, Any]) -> float:
+    if "segments" in row:
+        return float((np.bincount(row["segments"])[1:] ** 2).sum())
+    return float(len(row["npy"]) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["best_fit", "cut", "concat", "windows", "mix"])
+def test_balance_counts_the_parts_of_rows(tokens: str, kind: str) -> None:
+    costs = ss.Balance(np.tile(LENGTHS, 2 if kind == "mix" else 1), cost=np.square, steps=8)
+    order = ss.OrderOptions(lanes=4, microbatch=1, balance=costs)
+    if kind == "mix":
+        parts = [
+            _rows_of(one, opened(tokens, shuffle=True), np.arange(N)) for one in ("cut", "windows")
+        ]
+        rows: StreamDataset = ss.mix(parts, order=order)
+    else:
+        rows = _rows_of(kind, opened(tokens, shuffle=True, order=order), np.arange(N))
+    source = rows.pipeline.indexed_source
+    assert source is not None
+    assert source.balance is not None
+    by_number = rows.by_number()
+    found = np.array([_attention(row) for row in by_number], dtype=np.float32)
+    np.testing.assert_allclose(source.balance.costs, found / found.max(), rtol=1e-6)
+    steps = [
+        [_attention(row) for row in batch] for batch in ss.ShardLoader(rows, 4, collate_fn=list)
+    ]
+    assert sorted(cost for step in steps for cost in step) == sorted(found.tolist())
+    busy = [np.mean(step) / np.max(step) for step in steps[:-1]]
+    assert np.mean(busy) > 0.9
+
+
+def test_windows_come_as_often_as_weights_say_of_their_samples(tokens: str) -> None:
+    weights = np.arange(N) % 3 / 2
+    windows = -(-LENGTHS // 16)
+
+    def make(placement: ss.Placement) -> StreamDataset:
+        drawn = opened(tokens, shuffle=True, weights=weights, order=ORDER, placement=placement)
+        return drawn.windows("npy", size=16, lengths=LENGTHS).map(_without_masks)
+
+    counts = np.zeros((3, N))
+    for epoch, count in enumerate(counts):
+        dataset = make(ss.Placement())
+        dataset.set_epoch(epoch)
+        for window in dataset:
+            count[window["npy"][0] // 1000] += 1
+    expected = weights / weights.mean()
+    assert (counts >= np.floor(0.999 * expected) * windows).all()
+    assert (counts <= np.ceil(1.001 * expected) * windows).all()
+    assert np.abs(counts.sum(axis=1) - (expected * windows).sum()).max() < 1
+    whole, _ = _global_rows(make, 1, 0)
+    first, state = _global_rows(make, 4, 0, stop=2)
+    rest, _ = _global_rows(make, 2, 0, state=state)
+    assert first + rest == whole
 
 
 @pytest.mark.parametrize("max_cost", [0, -1, float("nan")])

@@ -64,10 +64,13 @@ def seen_by_ranks(session: Session, values: dict[str, Any], **more: Any) -> list
     drop_last=booleans(),
     lanes=sampled_from([None, 4, 24]),
     microbatch=sampled_from([None, 1, 4]),
+    nodes=sampled_from([1, 2]),
 )
 def test_each_step_is_that_of_a_loader_of_each_rank(folder: str, ranks: int, **values: Any) -> None:
     if values["batch_size"] % (values["microbatch"] or 1):
         values["microbatch"] = None
+    values["nodes"] = values["nodes"] if values["shuffle"] else 1
+    values["exchange"] = 0.25 * (values["nodes"] - 1)
     seed = 3
     shown = {name: "" if value is None else str(value).lower() for name, value in values.items()}
     found = seen_by_ranks(viewed(folder), shown | {"ranks": ranks, "seed": seed})
@@ -80,16 +83,18 @@ def test_each_step_is_that_of_a_loader_of_each_rank(folder: str, ranks: int, **v
             assert labels(made) == found[rank]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_a_state_continues_as_loaders_with_workers_do(folder: str, taken: int) -> None:
+@pytest.mark.parametrize(("taken", "nodes"), [(0, 1), (1, 2), (5, 1)])
+@pytest.mark.filterwarnings("ignore:3 ranks are not a multiple of nodes=2")
+def test_a_state_continues_as_loaders_with_workers_do(folder: str, taken: int, nodes: int) -> None:
     options: dict[str, Any] = {"shuffle": True, "seed": 7, "lanes": 8, "microbatch": 4}
+    options["nodes"] = nodes
     first = loader(folder, 8, num_workers=0, placement=ss.Placement(0, 2), **options)
     iterator = iter(first)
     list(islice(iterator, taken))
     state = first.state_dict()
     session = viewed(folder)
     # The state continues on other ranks, workers and batches.
-    values = {"ranks": "3", "workers": "2", "batch_size": "12"}
+    values = {"ranks": "3", "workers": "2", "batch_size": "12", "nodes": str(nodes)}
     text = json.dumps({"epoch": 1, "loader": state})
     steps = session.resume(text, values)["steps"]
     views = [session.resume(text, values | {"step": str(step)}) for step in range(steps)]

@@ -3,7 +3,7 @@ import { jump } from "./address.js";
 import { ask, byId, copyable, count, definitions, element, emit, plural, table } from "./common.js";
 
 const FIELDS = ["epoch", "seed", "ranks", "workers", "batch_size"];
-const MORE = ["microbatch", "lanes", "window", "block", "consumed", "balance"];
+const MORE = ["microbatch", "lanes", "window", "block", "nodes", "exchange", "consumed", "balance"];
 const ELSEWHERE =
   "Samples of this step are in shards that this page does not show: start it with the URLs of all datasets.";
 const trainings = [];
@@ -87,7 +87,7 @@ function training(number) {
     element(
       "details",
       { class: "span" },
-      element("summary", {}, "microbatch, lanes, window, block, consumed, balance, where"),
+      element("summary", {}, "microbatch, lanes, window, block, nodes, exchange, consumed, balance, where"),
       element(
         "div",
         { class: "fields" },
