@@ -246,8 +246,6 @@ def test_balance_needs_a_shuffle_an_index_and_samples_and_belongs_to_the_mix(fol
     part = ss.ShardDataset(folder, shuffle=True, order=order)
     with pytest.raises(OptionError, match="balance= has no effect in a dataset of a mix"):
         ss.mix([part, part])
-    with pytest.raises(OptionError, match="balance= has no effect on the rows of windows"):
-        part.decode().windows("npy", size=2, lengths="n")
 
 
 @pytest.mark.parametrize(
