@@ -3,7 +3,7 @@
     python tools/bench_plan.py [--samples 10000000000]
 
 Nothing is stored: the samples are numbers. Medians of many calls in one process, each for another step or sample; two workers and batches
-of 64.
+of 64. Weights and costs are arrays of one number for each sample, so these rows are of 10^7 samples at most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import shardstream as ss
 from shardstream.loader import CatalogDataset
 from shardstream.samples import Fetcher, FetchOptions, Numbers, Samples
 
-_CALLS = 300
+_CALLS, _MOST_S = 300, 5.0
+_MOST_NUMBERS = 10**7
 _SAMPLE_BYTES = 100_000
 
 
@@ -69,20 +70,25 @@ def datasets(count: int) -> dict[str, Any]:
     """Return datasets of so many samples by what is special about them."""
     weights = {"web": 3.0, "code": 1.0}
     parts = {"web": numbered(count), "code": numbered(count // 3)}
+    some = np.random.default_rng(2).random(min(count, _MOST_NUMBERS)) ** 2
     return {
         "shuffled": numbered(count),
         "nodes": numbered(count, order=ss.OrderOptions(nodes=8, exchange=0.1)),
         "mix": ss.mix(parts, weights, samples=count),
+        "weights": numbered(len(some), weights=some),
+        "balance": numbered(len(some), order=ss.OrderOptions(balance=some)),
     }
 
 
 def median_ms(call: Callable[[int], object]) -> float:
-    """Return the median of the milliseconds of a call, given its number."""
+    """Return the median of the milliseconds of processor time of a call, given its number."""
     times = []
     for number in range(_CALLS):
-        begin = time.perf_counter()
+        begin = time.process_time()
         call(number)
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
+        if sum(times) > _MOST_S:
+            break
     return median(times) * 1e3
 
 
@@ -108,7 +114,7 @@ def main() -> None:
     print("dataset   samples(step, rank)  samples(step)  where(1)  where(1,000)")
     for name, dataset in datasets(arguments.samples).items():
         plan = ss.plan(dataset, 3, ranks=arguments.ranks, workers=2, batch_size=64)
-        one, all_ranks, few, many = measure(plan, arguments.samples)
+        one, all_ranks, few, many = measure(plan, min(arguments.samples, len(dataset.samples)))
         print(f"{name:9}{one:20.2f}{all_ranks:15.2f}{few:10.2f}{many:14.2f}")
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     print(f"memory of the process: {peak_mib} MiB")

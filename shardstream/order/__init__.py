@@ -1,10 +1,7 @@
 """Compute the order of samples from sizes, seed and epoch."""
 
-from shardstream.order.derived_plans import BalancedEpochPlan as BalancedEpochPlan
-from shardstream.order.derived_plans import StepBalance as StepBalance
-from shardstream.order.derived_plans import WeightedDraw as WeightedDraw
-from shardstream.order.derived_plans import WeightedEpochPlan as WeightedEpochPlan
-from shardstream.order.derived_plans import draw_by_weight as draw_by_weight
+from shardstream.order.balanced_plan import BalancedEpochPlan as BalancedEpochPlan
+from shardstream.order.balanced_plan import StepBalance as StepBalance
 from shardstream.order.epoch_plan import CopyPlan as CopyPlan
 from shardstream.order.epoch_plan import EpochOrder as EpochOrder
 from shardstream.order.epoch_plan import EpochPlan as EpochPlan
@@ -38,3 +35,6 @@ from shardstream.order.permutation import permute as permute
 from shardstream.order.row_plan import RowParts as RowParts
 from shardstream.order.row_plan import RowPlan as RowPlan
 from shardstream.order.row_plan import WindowRows as WindowRows
+from shardstream.order.weighted_plan import WeightedDraw as WeightedDraw
+from shardstream.order.weighted_plan import WeightedEpochPlan as WeightedEpochPlan
+from shardstream.order.weighted_plan import draw_by_weight as draw_by_weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -36,16 +38,23 @@ def order_of(nsamples: int, *, batch: int = 4, shuffle: bool = True, block: int 
     )
 
 
+def copies_of(draw: WeightedDraw, epoch: int, *, shuffle: bool = True) -> np.ndarray:
+    """Return how often each sample comes in an epoch."""
+    plan = WeightedEpochPlan(order_of(draw.num_samples, shuffle=shuffle), epoch, draw)
+    return np.bincount(plan.rest(0) % len(draw.copies), minlength=len(draw.copies))
+
+
 @given(
     weights=weights_lists,
     num_samples=st.integers(1, 300),
-    key=st.integers(0, (1 << 64) - 1),
+    epoch=st.integers(0, 1 << 40),
+    shuffle=st.booleans(),
 )
 def test_copies_are_the_expected_ones_rounded_and_their_total_is_exact(
-    weights: list[float], num_samples: int, key: int
+    weights: list[float], num_samples: int, epoch: int, shuffle: bool
 ) -> None:
     draw = drawn(weights, num_samples)
-    copies = draw.draw(key)
+    copies = copies_of(draw, epoch, shuffle=shuffle)
     assert draw.copies.sum() == num_samples << 32
     expected = np.array(weights) / sum(weights) * num_samples
     assert copies.sum() == num_samples
@@ -54,13 +63,13 @@ def test_copies_are_the_expected_ones_rounded_and_their_total_is_exact(
     assert not copies[np.array(weights) == 0].any()
 
 
-@given(weights=weights_lists, key=st.integers(0, (1 << 64) - 1), data=st.data())
+@given(weights=weights_lists, epoch=st.integers(0, 1 << 40), data=st.data())
 def test_without_replacement_each_sample_comes_at_most_once(
-    weights: list[float], key: int, data: st.DataObject
+    weights: list[float], epoch: int, data: st.DataObject
 ) -> None:
     num_samples = data.draw(st.integers(1, sum(map(bool, weights))))
     draw = drawn(weights, num_samples, replacement=False)
-    copies = draw.draw(key)
+    copies = copies_of(draw, epoch)
     assert copies.sum() == num_samples
     assert copies.max() == 1 == draw.max_copies
     assert not copies[np.array(weights) == 0].any()
@@ -70,7 +79,7 @@ def test_without_replacement_each_sample_comes_at_most_once(
 def test_mean_copies_are_the_exact_shares(replacement: bool) -> None:
     weights = np.array([0, 1, 1, 2, 4, 0.5, 40, 3, 3, 1])
     draw = drawn(weights, 5, replacement=replacement)
-    mean = np.mean([draw.draw(key) for key in range(4000)], axis=0)
+    mean = np.mean([copies_of(draw, epoch) for epoch in range(4000)], axis=0)
     expected = 5 * weights / weights.sum()
     if not replacement:  # the two heaviest are certain, the others share the three that are left
         expected = np.where(weights >= 4, 1, 3 * weights / (weights.sum() - 44))
@@ -79,27 +88,35 @@ def test_mean_copies_are_the_exact_shares(replacement: bool) -> None:
 
 
 def test_pairs_of_neighbours_are_drawn_independently() -> None:
-    copies = np.array([drawn(np.ones(200), 100).draw(key) for key in range(400)])
+    copies = np.array([copies_of(drawn(np.ones(200), 100), epoch) for epoch in range(400)])
     both = (copies[:, :-1] & copies[:, 1:]).mean()
     assert both == pytest.approx(0.25, abs=0.02)  # 0 if every second one were drawn
 
 
 def test_equal_weights_draw_every_sample_once() -> None:
     for weight in (1.0, 0.1, 1e-300, 1e300):
-        assert drawn(np.full(1000, weight)).draw(7).tolist() == [1] * 1000
+        assert copies_of(drawn(np.full(1000, weight)), 7).tolist() == [1] * 1000
 
 
-@given(weights=weights_lists, epoch=st.integers(0, 1000), shuffle=st.booleans())
+@given(
+    weights=weights_lists,
+    repeats=st.integers(1, 5),
+    epoch=st.integers(0, 1000),
+    shuffle=st.booleans(),
+)
 def test_plan_has_the_drawn_copies_under_numbers_of_their_own(
-    weights: list[float], epoch: int, shuffle: bool
+    weights: list[float], repeats: int, epoch: int, shuffle: bool
 ) -> None:
-    draw, count = drawn(weights, 101), len(weights)
+    draw, count = drawn(weights * repeats, 101), len(weights) * repeats
     order = order_of(101, shuffle=shuffle)
     plan = WeightedEpochPlan(order, epoch, draw)
     everything = plan.rest(0)
     batches = plan.batches(np.arange(order.num_batches))
     assert batches.ravel().tolist() == everything[: batches.size].tolist()
     assert np.unique(everything).size == 101
+    found = plan.find(np.arange(count))
+    assert batches[found.batches, found.slots].tolist() == found.numbers.tolist()
+    assert found.numbers.size == batches.size
     assert everything.max() < count * plan.passes
     copies = np.bincount(everything % count, minlength=count)
     # copy c of a sample comes only with all copies before it
@@ -123,7 +140,15 @@ def test_order_of_a_draw_is_pinned() -> None:
     draw = drawn([1, 2, 3, 0, 2], 12)
     assert draw.fingerprint == "1132f40c96c86e72"
     plan = WeightedEpochPlan(order_of(12), 0, draw)
-    assert plan.rest(0).tolist() == [7, 17, 0, 1, 11, 2, 4, 6, 12, 5, 9, 14]
+    assert plan.rest(0).tolist() == [2, 7, 1, 14, 22, 12, 0, 17, 4, 11, 9, 6]
+    digests = []
+    for weights in (
+        np.arange(300) % 50,
+        np.array([1] * 299 + [100]),
+    ):  # in several groups and layers
+        found = WeightedEpochPlan(order_of(900), 7, drawn(weights, 900)).rest(0)
+        digests.append(hashlib.sha256(found.astype("<i8").tobytes()).hexdigest()[:16])
+    assert digests == ["aca151b2f6137617", "5968cd2931bb0ad7"]
 
 
 def test_copies_of_a_sample_are_spread_over_the_epoch() -> None:
