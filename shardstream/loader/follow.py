@@ -175,11 +175,13 @@ class Round(SamplesSource):
         first: Number of the first one.
         count: How many they are.
         is_last: Whether the writers have been closed after them.
+        substitutes: Number of a sample that is repeated where a rank has deleted ones only, if all of the round are deleted.
     """
 
     first: int = 0
     count: int = 0
     is_last: bool = False
+    substitutes: tuple[int, ...] = ()
 
     @property
     def nsamples(self) -> int:
@@ -202,7 +204,8 @@ class Round(SamplesSource):
 
     def for_workers(self) -> Round:
         """Return the round with the shards that it needs only."""
-        return self.restrict_to(np.arange(self.first, self.end, dtype=np.int64))
+        numbers = np.arange(self.first, self.end, dtype=np.int64)
+        return self.restrict_to(np.union1d(numbers, np.array(self.substitutes, dtype=np.int64)))
 
 
 def locate_followed(
@@ -249,6 +252,8 @@ class Follower:
     """Whether readers that begin at another time have the same origin."""
     _removed: dict[int, LocatedShards] = field(default_factory=dict)
     """Versions before a compaction."""
+    _seen: str | None = field(init=False, default=None)
+    """ETag of the manifest that was read last, on S3."""
 
     def __post_init__(self) -> None:
         self.located = self.source.located
@@ -291,8 +296,13 @@ class Follower:
             StorageError: If it cannot be read.
         """
         storage = self.source.storage.uncached()
+        # It may have a megabyte. Other stores may have versions that do not change with each write.
+        version = storage.info(self.url).version if storage.is_s3(self.url) else None
+        if version is not None and version == self._seen:
+            return False
         digest = hashlib.sha256(storage.read(self.url)).hexdigest()
         if digest == self.located.manifests[self.url].sha256:
+            self._seen = version
             return False
         before, count, old = self.prefix(_ENDS), self.published, self.located
         number = self._version.number
@@ -349,8 +359,11 @@ class Follower:
         source = self.source
         whole = source.open_samples(replace(self.located, deleted=()))
         gone = self._gone()
-        holes = deleted_since(deleted_in(self.located), self._removed_numbers(), _ENDS)
-        holes = holes[(holes >= first) & (holes < first + count)]
+        all_holes = deleted_since(deleted_in(self.located), self._removed_numbers(), _ENDS)
+        holes = all_holes[(all_holes >= first) & (all_holes < first + count)]
+        left = _NONE
+        if len(holes) == count:
+            left = np.setdiff1d(np.arange(self.published if count else 0), all_holes)
         samples = DeletedSince(whole, holes, gone) if len(holes) or len(gone) else whole
         return Round(
             samples=samples,
@@ -359,6 +372,7 @@ class Follower:
             first=first,
             count=count,
             is_last=is_last,
+            substitutes=tuple(left[-1:].tolist()),
         )
 
     def _gone(self) -> Numbers:

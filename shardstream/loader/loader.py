@@ -212,7 +212,7 @@ class ShardLoader(DataLoader[Any]):
         return sum_values(counts.per_dataset for counts in self._counts.values())
 
     def stats(self) -> LoaderStats:
-        """Return timings of the current or last epoch, with ``follow=`` of what was read together last; ``print`` them, or log `as_dict`."""
+        """Return timings of the current or last epoch; ``print`` them, or log `as_dict`. With ``follow=`` waiting for writers does not count."""
         return self._stopwatch.stats()
 
     def set_epoch(self, epoch: int) -> None:
@@ -465,6 +465,8 @@ class ShardLoader(DataLoader[Any]):
                 numbers.pop(name, None)
             budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
+            if isinstance(batches, FollowedBatches):  # which may begin with equal samples
+                numbers["folder"] = batches.folder_name
         fingerprint = batches.source_dataset.pipeline.source.fingerprint
         self._agreement = compare_ranks(fingerprint, numbers, batches.placement)
         self._is_compared = True
@@ -500,7 +502,7 @@ class ShardLoader(DataLoader[Any]):
             if self._cursor.partition is begin.partition and not self._begin_round():
                 break
             begin, worker_batches, received = self._cursor, iter(()), None
-            self._stopwatch = Stopwatch(epoch=begin.position.epoch, workers=self.num_workers)
+            stopwatch.resume()
             opened = open_batches()
         self._cursor = self._cursor.at_end()
         if self._agreement is not None:

@@ -431,6 +431,8 @@ class Stopwatch:
     _begun: float = field(default_factory=time.perf_counter)
     _ended: float | None = None
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
+    _earlier: list[WorkerTimings] = field(default_factory=list)
+    """Sums of the times before `resume`."""
     _warm_up: tuple[int, float, float] = (0, 0.0, 0.0)  # batches, seconds, loop_wait_s
     _first_timings: list[WorkerTimings] = field(default_factory=list)
 
@@ -442,13 +444,21 @@ class Stopwatch:
         self.wait_s += waited_s
         is_first = part not in self._timings
         self._timings[part] = timings
-        if is_first:
+        if is_first and not self._earlier:
             self._first_timings.append(timings)
             self._warm_up = self.batches, time.perf_counter() - self._begun, self.wait_s
 
     def stop(self) -> None:
-        """End the epoch."""
+        """End the epoch, or pause."""
         self._ended = time.perf_counter()
+
+    def resume(self) -> None:
+        """Go on after `stop` with workers that count from 0 again; the time since then does not count."""
+        self._begun += time.perf_counter() - (self._ended or time.perf_counter())
+        self._ended = None
+        if self._timings:
+            self._earlier = [sum_timings([*self._earlier, *self._timings.values()])]
+            self._timings = {}
 
     def stats(self) -> LoaderStats:
         """Return the timings so far."""
@@ -467,6 +477,6 @@ class Stopwatch:
             first_wait_s=self.first_wait_s,
             workers=self.workers,
             cores=num_cores(),
-            timings=sum_timings(list(self._timings.values())),  # a thread of an exporter may ask
+            timings=sum_timings([*self._earlier, *self._timings.values()]),
             warm_up=warm_up,
         )

@@ -83,6 +83,7 @@ def replace_samples(
             seen.update(numbers)
             accepted += kept
             replacements += found
+    accepted = accepted or [*source.substitutes]
     for place in range(count - len(replacements)) if accepted else ():
         number = accepted[place % len(accepted)]
         replacements += runner(_read(source, [number]), [number])[0]

@@ -81,6 +81,11 @@ class IndexedSource(Source):
     is_new_each_epoch: bool = False
 
     @property
+    def substitutes(self) -> tuple[int, ...]:
+        """Numbers of samples that replace those of a rank where none of the epoch is left; by default none."""
+        return ()
+
+    @property
     def draws(self) -> bool:
         """Whether samples are drawn by weight, so that an epoch has some several times, others not."""
         return self.draw is not None

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shardstream.errors import (
 from shardstream.format import decode_manifest
 from shardstream.testing import make_shards
 from tests.limits import set_limits
+from tests.servers import ShapedS3
 from tests.small_datasets import FEW_CORES
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -277,6 +279,65 @@ def refuse_100(one: dict[str, Any]) -> dict[str, Any]:
     if one["cls"] == 100:
         raise ValueError("a bad sample")
     return one
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_get_another_sample_where_all_that_was_published_is_deleted(
+    url: str, num_workers: int
+) -> None:
+    ss.delete(url, numbers=range(8))  # all that the first round has
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    loaders = [follow(url, rank=rank, ranks=2, num_workers=num_workers) for rank in range(2)]
+    batches = [*map(iter, loaders)]
+    assert [numbers(next(one)) for one in batches] == [[9], [9]]
+    assert [loader.refilled for loader in loaders] == [1, 1]
+    for number in range(10, 16):
+        writer.write(sample(number))
+    writer.close()
+    assert [[*map(numbers, one)] for one in batches] == [[[8, 9, 10, 11]], [[12, 13, 14, 15]]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stats_cover_all_publications(url: str, num_workers: int) -> None:
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    loader = follow(url, 5, num_workers=num_workers)
+    batches = iter(loader)
+    assert len([next(batches) for _ in range(2)]) == 2
+    for number in range(10, 18):
+        writer.write(sample(number))
+    writer.close()
+    assert len([*batches]) == 2
+    stats = loader.stats()
+    assert (stats.batches, stats.timings.samples) == (4, 18)
+
+
+def test_a_look_without_news_reads_no_manifest_on_s3(shaped_s3: ShapedS3, bucket: str) -> None:
+    options = shaped_s3.shaped.storage_options
+    url = make_shards(f"{bucket}/follow", samples=map(sample, range(10)), storage_options=options)
+    writer = ss.ShardWriter(url, append=True, publish_s=3600, storage_options=options)
+    for number in range(10, 18):
+        writer.write(sample(number))
+    writer.publish()
+    dataset = ss.ShardDataset(url, follow=QUICK, storage_options=options).decode()
+    batches = iter(ss.ShardLoader(dataset, 6))
+    assert [number for _ in range(3) for number in numbers(next(batches))] == [*range(18)]
+
+    def seen(kind: str) -> int:
+        return int(json.loads(shaped_s3.control("/stats"))["shaped"]["seen"].get(kind, 0))
+
+    def close() -> None:
+        begin, gets = seen("HEAD .json"), seen("GET .json")
+        while seen("HEAD .json") < begin + 5:
+            time.sleep(0.05)
+        found.append(seen("GET .json") - gets)
+        writer.close()
+
+    found: list[int] = []
+    closing = threading.Thread(target=close)
+    closing.start()
+    assert [*batches] == []
+    closing.join()
+    assert found[0] <= 1
 
 
 def test_a_writer_without_samples_leaves_no_file(url: str) -> None:
