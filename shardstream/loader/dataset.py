@@ -36,6 +36,7 @@ from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.notebook_view import samples_html, stream_html
+from shardstream.loader.rank_consistency import OpenedVersions
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import RowPlan
 from shardstream.pipeline import (
@@ -69,7 +70,7 @@ from shardstream.pipeline import (
     whole_number,
 )
 from shardstream.samples import Choice, Samples, has_rows
-from shardstream.storage import Urls, locate_shards
+from shardstream.storage import Urls, dataset_of_change, locate_shards
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -160,6 +161,13 @@ class StreamDataset(StreamSteps, SplitDataset):
     def versions(self) -> tuple[int | None, ...]:
         """The version of each `ShardDataset` that this one is made of, in order; None for one that is not a folder with an ``index.json``."""
         return self._versions
+
+    @property
+    def _opened(self) -> OpenedVersions:
+        """The versions, under the name of the folder of the first one."""
+        folder = self.pipeline.source.place()[1].rpartition("/")[0]
+        name = (dataset_of_change(folder) or folder).rpartition("/")[2]
+        return OpenedVersions(name, self.versions)
 
     def _of_versions(self, versions: Versions) -> StreamDataset:
         """Return this dataset made of other versions, without the samples that were deleted since; this one where it cannot be made."""

@@ -26,7 +26,6 @@ from shardstream.pipeline import (
     check_state,
     seal_state,
 )
-from shardstream.storage import folder_of_manifest
 
 _log = get_logger(__name__)
 _TOLD_S = 0.1  # between two looks at what rank 0 says
@@ -101,11 +100,6 @@ class FollowedBatches(BatchDataset):
     def is_last_read(self) -> bool:  # type: ignore[override]
         """Whether the batches that are read now are the last ones."""
         return self._round.is_last
-
-    @property
-    def folder_name(self) -> str:
-        """Last part of the URL of the dataset."""
-        return folder_of_manifest(self._followed.url).rstrip("/").rpartition("/")[2]
 
     def partition(
         self,

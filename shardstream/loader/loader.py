@@ -451,24 +451,23 @@ class ShardLoader(DataLoader[Any]):
 
     def _compare_ranks(self) -> None:
         """Compare the order options with the other ranks, once, if the placement is that of torch.distributed."""
-        batches = self._batches
+        batches, dataset = self._batches, self._batches.source_dataset
         if self._is_compared or batches.placement.world_size == 1:
             return
         if self._cursor.partition is None:
-            epoch = self._cursor.position.epoch
-            numbers = batches.topology(epoch) | {"epoch": epoch}
+            numbers = batches.topology(self.epoch) | {"epoch": self.epoch}
             del numbers["rank"]
         else:
             numbers = self.state_dict() | asdict(batches.partition_config)
             # A local copy has the same order, and steps may differ.
             for name in ("state_checksum", "digest", "past", "versions", "whole_lanes"):
                 numbers.pop(name, None)
-            budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
+            budget = SkipTracker(dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
-            if isinstance(batches, FollowedBatches):  # which may begin with equal samples
-                numbers["folder"] = batches.folder_name
-        fingerprint = batches.source_dataset.pipeline.source.fingerprint
-        self._agreement = compare_ranks(fingerprint, numbers, batches.placement)
+        fingerprint, opened = dataset.pipeline.source.fingerprint, dataset._opened
+        if self._cursor.continues:  # at any version; and two datasets may begin with equal samples
+            numbers["folder"], opened = opened.name, opened._replace(versions=())
+        self._agreement = compare_ranks(fingerprint, numbers, batches.placement, opened=opened)
         self._is_compared = True
 
     def _yield_batches(

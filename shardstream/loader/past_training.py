@@ -34,7 +34,7 @@ from shardstream.pipeline import (
     parse_state,
     whole_number,
 )
-from shardstream.samples import samples_in_rows
+from shardstream.samples import has_deleted_since, samples_in_rows
 
 SavedState = Mapping[str, Any] | str | os.PathLike[str]
 """A state, a checkpoint that holds one, or the file or URL of one: of torch, or ``.json``, such as ``trainer_state.json`` of a Hugging Face Trainer."""
@@ -122,6 +122,13 @@ def replay(
     batches, position = _begin(loader, saved, epoch)
     if saved is not None:
         _warn_of_difference(saved, batches.state_at(position, None), ("topology", "digest"))
+        if batches.indexed_source and has_deleted_since(batches.indexed_source.samples):
+            warnings.warn(
+                f"samples that were deleted since version {saved['versions']} are left out of the batch; open the dataset with version= to make it as it was "
+                "delivered",
+                UserWarning,
+                stacklevel=2,
+            )
     if rank is not None:
         batches.placement = Placement(rank, batches.placement.world_size)
     partition = batches.partition(position)

@@ -7,10 +7,10 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
@@ -20,6 +20,14 @@ _ARRIVAL_S = 0.05  # between two looks for other ranks
 _POLL = timedelta(seconds=1)  # a wait in the store cannot be interrupted
 _CALL = "call it on all ranks after the same batch, with the same values"
 _begun: Counter[str] = Counter()  # comparisons of this process, by fingerprint of the dataset
+
+
+class OpenedVersions(NamedTuple):
+    """The versions of a dataset that a rank has opened."""
+
+    name: str
+    """Of the folder of the dataset, the same for all versions."""
+    versions: Sequence[int | None]
 
 
 class KeyValueStore(Protocol):
@@ -45,7 +53,12 @@ class KeyValueStore(Protocol):
 
 
 def compare_ranks(
-    dataset: str, numbers: Mapping[str, Any], placement: Placement, *, call: str | None = None
+    dataset: str,
+    numbers: Mapping[str, Any],
+    placement: Placement,
+    *,
+    call: str | None = None,
+    opened: OpenedVersions | None = None,
 ) -> EpochAgreement | None:
     """Compare a loader's order options with the other ranks, if ``torch.distributed`` is initialised.
 
@@ -54,6 +67,7 @@ def compare_ranks(
         numbers: JSON values that must be the same on all ranks.
         placement: Of the loader.
         call: As in `compare_in_store`.
+        opened: Versions of the dataset: a rank that has opened others has another fingerprint, and waits in vain.
 
     Returns:
         Comparison of the iterations that follow; None if there is nothing to compare with.
@@ -74,8 +88,32 @@ def compare_ranks(
         return None
     _begun[dataset] += 1
     key = f"shardstream/{dataset}/{_begun[dataset]}"
-    compare_in_store(find(), key, numbers, placement, call=call)
-    return EpochAgreement(find(), key, placement.rank)
+    store, name = find(), ""
+    if opened is not None:
+        _begun[opened.name] += 1
+        name = f"shardstream/versions/{opened.name}/{_begun[opened.name]}"
+        store.set(f"{name}/{placement.rank}", json.dumps(opened.versions))
+    if not compare_in_store(store, key, numbers, placement, call=call) and opened is not None:
+        _check_versions(store, name, opened.versions, placement)
+    return EpochAgreement(store, key, placement.rank)
+
+
+def _check_versions(
+    store: KeyValueStore, name: str, own: Sequence[int | None], placement: Placement
+) -> None:
+    """Check that no neighbour has opened other versions of the dataset: one may be published while ranks open it.
+
+    Raises:
+        OptionError: If one has.
+    """
+    rank, size = placement.rank, placement.world_size
+    for other in sorted({(rank - 1) % size, (rank + 1) % size}):
+        found = _wait_for(store, f"{name}/{other}", time.monotonic() + _ARRIVAL_S)
+        if found not in (None, json.dumps(own)):
+            raise OptionError(
+                f"ranks read different versions of the dataset: rank {rank} has {[*own]}, rank {other} has {found}; open the same one on all, such as "
+                "version= of rank 0 (its dataset.versions), sent by torch.distributed.broadcast_object_list"
+            )
 
 
 class EpochAgreement:
@@ -192,11 +230,11 @@ def compare_in_store(
     wait_s: float = WAIT_S,
     *,
     call: str | None = None,
-) -> None:
+) -> bool:
     """Compare numbers with both neighbour ranks, and wait for the verdict of all ranks.
 
     A late rank finds the numbers of its neighbours in the store, so at least one rank detects each difference; a rank that never
-    arrives costs the timeout and a warning.
+    arrives costs the timeout and a warning. Returns whether all have arrived.
 
     Args:
         store: Shared by all ranks.
@@ -222,7 +260,7 @@ def compare_in_store(
             if call:
                 raise OptionError(missing)
             _warn(f"rank {other} did not start to read this dataset", wait_s)
-            return
+            return False
         if other_numbers != own_numbers:
             difference = _difference(
                 json.loads(own_numbers), rank, json.loads(other_numbers), other, call
@@ -238,6 +276,7 @@ def compare_in_store(
         _warn("a rank did not start to read this dataset", wait_s)
     elif verdict:
         raise OptionError(verdict)
+    return verdict is not None
 
 
 def _wait_for(store: KeyValueStore, key: str, deadline: float) -> str | None:

@@ -326,3 +326,17 @@ def test_of_a_remote_dataset_only_the_bytes_of_the_batch_are_read(tmp_path: Path
         bounds = [[*map(int, str(found).removeprefix("bytes=").split("-"))] for found in ranges]
         assert 4 * size < sum(end - start for start, end in bounds) < 4 * (size + 5000)
     assert [data[0] for data in batch["bin"]] == batch["cls"].tolist()
+
+
+def test_samples_that_were_deleted_since_are_missing_and_that_is_said(tmp_path: Path) -> None:
+    numbered(tmp_path / "one", 20)
+    loader = ss.ShardLoader(opened(tmp_path, shuffle=False), 4)
+    batches = iter(loader)
+    next(batches)
+    state, delivered = loader.state_dict(), next(batches)["cls"].tolist()
+    ss.delete(str(tmp_path / "one"), numbers=[5])
+    with pytest.warns(UserWarning, match=r"deleted since version \[1\] are left out"):
+        found = ss.replay(ss.ShardLoader(opened(tmp_path, shuffle=False), 4), 0, state=state)
+    assert found["cls"].tolist() == [4, 6, 7]
+    first = ss.ShardLoader(opened(tmp_path, shuffle=False, version=1), 4)
+    assert ss.replay(first, 0, state=state)["cls"].tolist() == delivered
