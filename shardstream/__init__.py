@@ -3,7 +3,7 @@
 The rooms, lowest first: `format` says what the bytes mean, `codecs` the values of fields, `order` which sample comes when; `storage` reads bytes by URL,
 `samples` are known by number, `fetch` reads byte ranges ahead of their use, `catalog` knows the shard and byte range of each sample; `pipeline` turns
 samples into batches, `loader` does so in worker processes. `tasks` runs work on shards in threads or processes, `packing` turns sources
-into shards, and `versions` changes them; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line. Each room has a README.
+into shards, and `versions` changes them; `tables` reads those of others in place; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line. Each room has a README.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "display",
         "tasks",
         "packing",  # to read tables that are joined
+        "tables",
     ),
     "tasks": BASE,
     "packing": (
@@ -78,6 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "tasks",
         "versions",  # to append, compact and replace fields
     ),
+    "tables": (*BASE, "format", "storage", "samples", "fetch", "packing"),
     "integrations": (*BASE, *READING),
     "ray": (*BASE, *READING, "tasks", "packing"),
     "webdataset": (*BASE, *READING, "tasks", "packing"),

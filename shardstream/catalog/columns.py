@@ -179,13 +179,15 @@ def _scan_shard_keys(info: ShardInfo, storage: Storage, tar: Buffer | None) -> l
 def choose_samples(
     samples: Samples, subset: Choice | Keys | None = None, where: Where | None = None
 ) -> Samples:
-    """Return the samples that a user chose by number or key, by a condition on columns, or by both.
+    """Return the samples that a user chose by number or key, by a condition on columns, or by both; all if by neither.
 
     Raises:
         OptionError: If an argument is invalid or chooses no sample, or the shards have no columns; see `select_subset`, `find_keys` and
             `find_where`.
         StorageError: If a file cannot be read.
     """
+    if subset is None and where is None:
+        return samples
     matching = None if where is None else find_where(samples, where)
     if matching is not None and not len(matching):
         raise OptionError(f"where={str(where)!r} chooses no sample")

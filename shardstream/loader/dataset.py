@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -56,9 +57,9 @@ from shardstream.pipeline import (
     Weights,
     check_at_least,
     check_epoch,
+    check_fields,
     check_stage,
     default_partition,
-    field_names,
     first_stages,
     numbered_source,
     open_sequential_source,
@@ -70,7 +71,7 @@ from shardstream.pipeline import (
     whole_number,
 )
 from shardstream.samples import Choice, Samples, has_rows
-from shardstream.storage import Urls, dataset_of_change, locate_shards
+from shardstream.storage import FieldPlaces, Storage, Urls, dataset_of_change, locate_shards
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -86,6 +87,7 @@ _SAY_LEFT_OUT = (
 )
 OPTIONS_OF_OPENING = ("index", "lazy", "filesystem", "cache_dir", "cache_bytes", "verify")
 """Fields of `ReadOptions` that are used where shards are opened."""
+_TABLE_SUFFIXES = (".parquet",)  # of tables that are read in place
 _WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
 
 
@@ -112,7 +114,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         self._length: int | None = None
         self._versions: tuple[int | None, ...] = ()
         self._remake: Callable[[StreamDataset, Versions], StreamDataset] | None = None
-        """Makes this dataset of other versions; not sent to other processes."""
+        """Makes this dataset of other versions; not sent to other processes. No partial, which would show secrets of ``storage_options`` in ``repr``."""
         self._epochs = Epochs()
         # Whether the process that spawned this worker knew it.
         self._is_of_several_ranks = self._is_overfit = False
@@ -359,7 +361,7 @@ class ShardDataset(StreamDataset):
 
     Args:
         urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
-            an ``index.json``, or a list of these that names each shard once. A folder or glob with an unfinished pack or `ShardWriter`, running or
+            an ``index.json``, or a list of these that names each shard once. Or files that end in ``.parquet``, whose rows are read in place (docs/in-place.md). A folder or glob with an unfinished pack or `ShardWriter`, running or
             stopped, is refused; tars that are named one by one are read as they are.
         shuffle: A new order each epoch, the same for the same seed. False reads in the order of the shards.
         seed: Any integer.
@@ -379,7 +381,8 @@ class ShardDataset(StreamDataset):
             the number of samples of an epoch, and draws each sample at most once.
         fields: Fields of the samples, e.g. ``("jpg", "cls")`` or ``("jpg;png", "cls")``, besides key and URL; others are neither decoded
             nor, from local shards of large samples, read. A field that the manifest does not list is refused; a sample without one
-            of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all.
+            of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all. Of tables: columns, or ``{field: column}``;
+            others are not read.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         read: Index, cache, prefetching, lazy fields, checksums and a file system of your own.
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
@@ -408,7 +411,7 @@ class ShardDataset(StreamDataset):
         subset: Choice | Keys | None = None,
         where: Where | None = None,
         weights: SampleWeights | Weights | None = None,
-        fields: Sequence[str] | None = None,
+        fields: Sequence[str] | Mapping[str, str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         read: ReadOptions | None = None,
         on_error: OnError = "raise",
@@ -421,29 +424,31 @@ class ShardDataset(StreamDataset):
         SkipTracker(on_error)  # validates, before any I/O
         if on_new_version not in get_args(OnNewVersion):
             raise OptionError(f"on_new_version is 'continue' or 'error', not {on_new_version!r}")
-        seed = whole_number("seed", seed)
-        storage = read.open_storage(storage_options)
+        seed, storage = whole_number("seed", seed), read.open_storage(storage_options)
         choice: Any = {"subset": subset, "where": where, "weights": weights}
-        needs = choice | {"version": version, "shuffle": shuffle or None}
+        ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
+        first = urls if isinstance(urls, str | os.PathLike) else next(iter(urls := [*urls]), "")
+        if os.fspath(first).lower().endswith(_TABLE_SUFFIXES):
+            source: Source = _in_place(urls, storage, fields, version or follow, choice, ordered)
+            super().__init__(Pipeline(source=source, on_error=on_error), placement, ClassNames({}))
+            return
         if follow:
-            located = locate_followed(as_follow(follow), urls, storage, needs, order)
+            located = locate_followed(follow, urls, storage, choice | {"version": version}, ordered)
         else:
             located = locate_shards(urls, storage, version)
-        is_whole = read.index == "ignore"
-        unindexed = located.shards[0].url if is_whole else lacks_index(located, storage)
-        stages, places = first_stages(fields, read.lazy, located.fields, storage)
-        opens = partial(open_samples, storage=storage, verify=read.verify)
-        opens = partial(opens, fields=field_names(fields), places=places)
-        ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
+        lacking = located.shards[0].url if read.index == "ignore" else lacks_index(located, storage)
+        stages, kept, places = first_stages(fields, read.lazy, located.fields, storage)
+        opens = partial(
+            open_samples, storage=storage, verify=read.verify, fields=kept, places=places
+        )
         if follow:
-            source: Source = FollowSource(located, as_follow(follow), opens, ordered, seed)
-        elif unindexed is None:
+            source = FollowSource(located, as_follow(follow), opens, ordered, seed)
+        elif lacking is None:
             whole, takes_all = opens(located), subset is None and where is None
             samples = whole if takes_all else choose_samples(whole, subset, where)
             source = ordered(samples=samples).drawn(weights)
         else:
-            needs = {"verify": read.verify, "lazy": places}
-            _check_whole_shards(unindexed, order, read, choice | needs)
+            _check_whole_shards(lacking, order, read, choice, places)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=order.window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
@@ -454,10 +459,34 @@ class ShardDataset(StreamDataset):
         self._versions = (None if located.version is None else located.version.number,)
         made = partial(ShardDataset, urls, shuffle=shuffle, seed=seed, order=order, read=read)
         made = partial(made, fields=fields, on_error=on_error, placement=placement, **choice)
-        # A partial would show the secrets of the storage options in `repr(vars(dataset))`.
-        self._remake = lambda dataset, versions: reopen(
-            partial(made, storage_options=storage_options), on_new_version, dataset, versions
-        )
+        made = partial(made, storage_options=storage_options)
+        self._remake = lambda *present: reopen(made, on_new_version, *present)
+
+
+def _in_place(
+    urls: Urls,
+    storage: Storage,
+    fields: Sequence[str] | Mapping[str, str] | None,
+    of_shards: object,
+    choice: Mapping[str, Any],
+    ordered: partial[SamplesSource],
+) -> SamplesSource:
+    """Return the source of tables that are read in place.
+
+    Raises:
+        OptionError: If an option is for shards; or as `open_table`.
+    """
+    from shardstream.tables import open_table  # noqa: PLC0415  (0.1 s, for tables only)
+
+    if of_shards:
+        raise OptionError("version= and follow= are for shards, not for tables; pack them first")
+    reason = "on tables that are read in place"
+    refuse_options(ordered.keywords["reading"], ["index", "lazy", "verify"], reason)
+    if fields is not None and not isinstance(fields, Mapping):
+        check_fields(fields, None, "the table", alternatives=False)
+    samples = open_table(urls, storage, fields)
+    samples = choose_samples(samples, choice["subset"], choice["where"])
+    return ordered(samples=samples).drawn(choice["weights"])
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:
@@ -517,7 +546,11 @@ def _describe_repeat(dataset: StreamDataset, epoch: int) -> str:
 
 
 def _check_whole_shards(
-    url: str, order: OrderOptions, read: ReadOptions, needs: Mapping[str, object]
+    url: str,
+    order: OrderOptions,
+    read: ReadOptions,
+    choice: Mapping[str, object],
+    places: FieldPlaces | None,
 ) -> None:
     """Check that shards may be read from start to end; warn if the user did not ask for it.
 
@@ -525,12 +558,13 @@ def _check_whole_shards(
         url: A shard that has no index, or whose index is ignored.
         order: The user's options.
         read: The user's options.
-        needs: Options that need an index, by name; None where the user did not give them.
+        choice: Options that need an index, by name; None where the user did not give them.
+        places: Places of lazy fields, which need one, too.
 
     Raises:
         OptionError: If one is given, or another that has no effect, or an index is required.
     """
-    index = read.index
+    index, needs = read.index, {**choice, "verify": read.verify, "lazy": places}
     given = [f"{name}=" for name, value in needs.items() if value is not None]
     names = " and ".join(given)
     if given and index == "ignore":

@@ -29,7 +29,6 @@ from shardstream.loader.earlier_versions import deleted_in
 from shardstream.order import EpochOrder, RangePlan
 from shardstream.pipeline import (
     Context,
-    OrderOptions,
     Run,
     SamplesSource,
     Source,
@@ -209,28 +208,34 @@ class Round(SamplesSource):
 
 
 def locate_followed(
-    follow: Follow, urls: Urls, storage: Storage, needs: Mapping[str, object], order: OrderOptions
+    follow: bool | Follow,
+    urls: Urls,
+    storage: Storage,
+    needs: Mapping[str, object],
+    ordered: partial[SamplesSource],
 ) -> LocatedShards:
     """Return the shards of a dataset that is to be followed, as soon as it is there.
 
     Args:
-        follow: How long to wait for it.
+        follow: How long to wait for it; True for the defaults.
         urls: Its folder.
         storage: Where it is.
         needs: Options that cannot be followed, by name; None where the user did not give them.
-        order: The user's options.
+        ordered: Makes a source with the user's shuffle and options of the order.
 
     Raises:
         OptionError: If an option is given, or it is not the folder of one dataset with an ``index.json``.
         NotFoundError, UnfinishedError: If it is not published in time.
     """
+    needs = {**needs, "shuffle": ordered.keywords["shuffle"] or None}
     given = [f"{name}=" for name, value in needs.items() if value is not None]
     if given:
         raise OptionError(
             f"{' and '.join(given)}: follow= reads all samples in the order of their publication; choose or shuffle them when the dataset is complete"
         )
+    order = ordered.keywords["options"]
     refuse_options(order, [one.name for one in fields(order)], "with follow=")
-    return follow.wait_for(urls, storage)
+    return as_follow(follow).wait_for(urls, storage)
 
 
 @dataclass(slots=True)

@@ -76,8 +76,7 @@ class CatalogDataset(StreamDataset):
         SkipTracker(on_error)  # validates
         reading = options_or_default(read, ReadOptions)
         refuse_options(reading, OPTIONS_OF_OPENING, "on samples that are opened")
-        if subset is not None or where is not None:
-            samples = choose_samples(samples, subset, where)
+        samples = choose_samples(samples, subset, where)
         stages = () if fields is None else (keep_fields(fields, samples.fields),)
         source = SamplesSource(
             samples=samples,

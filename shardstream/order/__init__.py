@@ -8,6 +8,7 @@ from shardstream.order.epoch_plan import EpochPlan as EpochPlan
 from shardstream.order.epoch_plan import NodeEpochPlan as NodeEpochPlan
 from shardstream.order.epoch_plan import Places as Places
 from shardstream.order.epoch_plan import RangePlan as RangePlan
+from shardstream.order.epoch_plan import StoredBlocksPlan as StoredBlocksPlan
 from shardstream.order.epoch_plan import check_nodes as check_nodes
 from shardstream.order.epoch_plan import default_block as default_block
 from shardstream.order.epoch_plan import default_window as default_window

@@ -308,6 +308,32 @@ class EpochPlan:
         return np.where(is_short, self._short_start + offset, places)
 
 
+class StoredBlocksPlan(EpochPlan):
+    """The batches of one epoch that shuffles blocks of given sizes, such as row groups, each of which is read as a whole.
+
+    Args:
+        order: Parameters of the order; its ``block`` has no effect.
+        epoch: Epoch number, from 0.
+        firsts: Number of the first sample of each block, and of all samples; shape (blocks + 1,).
+    """
+
+    def __init__(self, order: EpochOrder, epoch: int, *, firsts: Ints) -> None:
+        super().__init__(order, epoch)
+        self._firsts, count = firsts, len(firsts) - 1
+        key = derive_key(derive_key(order.seed, epoch), _BLOCK_ORDER)
+        self._moved = permute(np.arange(count, dtype=np.int64), count, key)
+        self._starts = np.concatenate(([0], np.cumsum(np.diff(firsts)[self._moved])))
+        self._turns = np.argsort(self._moved)
+
+    def _samples_at(self, places: Ints) -> Ints:
+        turn = np.searchsorted(self._starts, places, side="right") - 1
+        return self._firsts[self._moved[turn]] + places - self._starts[turn]
+
+    def _places_of(self, samples: Ints) -> Ints:
+        block = np.searchsorted(self._firsts, samples, side="right") - 1
+        return self._starts[self._turns[block]] + samples - self._firsts[block]
+
+
 class CopyPlan(EpochPlan):
     """The batches of one epoch of copies: those of `EpochPlan`, with ``i + copy * nsamples`` in place of sample i.
 

@@ -40,7 +40,7 @@ from shardstream.packing.sources.source import (
     SourceOptions,
     shuffled_order,
 )
-from shardstream.packing.sources.tables import is_table, iter_rows
+from shardstream.packing.sources.tables import is_table, iter_rows, read_row_group, rows_of
 from shardstream.packing.verify import VerifyReport, verify
 
 __all__ = [
@@ -94,9 +94,11 @@ __all__ = [
     "place_of",
     "progress_lines",
     "read_journal",
+    "read_row_group",
     "reencode",
     "replace_fields",
     "reshard",
+    "rows_of",
     "run_jobs",
     "sample_pieces",
     "shuffled_order",

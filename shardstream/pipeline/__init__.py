@@ -71,7 +71,6 @@ from shardstream.pipeline.sample_steps import Rename as Rename
 from shardstream.pipeline.sample_steps import Select as Select
 from shardstream.pipeline.sample_steps import ToTuple as ToTuple
 from shardstream.pipeline.sample_steps import check_fields as check_fields
-from shardstream.pipeline.sample_steps import field_names as field_names
 from shardstream.pipeline.sample_steps import find_field as find_field
 from shardstream.pipeline.sample_steps import first_stages as first_stages
 from shardstream.pipeline.sample_steps import keep_fields as keep_fields

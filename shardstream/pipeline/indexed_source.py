@@ -22,6 +22,7 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     StepBalance,
+    StoredBlocksPlan,
     WeightedDraw,
     WeightedEpochPlan,
     WorkerSteps,
@@ -123,8 +124,11 @@ class IndexedSource(Source):
         options, nsamples = self.options, self.nsamples
         total_bytes = self.samples.total_bytes * nsamples // max(1, len(self.samples))
         if self.samples.can_coalesce:
-            window = options.window or default_window(nsamples, total_bytes, batch)
-            block = options.block or default_block(nsamples, total_bytes)
+            least = self.samples.least_block
+            window = max(default_window(nsamples, total_bytes, batch), -(-least // batch) * batch)
+            window = options.window or window
+            block = least if least > 1 else default_block(nsamples, total_bytes)
+            block = options.block or block
         else:  # reading neighbours saves nothing: shuffle single samples; windows only group the requests
             window = options.window or max(1, _LOOSE_WINDOW // batch) * batch
             block = options.block or 1
@@ -147,6 +151,8 @@ class IndexedSource(Source):
             plan: EpochPlan = WeightedEpochPlan(order, epoch, self.draw)
         elif order.nodes > 1:
             plan = NodeEpochPlan(order, epoch)
+        elif self.samples.blocks is not None and order.block == self.samples.least_block:
+            plan = StoredBlocksPlan(order, epoch, firsts=self.samples.blocks)
         else:
             plan = EpochPlan(order, epoch)
         return plan if self.balance is None else BalancedEpochPlan(plan, self.balance)

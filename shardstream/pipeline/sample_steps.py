@@ -66,7 +66,7 @@ class KeepFields(ItemStage):
         return known if len(known) == len(chosen) else None
 
 
-def keep_fields(fields: Sequence[str], known: Sequence[str] | None) -> KeepFields:
+def keep_fields(fields: Collection[str], known: Sequence[str] | None) -> KeepFields:
     """Return the stage for the ``fields=`` of a dataset.
 
     Args:
@@ -81,7 +81,7 @@ def keep_fields(fields: Sequence[str], known: Sequence[str] | None) -> KeepField
     return replace(keeps, left_out=frozenset(known or ()).difference(keeps.possible))
 
 
-def field_names(fields: Sequence[str] | None) -> tuple[str, ...]:
+def field_names(fields: Collection[str] | None) -> tuple[str, ...]:
     """Return all names of ``fields=``, alternatives one by one; none for all fields."""
     if fields is None:
         return ()
@@ -90,7 +90,7 @@ def field_names(fields: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def check_fields(
-    fields: Sequence[str],
+    fields: Collection[str],
     known: Sequence[str] | None,
     where: str,
     *,
@@ -109,7 +109,7 @@ def check_fields(
     Raises:
         OptionError: If they are no list of names, or it is known that there is no such field; names those that there are.
     """
-    if isinstance(fields, str) or not all(isinstance(name, str) for name in fields):
+    if isinstance(fields, str | Mapping) or not all(isinstance(name, str) for name in fields):
         example = fields if isinstance(fields, str) else "jpg"
         raise OptionError(
             f"{option}= must be a list of names, such as [{example!r}], not {fields!r}"
@@ -152,12 +152,12 @@ class OpenFields(ItemStage):
 
 
 def first_stages(
-    fields: Sequence[str] | None,
+    fields: Collection[str] | None,
     lazy: Sequence[str],
     known: Sequence[str] | None,
     storage: Storage,
-) -> tuple[list[Stage], FieldPlaces | None]:
-    """Return the stages for ``fields=`` and ``lazy=`` of a dataset, and the places of lazy fields; None if there are none.
+) -> tuple[list[Stage], tuple[str, ...], FieldPlaces | None]:
+    """Return the stages for ``fields=`` and ``lazy=`` of a dataset, the `field_names`, and the places of lazy fields; None if there are none.
 
     Args:
         fields: Names of fields; None for all.
@@ -169,15 +169,15 @@ def first_stages(
         OptionError: If one is no list of names, or there is no such field.
     """
     stages: list[Stage] = [] if fields is None else [keep_fields(fields, known)]
-    if not lazy:
-        return stages, None
-    check_fields(lazy, known, "the dataset", alternatives=False, option="lazy")
     kept = field_names(fields)
+    if not lazy:
+        return stages, kept, None
+    check_fields(lazy, known, "the dataset", alternatives=False, option="lazy")
     if left_out := [name for name in lazy if kept and name not in kept]:
         raise OptionError(f"lazy= names {left_out[0]!r}, which fields= leaves out")
     places = FieldPlaces(lazy)
     opens = OpenFields(names=tuple(lazy), places=places, storage=storage)
-    return [*stages, opens], places
+    return [*stages, opens], kept, places
 
 
 def name_of(function: object) -> str:

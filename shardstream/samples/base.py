@@ -175,6 +175,10 @@ class Samples(ABC):
     """Whether reading neighbouring samples together is faster; False shuffles single samples."""
     is_local: bool = False
     """Whether all samples are in files of this machine, so that nothing is prefetched."""
+    blocks: Numbers | None = None
+    """Number of the first sample of each block that is read as a whole, and of all samples, shape (blocks + 1,); None where there are none."""
+    least_block: int = 1
+    """Consecutive samples that an order keeps together at least: those of the largest block, here or in other samples that these are made of."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -167,6 +167,7 @@ class View(Samples):
         self.inner = tuple(inner)
         self.can_coalesce = all(one.can_coalesce for one in inner)
         self.is_local = all(one.is_local for one in inner)
+        self.least_block = max(one.least_block for one in inner)
 
     @abstractmethod
     def find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:

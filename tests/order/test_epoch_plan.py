@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from shardstream.order import (
     EpochPlan,
     PartitionConfig,
     RankPartition,
+    StoredBlocksPlan,
     WorkerSteps,
     default_block,
     default_window,
@@ -102,6 +104,24 @@ def test_copies_have_the_order_of_the_samples() -> None:
     assert copies.rest(3).tolist() == (samples.rest(3) + 206).tolist()
     assert copies.batches(np.arange(9)).tolist() == (samples.batches(np.arange(9)) + 206).tolist()
     assert copies.passes == 3
+
+
+@given(order=orders(shuffle=True, min_samples=20), epoch=epochs, data=st.data())
+def test_stored_blocks_stay_together_until_a_window_shuffles_them(
+    order: EpochOrder, epoch: int, data: st.DataObject
+) -> None:
+    cuts = data.draw(st.sets(st.integers(1, order.nsamples - 1)))
+    firsts = np.array([0, *sorted(cuts), order.nsamples])
+    plan = StoredBlocksPlan(order, epoch, firsts=firsts)
+    everything = plan.rest(0)
+    assert sorted(everything.tolist()) == list(range(order.nsamples))
+    full = np.arange(order.num_batches)
+    found = plan.find(everything[: order.num_batches * order.batch])
+    assert plan.batches(full)[found.batches, found.slots].tolist() == found.numbers.tolist()
+    single = replace(order, batch=1, window=1, lanes=1)  # windows shuffle nothing
+    sequence = StoredBlocksPlan(single, epoch, firsts=firsts).rest(0)
+    starts = sequence[np.flatnonzero(np.diff(sequence, prepend=-2) != 1)]
+    assert {*starts.tolist()} <= {*firsts[:-1].tolist()}
 
 
 def test_order_of_seed_0_is_pinned() -> None:

@@ -388,6 +388,33 @@ def _batches(
         yield batch
 
 
+def read_row_group(
+    stream: Any, metadata: Any, group: int, columns: Sequence[str], url: str, storage: Storage
+) -> Any:
+    """Return columns of a row group, as a `pyarrow.Table`.
+
+    Args:
+        stream: The open file.
+        metadata: Its metadata.
+        group: Number of the row group.
+        columns: Columns that are read.
+        url: URL of the file, for messages.
+        storage: Its storage.
+
+    Raises:
+        SourceError: If the rows hold 1 GiB and 100 times the bytes of the file.
+        StorageError: If it cannot be read.
+    """
+    pa, _ = import_parquet()
+    limit_bytes, size, batches = limit_of_rows(stream.seek(0, 2)), 0, []
+    _check_size(least_bytes(metadata, [group], columns), limit_bytes, url)
+    for batch in _batches(stream, metadata, group, columns, url, storage):
+        size += batch.nbytes
+        _check_size(size, limit_bytes, url)
+        batches.append(batch)
+    return pa.Table.from_batches(batches)
+
+
 def _batch_rows(chunks: Sequence[Any], num_rows: int) -> int:
     """Return how many rows are read together, so that they are small, whatever their dictionaries hold."""
     size = sum(chunk.total_uncompressed_size for chunk in chunks)

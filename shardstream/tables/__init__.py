@@ -1,0 +1,3 @@
+"""Samples of tables, read in place: rows of Parquet files by number, without packing."""
+
+from shardstream.tables.open_table import open_table as open_table

@@ -1,0 +1,429 @@
+"""Rows of Parquet files as samples by number; a row group is a block."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import numpy as np
+
+from shardstream.errors import (
+    ChangedError,
+    OptionError,
+    ShardError,
+    ShardStreamError,
+    SourceError,
+    plural,
+    shown,
+)
+from shardstream.format import (
+    KEY_COLUMN,
+    column_chunks,
+    import_parquet,
+    is_reserved_column,
+    key_array,
+    limit_of_rows,
+    read_parquet,
+)
+from shardstream.packing import read_row_group
+from shardstream.process import new_lock
+from shardstream.samples import Numbers
+from shardstream.storage import FileInfo, FileVersions, RangeStream, Storage
+from shardstream.tables.arrow_values import values_of
+from shardstream.tables.block_samples import Block, BlockSamples
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
+_TAIL = struct.Struct("<I4s")  # length of the footer, magic
+_FOOTER_BYTES = 64 << 10  # that are read at once
+_FOOTER_LIMIT_BYTES = 256 << 20
+_THREADS = 16  # files of which footers, or columns for conditions, are read at the same time
+_FOOTERS_KEPT = 64
+_CONDITION_TYPES = frozenset(("int", "uint", "float", "double", "bool", "string", "large_string"))
+_LARGE_BYTES = 4 << 10  # mean size of values of which a row group is converted at once
+_FETCH_AGAIN = "fetch or write the file again"
+_lock = new_lock()  # guards the footers that are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Footer:
+    """The footer of a file.
+
+    Args:
+        digest: SHA-256 of its bytes, which hold the place, length and extremes of each column of each row group.
+        metadata: What it says, as a `pyarrow.parquet.FileMetaData`.
+    """
+
+    digest: bytes
+    metadata: Any
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns and their types."""
+        return self.metadata.schema.to_arrow_schema()
+
+    def rows(self) -> list[int]:
+        """Return the number of rows of each row group."""
+        return [int(group.num_rows) for group in self._groups()]
+
+    def group_bytes(self, columns: Sequence[str] | None = None) -> list[int]:
+        """Return the uncompressed bytes of each row group, of some columns or of all."""
+        if columns is None:
+            return [int(group.total_byte_size) for group in self._groups()]
+        return [
+            sum(chunk.total_uncompressed_size for chunk in column_chunks(self.metadata, n, columns))
+            for n in range(self.metadata.num_row_groups)
+        ]
+
+    def _groups(self) -> Iterator[Any]:
+        return map(self.metadata.row_group, range(self.metadata.num_row_groups))
+
+
+class ParquetSamples(BlockSamples):
+    """The rows of Parquet files by number, in the order of the files.
+
+    Args:
+        files: The files, at least one; versions of remote ones are remembered, so that a replaced file is an error.
+        storage: Their storage.
+        fields: Columns to read, or field -> column; None for all. The field ``__key__`` is made of the column of this name, or that is given
+            for it; without one, the key is the file and the number of the row in it.
+
+    Raises:
+        OptionError: If pyarrow is not installed, or there is no such column.
+        ShardError: If a file is no Parquet, or cut.
+        SourceError: If a file has other columns or types than the first, or there is no row.
+        StorageError: If one cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[FileInfo],
+        storage: Storage,
+        fields: Sequence[str] | Mapping[str, str] | None = None,
+    ) -> None:
+        for file in files:
+            storage.pin_listed(file)
+        self._urls, self._sizes = [file.url for file in files], [file.size for file in files]
+        self._stems = _names_below(self._urls)
+        self._versions = FileVersions([storage.local_path(url) for url in self._urls])
+        self._storage = storage
+        self._kept: dict[int, _Footer] = {}  # of some files, in this process
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-footers") as pool:
+            footers = list(pool.map(self._read_footer, range(len(files))))
+        self._digests = [footer.digest for footer in footers]
+        file_rows = [footer.metadata.num_rows for footer in footers]
+        full = np.flatnonzero(file_rows).tolist()  # a file without rows may have other types
+        if not full:
+            raise SourceError(f"no row in {plural(len(files), 'file')}", shard=self._urls[0])
+        self._first, self._schema = self._urls[full[0]], footers[full[0]].schema
+        self._columns, self._key = _choose_columns(self._schema, fields, self._first)
+        for place in full:
+            self._check_schema(footers[place].schema, self._urls[place])
+        rows = np.array([n for footer in footers for n in footer.rows()], dtype=np.int64)
+        counts = [footer.metadata.num_row_groups for footer in footers]
+        self._groups = np.array([(n, g) for n, count in enumerate(counts) for g in range(count)])
+        self._groups = self._groups[rows > 0]  # file, and row group in it; shape (blocks, 2)
+        names = self._names if {*self._names} < {*self._schema.names} else None
+        read = np.array([n for f in footers for n in f.group_bytes(names)], dtype=np.int64)
+        super().__init__(rows[rows > 0], read[rows > 0], storage)
+        self._total_bytes = sum(sum(footer.group_bytes()) for footer in footers)
+        self._file_firsts: Numbers = np.cumsum([0, *file_rows], dtype=np.int64)
+        digest = hashlib.sha256(b"parquet\n")
+        for stem, size, footer in zip(self._stems, self._sizes, footers, strict=True):
+            digest.update(f"{stem}\n{size}\n".encode() + footer.digest)
+        self._fingerprint = digest.hexdigest()[:16]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": {}}
+
+    @property
+    def total_bytes(self) -> int:
+        """Uncompressed bytes of all columns, so that the order is the same whichever are read."""
+        return self._total_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the names of the files below their folder, their lengths and their footers."""
+        return self._fingerprint
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of the samples."""
+        return tuple(self._columns)
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        counts = (len(self._urls), "file"), (self.num_shards, "row group"), (len(self), "sample")
+        return ", ".join(plural(count, name) for count, name in counts)
+
+    def url_of(self, shard: int) -> str:
+        """Return the URL of the file of a row group."""
+        return self._urls[int(self._groups[shard, 0])]
+
+    def read_block(self, block: int) -> Block:
+        """Read the columns of a row group.
+
+        Raises:
+            StorageError: If the file cannot be read.
+            ChangedError: If it was replaced.
+            ShardError: If it is damaged.
+            SourceError: If its rows would fill the memory.
+        """
+        file, group = self._groups[block].tolist()
+        url, metadata = self._urls[file], self._footer(file).metadata
+        with self._reading(file) as stream:
+            table = read_row_group(stream, metadata, group, self._names, url, self._storage)
+        first = int(self.blocks[block] - self._file_firsts[file])
+        return _RowGroup(table, self._columns, self._key, (url, self._stems[file], first))
+
+    def column_names(self) -> list[str]:
+        """Return the names of the columns of single numbers and texts, for conditions: of fields, and of columns that are no field."""
+        return [KEY_COLUMN, *self._conditions()]
+
+    def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:  # noqa: ARG002  (keys are columns)
+        """Return columns of all samples, read from the files; row i is sample i.
+
+        Raises:
+            OptionError: If there is no such column, or its values take too much memory.
+            ShardError: If a file is damaged.
+            StorageError: If one cannot be read.
+        """
+        wanted = self.column_names() if names is None else [*names]
+        if missing := {*wanted} - {*self.column_names()}:
+            raise OptionError(
+                f"no column {min(missing)!r} of numbers or text; there are: {', '.join(self._conditions())}",
+                shard=self._urls[0],
+            )
+        arrow, _ = import_parquet()
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-columns") as pool:
+            tables = pool.map(partial(self._read_conditions, wanted), range(len(self._urls)))
+            return arrow.concat_tables(tables)
+
+    def _read_conditions(self, names: Sequence[str], file: int) -> pa.Table:
+        """Return columns of the rows of a file."""
+        arrow, _ = import_parquet()
+        url, metadata, known = self._urls[file], self._footer(file).metadata, self._conditions()
+        own = {known[name] for name in names if name != KEY_COLUMN}
+        own |= {self._key} if self._key and KEY_COLUMN in names else set()
+        with self._reading(file) as stream:
+            limit_bytes = limit_of_rows(self._sizes[file])
+            table = read_parquet(
+                stream, sorted(own), url=url, limit_bytes=limit_bytes, metadata=metadata
+            )
+        found = {name: table[known[name]] for name in names if name != KEY_COLUMN}
+        if KEY_COLUMN in names:
+            rows = np.arange(metadata.num_rows)
+            keys = _keys_of(table, self._key, rows, (url, self._stems[file], 0))
+            found[KEY_COLUMN] = key_array(keys, url)
+        return arrow.table({name: found[name] for name in names})
+
+    @property
+    def _names(self) -> list[str]:
+        """Columns that are read of each row group."""
+        return [*dict.fromkeys([*self._columns.values(), *([self._key] if self._key else [])])]
+
+    def _conditions(self) -> dict[str, str]:
+        """Return name -> column, of single numbers and texts."""
+        named = {n: n for n in self._schema.names if n not in self._columns} | self._columns
+        return {
+            name: column
+            for name, column in named.items()
+            if str(self._schema.field(column).type).rstrip("0123456789") in _CONDITION_TYPES
+            and not is_reserved_column(name)
+        }
+
+    def _check_schema(self, schema: pa.Schema, url: str) -> None:
+        """Refuse a file whose columns have other types than those of the first, of those that are read or compared."""
+        for name in {*self._names, *self._conditions().values()}:
+            place = schema.get_field_index(name)
+            expected = self._schema.field(name).type
+            if place < 0 or schema.field(place).type != expected:
+                found = "is missing" if place < 0 else f"is {schema.field(place).type}"
+                raise SourceError(
+                    f"column {name!r} {found}, but {expected} in {shown(self._first)}; write the files with one schema, or leave it out with fields=",
+                    shard=url,
+                )
+
+    def _footer(self, file: int) -> _Footer:
+        """Return the footer of a file, which workers read again.
+
+        Raises:
+            ChangedError: If it is not the one of the time when the dataset was opened.
+        """
+        footer = self._kept.get(file) or self._read_footer(file)
+        if footer.digest != self._digests[file]:
+            raise ChangedError(
+                "the file was replaced after the dataset was opened; open it again",
+                shard=self._urls[file],
+            )
+        with _lock:
+            self._kept[file] = footer
+            if len(self._kept) > _FOOTERS_KEPT:
+                del self._kept[next(iter(self._kept))]
+        return footer
+
+    def _read_footer(self, file: int) -> _Footer:
+        url, size = self._urls[file], self._sizes[file]
+        _, parquet = import_parquet()
+        with self._reading(file) as stream:
+            tail = _read_tail(stream, size, url)
+            metadata = parquet.read_metadata(io.BytesIO(tail))
+        return _Footer(digest=hashlib.sha256(tail).digest(), metadata=metadata)
+
+    @contextmanager
+    def _reading(self, file: int) -> Iterator[BinaryIO]:
+        """Open a file; after the read, check that it is the one of the time when the dataset was opened."""
+        url, size = self._urls[file], self._sizes[file]
+        try:  # a buffer would copy what is read
+            yield cast("BinaryIO", RangeStream(self._storage, url, size))
+        except Exception as error:
+            self._versions.check([file])
+            if isinstance(error, ShardStreamError) or not isinstance(error, OSError | ValueError):
+                raise
+            raise ShardError(  # of Arrow
+                f"Parquet that cannot be read: {error}", remedy=_FETCH_AGAIN, shard=url
+            ) from error
+        self._versions.check([file])
+
+
+class _RowGroup:
+    """The rows of a row group, as columns of Arrow.
+
+    Args:
+        table: The columns that are read.
+        fields: Field -> its column.
+        key: Column of the keys, if there is one.
+        place: URL of the file, its name in keys, and the number of the first row in it.
+    """
+
+    def __init__(
+        self,
+        table: pa.Table,
+        fields: Mapping[str, str],
+        key: str | None,
+        place: tuple[str, str, int],
+    ) -> None:
+        self._fields, self._key, self._place = fields, key, place
+        large = [name for name in table.column_names if _are_large_files(table[name])]
+        self._files = {n: values_of(table[n], table.schema.field(n), place[0]) for n in large}
+        self._table = table.drop_columns(large).combine_chunks()
+
+    def columns(self, places: Numbers) -> dict[str, list[Any]]:
+        """Return keys, URLs and fields of some rows."""
+        url = self._place[0]
+        taken = self._table.take(places) if self._table.num_columns else self._table
+        found: dict[str, list[Any]] = {"__key__": _keys_of(taken, self._key, places, self._place)}
+        found["__url__"] = [url] * len(places)
+        for name, column in self._fields.items():
+            if column in self._files:
+                files = self._files[column]
+                found[name] = [files[row] for row in places.tolist()]
+            else:
+                found[name] = values_of(taken[column], taken.schema.field(column), url)
+        return found
+
+
+def _are_large_files(column: pa.ChunkedArray) -> bool:
+    """Return whether a column holds bytes, of which the copy for `take` would cost more than a Python object for each."""
+    kind = column.type.storage_type if hasattr(column.type, "storage_type") else column.type
+    is_binary = str(kind) in ("binary", "large_binary") or "bytes: binary" in str(kind)
+    return is_binary and column.nbytes > _LARGE_BYTES * len(column)
+
+
+def _keys_of(
+    table: pa.Table, key: str | None, places: Numbers, place: tuple[str, str, int]
+) -> list[str]:
+    """Return the keys of rows: of their column, or the name of the file and the number of the row in it.
+
+    Raises:
+        SourceError: If a key is missing, or neither text nor a whole number.
+    """
+    url, stem, first = place
+    if key is None:
+        return [f"{stem}/{first + number:08d}" for number in places.tolist()]
+    cells = table[key].to_pylist()
+    for number, cell in zip(places.tolist(), cells, strict=True):
+        if cell in (None, "") or isinstance(cell, bool) or not isinstance(cell, str | int):
+            raise SourceError(
+                f"key {cell!r} of row {first + number} in column {key!r}: a key is text or a whole number; name another column",
+                shard=url,
+            )
+    return list(map(str, cells))
+
+
+def _choose_columns(
+    schema: pa.Schema, fields: Sequence[str] | Mapping[str, str] | None, url: str
+) -> tuple[dict[str, str], str | None]:
+    """Return field -> column, and the column of the keys.
+
+    Raises:
+        OptionError: If there is no such column, or a field has a reserved name.
+        SourceError: If two columns have one name.
+    """
+    names = schema.names
+    if len({*names}) < len(names):
+        raise SourceError("two columns have one name; rename one", shard=url)
+    if fields is None:
+        fields = [name for name in names if not is_reserved_column(name)]
+    chosen = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields}
+    key = chosen.pop(KEY_COLUMN, KEY_COLUMN if KEY_COLUMN in names else None)
+    for name in [*chosen.values(), *([key] if key else [])]:
+        if name not in names:
+            raise OptionError(f"no column {name!r}; there are: {', '.join(names)}", shard=url)
+    reserved = [name for name in chosen if is_reserved_column(name)]
+    if reserved or not chosen:
+        problem = f"{reserved[0]!r} is no name of a field" if reserved else "fields= names none"
+        raise OptionError(f"{problem}; name columns, or {{field: column}}", shard=url)
+    return chosen, key
+
+
+def _names_below(urls: Sequence[str]) -> list[str]:
+    """Return the paths of files below their common folder, without suffix.
+
+    >>> _names_below(["s3://b/a/0.parquet", "s3://b/b/0.parquet"])
+    ['a/0', 'b/0']
+    """
+    folders = [url.split("/")[:-1] for url in urls]
+    shared = len([*takewhile(lambda names: len({*names}) == 1, zip(*folders, strict=False))])
+    return ["/".join(url.split("/")[shared:]).removesuffix(".parquet") for url in urls]
+
+
+def _read_tail(stream: BinaryIO, size: int, url: str) -> bytes:
+    """Return the footer of a file, with its length and magic.
+
+    Raises:
+        ShardError: If there is none.
+    """
+    stream.seek(max(0, size - _FOOTER_BYTES))
+    tail = stream.read()
+    length, magic = _TAIL.unpack(tail[-_TAIL.size :]) if len(tail) >= _TAIL.size else (0, b"")
+    length += _TAIL.size
+    if magic == _ENCRYPTED:
+        raise OptionError("the file is encrypted; write it again without encryption", shard=url)
+    if magic != _MAGIC or length > size:
+        raise ShardError(
+            f"no Parquet, or cut: its {size:,} bytes end without a footer",
+            remedy=_FETCH_AGAIN,
+            shard=url,
+        )
+    if length > len(tail):
+        if length > _FOOTER_LIMIT_BYTES:
+            raise ShardError(
+                f"a footer of {length:,} bytes, the limit is {_FOOTER_LIMIT_BYTES:,}",
+                remedy="write several files",
+                shard=url,
+            )
+        stream.seek(size - length)
+        tail = stream.read()
+    return tail[-length:]
