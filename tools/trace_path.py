@@ -55,7 +55,7 @@ LIMITS = {
     "next state_dict": (5, 9),
     "with one worker": (35, 163),
     "ShardWriter, 40 samples": (15, 88),
-    "pack of four photos": (38, 291),
+    "pack of four photos": (38, 289),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

@@ -18,7 +18,7 @@ from shardstream.format import END_OF_ARCHIVE, ColumnSources
 from shardstream.packing.encode import encode_field
 from shardstream.packing.images import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.job.pack_plan import PackPlan, PackRequest, folder_of_split
-from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked
+from shardstream.packing.job.parallel_encode import Encoded, EncoderPool, chunked, value_bytes
 from shardstream.packing.job.parts import (
     PartJob,
     Place,
@@ -357,7 +357,7 @@ def _with_sizes(records: Iterable[tuple[int, Record]]) -> Iterator[tuple[int, Re
     for split, given in records:
         is_sized = _SIZED.issuperset(map(type, given.fields.values()))
         record = given if is_sized else _with_encoded_values(given)
-        sizes = map(_value_bytes, record.fields.values())
+        sizes = map(value_bytes, record.fields.values())
         yield split, record, fields_bytes(record.key, zip(record.fields, sizes, strict=True))
 
 
@@ -371,12 +371,6 @@ def _with_encoded_values(record: Record) -> Record:
         )
     except SampleError as error:
         return Record(record.key, {}, record.where, named(error, record.where))
-
-
-def _value_bytes(value: FileRef | bytes | int) -> int:
-    if isinstance(value, FileRef):
-        return value.size
-    return len(value) if isinstance(value, bytes) else len(b"%d" % value)
 
 
 def _encoded_bytes(sample: Encoded) -> int:

@@ -269,7 +269,7 @@ def chunked(
     for label, record in labelled:
         labels.append(label)
         records.append(record)
-        size += sum(map(_value_bytes, record.fields.values()))
+        size += sum(map(value_bytes, record.fields.values()))
         if len(records) >= max_records or size >= _RECORD_CHUNK_BYTES:
             yield labels, records
             labels, records, size = [], [], 0
@@ -277,13 +277,16 @@ def chunked(
         yield labels, records
 
 
-def _value_bytes(value: object) -> int:
+def value_bytes(value: object) -> int:
+    """Return how many bytes a value takes: as a field, of files, bytes and whole numbers; in memory, of pixels; 0 if it is unknown."""
     if isinstance(value, FileRef):
         return value.size
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, Image.Image):
         return value.width * value.height * len(value.getbands())
+    if isinstance(value, int):
+        return len(b"%d" % value)
     return len(value) if isinstance(value, bytes | str) else 0
 
 

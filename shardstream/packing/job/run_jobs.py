@@ -68,17 +68,16 @@ class _JobRun:
     has_records: bool
     parts: int = 0
 
-    def check_published(self) -> bool:
-        """Return whether the dataset is published already.
+    def check_skips(self) -> None:
+        """Refuse a dataset that is published already, if its run skipped records and this one does not.
 
         Raises:
-            OptionError: If its run skipped records, and this one does not.
+            OptionError: If that is so.
         """
-        published = self.claim.journal.published if self.claim.is_published else None
+        published = self.claim.journal.published
         if published is not None and published.skipped and not self.job.skips:
             first, url = Skip(*published.skipped[0]), self.claim.journal.folder.url
             raise skipped_before_error(len(published.skipped), first, url)
-        return self.claim.is_published
 
     def files(self, number: int, of: int = 0) -> PartFiles:
         """Return the files of a part, by its number; ``of`` as in `PartFiles`."""
@@ -149,7 +148,9 @@ def run_jobs(
             counts.splits.append(SplitReport(name=job.split, url=job.names.folder))
             has_records = any(map(is_part_record, claim.files))
             runs.append(_JobRun(job=job, claim=claim, has_records=has_records))
-            if not runs[number].check_published():
+            if claim.is_published:
+                runs[number].check_skips()
+            else:
                 todo.append(number)
         if executor is None:
             with closing(_PartsHere(runs, counts, keeps_skips=keeps_skips)) as here:
