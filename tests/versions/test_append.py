@@ -201,6 +201,20 @@ def test_running_numbers_differ_from_those_that_are_there(tmp_path: Path) -> Non
     assert len({key for key, _ in found}) == 7
 
 
+def test_an_append_whose_samples_were_deleted_is_repeated_after_gc(
+    url: str, tmp_path: Path
+) -> None:
+    table = write_table(tmp_path / "rows.jsonl", N, 60)
+    ss.pack(table, url, append=True, **TABLE)
+    ss.delete(url, where="cls >= 40")
+    ss.compact(url)
+    with pytest.raises(OptionError, match="all its samples were deleted; remove the versions"):
+        ss.pack(table, url, append=True, **TABLE)
+    ss.versions.gc(url, 1, dry_run=False)
+    ss.pack(table, url, append=True, **TABLE)
+    assert numbers(url) == [*range(60)]
+
+
 def test_an_append_that_is_done_is_not_repeated(url: str, tmp_path: Path) -> None:
     table = write_table(tmp_path / "new.jsonl", N, 60)
     ss.pack(table, url, append=True, check_keys=False, **TABLE)
