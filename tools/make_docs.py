@@ -90,9 +90,9 @@ def _help(text: str) -> Iterator[str]:
     for paragraph in text.replace("\b\n", "").strip().split("\n\n"):
         lines = paragraph.splitlines()
         code = [line.strip() for line in lines if line.startswith("  ")]
-        yield from (_escape(line) for line in lines if not line.startswith("  "))
+        yield from (_escape(line) for line in lines if not line.startswith(("  ", "Example")))
         if code:
-            yield from ("", "```console", *(f"$ {line}" for line in code), "```")
+            yield from ("```console", *(f"$ {line}" for line in code), "```")
         yield ""
 
 
