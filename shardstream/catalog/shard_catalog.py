@@ -27,8 +27,10 @@ from shardstream.format import (
     ShardInfo,
     TarDiagnostics,
     check_extent,
+    checksum,
     decode_index,
     empty_tar,
+    fingerprint,
     read_sample,
     scan_shard,
 )
@@ -43,8 +45,6 @@ from shardstream.storage import (
     MmapPool,
     Storage,
     check_map,
-    checksum_of_shards,
-    fingerprint_of_shards,
     hints_of,
     is_compressed,
     map_file,
@@ -82,6 +82,11 @@ class ShardCatalog(Catalog):
         ShardError: If a local tar that is scanned is damaged.
     """
 
+    shards: Sequence[ShardInfo]
+    """The shards, with counts and sizes."""
+    total_bytes: int = 0
+    """Bytes of all tars."""
+
     def __init__(
         self,
         located: LocatedShards,
@@ -96,25 +101,26 @@ class ShardCatalog(Catalog):
         self._manifests = located.manifests
         self._fields = located.fields
         self._are_lazy = isinstance(located.shards, LazyShards)  # also where some were chosen
-        self.shards: Sequence[ShardInfo]
         if isinstance(located.shards, LazyShards):
             self.shards = located.shards
             self.is_local = storage.local_path(located.shards.manifest_url) is not None
             self._files = FileVersions(located.shards.local_path)
             self._nsamples = located.shards.manifest.nsamples
+            self.total_bytes = located.shards.manifest.total_bytes
         else:
-            paths = [  # the URL's own object where it is the path: it is pickled once
-                shard.url if (path := storage.local_path(shard.url)) == shard.url else path
-                for shard in located.shards
-            ]
+            paths, shards, firsts = list[str | None](), list[ShardInfo](), [0]
+            for number, listed in enumerate(located.shards):
+                path, shard = storage.local_path(listed.url), self._count(number, listed, located)
+                # The URL's own object where it is the path: it is pickled once.
+                paths.append(listed.url if path == listed.url else path)
+                shards.append(shard)
+                firsts.append(firsts[-1] + (shard.nsamples or 0))
+                self.total_bytes += shard.filesize or 0
             self.is_local = None not in paths
             self._files = FileVersions(paths)
-            self.shards = tuple(
-                [self._count(number, shard, located) for number, shard in enumerate(located.shards)]
-            )
-            counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
-            self._firsts = np.concatenate(([0], np.cumsum(counts)))
-            self._nsamples = int(self._firsts[-1])
+            self.shards = tuple(shards)
+            self._firsts = np.array(firsts, dtype=np.int64)
+            self._nsamples = firsts[-1]
         self._verified_reader = None if verify is None else VerifiedReader(self.shards, storage)
         self._kept: OrderedDict[IndexChunk, Offsets] = OrderedDict()
         self._kept_bytes = 0
@@ -143,21 +149,18 @@ class ShardCatalog(Catalog):
         return len(self.shards)
 
     @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all tars."""
-        if isinstance(self.shards, LazyShards):
-            return self.shards.manifest.total_bytes
-        return sum([shard.filesize or 0 for shard in self.shards])
-
-    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
-        return fingerprint_of_shards(self.shards)
+        shards = self.shards
+        return (
+            shards.manifest.fingerprint if isinstance(shards, LazyShards) else fingerprint(shards)
+        )
 
     @cached_property
     def checksums(self) -> list[str | None]:
         """16 hex digits that change with the sha256 of the shards; None if the manifest lacks one."""
-        return [checksum_of_shards(self.shards)]
+        shards = self.shards
+        return [shards.manifest.checksum if isinstance(shards, LazyShards) else checksum(shards)]
 
     @property
     def fields(self) -> tuple[str, ...] | None:
@@ -173,7 +176,6 @@ class ShardCatalog(Catalog):
         part = copy.copy(self)
         part.__dict__.pop("fingerprint", None)
         part.__dict__.pop("checksums", None)
-        part.__dict__["total_bytes"] = self.total_bytes
         part.shards = tuple([self.shards[shard] for shard in kept])
         # Nothing is compared with it then, but by `check_manifests`.
         if self.is_local and self._verified_reader is None and not self._are_lazy:

@@ -10,12 +10,13 @@ import itertools
 import mmap
 import resource
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardstream.fetch.range_requests import Extents, coalesce
 from shardstream.format import (
+    Buffer,
     Rows,
     ShardSlice,
     find_samples,
@@ -103,9 +104,26 @@ class LocalFetcher(Fetcher):
         if not len(numbers):
             return []
         extents = self._catalog.extents(numbers % self._nsamples)
-        found = self._read(*extents)
-        self._catalog.check_unchanged(set(extents.shards.tolist()))
+        shards = set(extents.shards.tolist())
+        if is_worth_vectorizing(len(numbers), len(shards)):
+            by_shard = np.argsort(extents.shards, kind="stable")
+            found = restore_order(read_samples(self._shard_slices(extents, by_shard)), by_shard)
+        else:
+            found = self._read_each(*extents)
+        self._catalog.check_unchanged(shards)
         self._readahead.record_read(extents)
+        return found
+
+    def _read_each(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Rows:
+        """Read samples one by one, shard by shard, so that each shard is found and checked once."""
+        found: list[Any] = [None] * len(shards)
+        last, url = -1, ""
+        tar: Buffer = b""
+        places = zip(shards.tolist(), starts.tolist(), ends.tolist(), itertools.count())
+        for shard, start, end, place in sorted(places):
+            if shard != last:
+                last, url, tar = shard, self._catalog.url_of(shard), self._catalog.map_shard(shard)
+            found[place] = read_one(tar, 0, start, end, url)
         return found
 
     def find(self, numbers: Numbers) -> MappedSamples | None:
@@ -120,17 +138,6 @@ class LocalFetcher(Fetcher):
         self._readahead.record_read(extents)
         found = found.restore_order(by_shard)
         return MappedSamples(found, extents.shards, self._catalog.check_unchanged)
-
-    def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Rows:
-        if not is_worth_vectorizing(len(shards), len(set(shards.tolist()))):
-            places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
-            return [
-                read_one(self._catalog.map_shard(n), 0, a, b, self._catalog.url_of(n))
-                for n, a, b in places
-            ]
-        by_shard = np.argsort(shards, kind="stable")
-        shard_slices = self._shard_slices(Extents(shards, starts, ends), by_shard)
-        return restore_order(read_samples(shard_slices), by_shard)
 
     def _shard_slices(self, extents: Extents, by_shard: Numbers) -> list[ShardSlice]:
         shards, starts, ends = (column[by_shard] for column in extents)

@@ -31,8 +31,6 @@ from shardstream.format.columns import Values as Values
 from shardstream.format.columns import as_rows as as_rows
 from shardstream.format.columns import find_samples as find_samples
 from shardstream.format.columns import from_rows as from_rows
-from shardstream.format.columns import is_worth_vectorizing as is_worth_vectorizing
-from shardstream.format.columns import read_one as read_one
 from shardstream.format.columns import read_samples as read_samples
 from shardstream.format.columns import restore_order as restore_order
 from shardstream.format.forward_reader import ForwardReader as ForwardReader
@@ -99,8 +97,10 @@ from shardstream.format.names import words_of as words_of
 from shardstream.format.samples import FIELDS_LIMIT as FIELDS_LIMIT
 from shardstream.format.samples import Group as Group
 from shardstream.format.samples import Sample as Sample
+from shardstream.format.samples import is_worth_vectorizing as is_worth_vectorizing
 from shardstream.format.samples import iter_groups as iter_groups
 from shardstream.format.samples import iter_samples as iter_samples
+from shardstream.format.samples import read_one as read_one
 from shardstream.format.samples import read_sample as read_sample
 from shardstream.format.tar_reader import BLOCK_BYTES as BLOCK_BYTES
 from shardstream.format.tar_reader import Buffer as Buffer

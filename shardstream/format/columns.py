@@ -9,16 +9,14 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from shardstream.format.samples import Sample, read_sample
-from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, SlicedBuffer
+from shardstream.format.samples import Sample, is_worth_vectorizing, read_one
+from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
 
 Column = np.ndarray[Any, np.dtype[Any]]
 Values = list[Any] | Column
 """Values of one field of several samples; numbers of one shape may be an array, shape (n, ...)."""
 
 _VIEW_BYTES = 16 << 10  # mean size of bodies from which views save more than they cost
-# With fewer samples in total or per slice, NumPy's calls cost more than they save.
-MIN_SAMPLES, MIN_SAMPLES_PER_SLICE = 40, 6
 _SMALL_BYTES = 4096  # larger bodies are copied one by one, because NumPy copies twice
 _POWERS_OF_8 = 8 ** np.arange(
     10, -1, -1, dtype=np.int64
@@ -234,11 +232,6 @@ class ShardSlice(NamedTuple):
     """Offsets after each sample's last member, shape (n,), int64."""
 
 
-def is_worth_vectorizing(samples: int, shard_slices: int) -> bool:
-    """Return True if reading the samples together is faster."""
-    return samples >= max(MIN_SAMPLES, MIN_SAMPLES_PER_SLICE * shard_slices)
-
-
 def read_samples(shard_slices: Sequence[ShardSlice]) -> Rows:
     """Read the samples that the index places at ``starts`` to ``ends`` of some slices, one slice after the other.
 
@@ -266,14 +259,6 @@ def find_samples(shard_slices: Sequence[ShardSlice]) -> LazyColumns | None:
 def _read_each(shard_slice: ShardSlice) -> list[Sample | Exception]:
     pairs = zip(shard_slice.starts.tolist(), shard_slice.ends.tolist(), strict=True)
     return [read_one(shard_slice.buffer, shard_slice.base, a, b, shard_slice.url) for a, b in pairs]
-
-
-def read_one(buffer: SlicedBuffer, base: int, start: int, end: int, url: str) -> Sample | Exception:
-    """Return the sample that `read_sample` reads, or the error that it raises."""
-    try:
-        return read_sample(buffer, base, start, end, url)
-    except Exception as error:  # noqa: BLE001  (returned: the caller applies the skip policy)
-        return error
 
 
 class _ColumnarParser:

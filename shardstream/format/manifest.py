@@ -12,7 +12,6 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from shardstream.errors import ManifestError
@@ -175,22 +174,28 @@ def _decode_shards(document: Mapping[str, Any], url: str) -> tuple[ShardInfo, ..
     shardlist = document.get("shardlist")
     if not isinstance(shardlist, list):
         raise _invalid("'shardlist' must be a list", url)
-    shards = tuple(map(partial(_decode_shard, url=url), shardlist))
-    repeated = find_repeated(shard.url.removeprefix("./") for shard in shards)
-    if repeated is not None:
-        raise _invalid(
-            f"the shard {repeated} is listed twice, so its samples would be read twice", url
-        )
-    for what in ("nsamples", "filesize"):
-        if sum(getattr(shard, what) or 0 for shard in shards) >= COUNT_LIMIT:
+    shards: dict[str, ShardInfo] = {}
+    sums = {"nsamples": 0, "filesize": 0}
+    for entry in shardlist:
+        shard = _decode_shard(entry, url)
+        name = shard.url.removeprefix("./")
+        if name in shards:
+            raise _invalid(
+                f"the shard {name} is listed twice, so its samples would be read twice", url
+            )
+        shards[name] = shard
+        for what in sums:
+            sums[what] += getattr(shard, what) or 0
+    for what, total in sums.items():
+        if total >= COUNT_LIMIT:
             raise _invalid(f"the sum of {what} is over the limit of {COUNT_LIMIT}", url)
-    return shards
+    return tuple(shards.values())
 
 
-def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
+def _decode_shard(entry: Any, url: str) -> ShardInfo:
     if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
         raise _invalid(f"a shard without a 'url': {reprlib.repr(entry)}", url)
-    values: dict[str, Any] = {key: entry.get(key) for key in _KEYS}
+    values: dict[str, Any] = dict(zip(_KEYS, map(entry.get, _KEYS), strict=True))
     for key, value in values.items():
         if key in ("nsamples", "filesize"):
             is_valid = type(value) is int and 0 <= value < COUNT_LIMIT

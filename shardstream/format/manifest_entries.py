@@ -71,7 +71,9 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
     """
     digest = sha256()
     for shard in shards:
-        name = redact(shard.url).rsplit("/", 1)[-1]  # without the signature, which may be renewed
+        # Without the signature, which may be renewed; a path has none.
+        url = redact(shard.url) if "://" in shard.url else shard.url
+        name = url.rsplit("/", 1)[-1]
         digest.update(
             f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
         )

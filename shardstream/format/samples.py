@@ -26,6 +26,9 @@ FIELDS_LIMIT = 1 << 16
 STREAMED_SAMPLE_LIMIT_BYTES = 2 << 30
 """Maximum size of one sample in a stream of unknown length, which may be a decompression bomb."""
 
+# With fewer samples in total or per slice, NumPy's calls cost more than they save.
+MIN_SAMPLES, MIN_SAMPLES_PER_SLICE = 40, 6
+
 KEYS_KEPT = 1 << 20  # in each of two sets, 200 MB in total
 
 Sample = dict[str, Any]
@@ -146,6 +149,11 @@ def iter_samples(
         yield group, sample
 
 
+def is_worth_vectorizing(samples: int, shard_slices: int) -> bool:
+    """Return True if reading the samples together is faster."""
+    return samples >= max(MIN_SAMPLES, MIN_SAMPLES_PER_SLICE * shard_slices)
+
+
 def read_sample(buffer: SlicedBuffer, base: int, start: int, end: int, shard: str) -> Sample:
     """Read the one sample that the index places at ``start`` to ``end``.
 
@@ -160,9 +168,22 @@ def read_sample(buffer: SlicedBuffer, base: int, start: int, end: int, shard: st
         IndexMismatchError: If there is not exactly one sample.
         ShardError: If its bytes are damaged.
     """
-    return _read_plain(buffer, start - base, end - base, shard) or _read_any(
-        buffer, base, start, end, shard
-    )
+    found = read_one(buffer, base, start, end, shard)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def read_one(
+    buffer: SlicedBuffer, base: int, start: int, end: int, shard: str
+) -> Sample | Exception:
+    """Return the sample that `read_sample` reads, or the error that it raises."""
+    try:
+        return _read_plain(buffer, start - base, end - base, shard) or _read_any(
+            buffer, base, start, end, shard
+        )
+    except Exception as error:  # noqa: BLE001  (returned: the caller applies the skip policy)
+        return error
 
 
 def _read_plain(buffer: SlicedBuffer, position: int, end: int, shard: str) -> Sample | None:

@@ -110,12 +110,12 @@ class BatchDataset(SplitDataset):
         self.num_readers = max(1, num_workers)
         """Processes of this rank that read."""
         self.partition_config = PartitionConfig(drop_last=drop_last)
-        self._given = OrderOptions()
+        indexed = self.indexed_source
+        self._given = OrderOptions() if indexed is None else indexed.options
         if self.indexed_source is not None and batch_size is not None:
-            self._given = self.indexed_source.options
             self.partition_config = partition_config(
                 self.indexed_source,
-                ranks=dataset.placement.world_size,
+                ranks=self.placement.world_size,
                 batch_size=batch_size,
                 drop_last=drop_last,
             )
@@ -270,7 +270,13 @@ class BatchDataset(SplitDataset):
             run = pipeline.open(info, context)
             if number in position.parts:
                 run.load_state_dict(position.parts[number])
-            part = WorkerPart(number=number, run=run, skips=context.skips, source=pipeline.source)
+            part = WorkerPart(
+                number=number,
+                run=run,
+                skips=context.skips,
+                source=pipeline.source,
+                position=run.state_dict,
+            )
             drop_last = self.partition_config.drop_last
             items = read_stream(part, self.batch_size or 1, drop_last=drop_last)
             return part.batches(items, itemgetter(0) if self.batch_size is None else make_batch)

@@ -8,6 +8,7 @@ import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -132,8 +133,7 @@ def collate(items: Sequence[Any]) -> Any:
         )
     first = items[0]
     if isinstance(first, Mapping):
-        columns = _columns(first, items)
-        return {name: _column(values, name, items) for name, values in columns.items()}
+        return _collate_mappings(first, items)
     if isinstance(first, tuple):
         sizes = {len(item) for item in items}
         if len(sizes) > 1:
@@ -148,15 +148,25 @@ def collate(items: Sequence[Any]) -> Any:
     return _column(list(items), "items", items)
 
 
-def _columns(first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    try:
-        # Equal counts, and all names of the first sample present: the names are equal. 10 times faster than comparing sets.
-        if list(map(len, items)).count(len(first)) == len(items):
-            return {name: [item[name] for item in items] for name in first}
-    except KeyError:
-        pass
+def _collate_mappings(
+    first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    # Equal counts, and all names of the first sample present: the names are equal. 10 times faster than comparing sets.
+    if list(map(len, items)).count(len(first)) < len(items):
+        raise _field_error(first, items)
+    batch: dict[str, Any] = {}
+    for name in first:
+        try:
+            values = list(map(itemgetter(name), items))
+        except KeyError:
+            raise _field_error(first, items) from None
+        batch[name] = _column(values, name, items)
+    return batch
+
+
+def _field_error(first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> SampleError:
     names, other = first.keys(), next(item for item in items if item.keys() != first.keys())
-    raise SampleError(
+    return SampleError(
         f"samples with different fields cannot be one batch: {sorted(other.keys() ^ names)} of {first.get('__key__')!r} and "
         f"{other.get('__key__')!r}; choose fields that all have, with to_tuple or rename(..., keep=False)"
     )

@@ -162,7 +162,8 @@ class Epochs:
     def chosen(self) -> tuple[int, int]:
         """The epoch of the last call of `set_epoch`, and the number of calls."""
         with _lock:
-            self._read_events()
+            if os.fstat(self._file).st_size > self._offset:  # asked at each state
+                self._read_events()
             return self._chosen
 
     @property

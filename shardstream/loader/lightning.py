@@ -15,7 +15,7 @@ from shardstream.errors import StateError
 from shardstream.loader.cursor import Cursor
 from shardstream.pipeline import LoaderPosition
 
-_MODULES = ("lightning.pytorch.loops", "pytorch_lightning.loops")
+LOOP_MODULES = ("lightning.pytorch.loops", "pytorch_lightning.loops")
 
 
 def received_position(loader: object, cursor: Cursor) -> LoaderPosition:
@@ -61,10 +61,10 @@ def is_overfit_by_lightning() -> bool:
 
 def _calling_loops() -> Iterator[Any]:
     """Yield the loops of Lightning on the call stack, which a forked worker inherits from its parent."""
-    if sys.modules.keys().isdisjoint(_MODULES):
+    if sys.modules.keys().isdisjoint(LOOP_MODULES):
         return
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_MODULES):
+        if frame.f_globals.get("__name__", "").startswith(LOOP_MODULES):
             yield frame.f_locals.get("self")
         frame = frame.f_back

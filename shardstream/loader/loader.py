@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ from shardstream.loader.device_transfer import (
 )
 from shardstream.loader.follow import FollowSource
 from shardstream.loader.followed_batches import FollowedBatches
-from shardstream.loader.lightning import is_overfit_by_lightning, received_position
+from shardstream.loader.lightning import LOOP_MODULES, is_overfit_by_lightning, received_position
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
 from shardstream.loader.rank_consistency import EpochAgreement, compare_ranks
 from shardstream.loader.stats import LoaderStats, Stopwatch
@@ -45,7 +46,6 @@ from shardstream.loader.workers import ThreadContext, WorkerSetup
 from shardstream.order import derive_key
 from shardstream.pipeline import (
     BadSample,
-    BadSampleReport,
     EpochSamples,
     LoaderPosition,
     SkipBudget,
@@ -133,7 +133,7 @@ class ShardLoader(DataLoader[Any]):
         self._is_compared = self._serves_accelerate = False
         self._pool: WorkerPool | None = None  # of persistent workers
         self._stopwatch = Stopwatch(epoch=self._chosen[0], workers=num_workers)
-        self._bad_sample_report = _open_report(dataset)
+        self._bad_sample_report = dataset.pipeline.open_report(dataset.placement)
         warn_of_lanes(self._batches, self._cursor.position)
         if continues and num_workers:  # not started again for each round
             options["persistent_workers"] = True
@@ -300,7 +300,8 @@ class ShardLoader(DataLoader[Any]):
         cursor = self._cursor
         if cursor.partition is None and self._batches.follow_ranks(cursor.next_position):
             self._pool, self._is_compared = None, False
-            self._bad_sample_report = _open_report(self._batches.source_dataset)
+            dataset = self._batches.source_dataset
+            self._bad_sample_report = dataset.pipeline.open_report(dataset.placement)
         chosen = self._batches.source_dataset._epochs.chosen
         if chosen != self._chosen:
             self._chosen = chosen
@@ -342,7 +343,8 @@ class ShardLoader(DataLoader[Any]):
         return length // size if self._batches.partition_config.drop_last else -(-length // size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
-        self._refuse_second_split()
+        if self._batches.placement.world_size > 1:
+            self._refuse_second_split()
         self._cursor = replace(self._cursor, partition=None)
         self._follow_dataset()
         begin = self._cursor.next_position
@@ -354,9 +356,10 @@ class ShardLoader(DataLoader[Any]):
         self._cursor = replace(
             self._cursor.at(begin),
             partition=self._batches.partition(begin),
-            epochs_ahead=0 if is_overfit_by_lightning() else 1,
+            epochs_ahead=0 if _has_lightning() and is_overfit_by_lightning() else 1,
         )
-        self._compare_ranks()
+        if self._batches.placement.world_size > 1 and not self._is_compared:
+            self._compare_ranks()
         self._counts, self._stopwatch = {}, Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         if self._serves_accelerate:
             return self._serve_accelerate()
@@ -443,7 +446,7 @@ class ShardLoader(DataLoader[Any]):
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
         placement = self._batches.placement
-        if placement.world_size > 1 and accelerate_loader() is not None:
+        if accelerate_loader() is not None:
             raise OptionError(
                 f"this ShardLoader reads the part of rank {placement.rank}, but an Accelerate loader would split that part "
                 "again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
@@ -452,8 +455,6 @@ class ShardLoader(DataLoader[Any]):
     def _compare_ranks(self) -> None:
         """Compare the order options with the other ranks, once, if the placement is that of torch.distributed."""
         batches, dataset = self._batches, self._batches.source_dataset
-        if self._is_compared or batches.placement.world_size == 1:
-            return
         if self._cursor.partition is None:
             numbers = batches.topology(self.epoch) | {"epoch": self.epoch}
             del numbers["rank"]
@@ -573,7 +574,8 @@ class ShardLoader(DataLoader[Any]):
         ranks and workers; else it holds a position for each worker of this rank.
         """
         self._follow_dataset()
-        position = received_position(self, self._cursor)
+        cursor = self._cursor
+        position = received_position(self, cursor) if _has_lightning() else cursor.position
         return self._batches.state_at(position, self._cursor.partition)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -591,10 +593,6 @@ class ShardLoader(DataLoader[Any]):
         self._chosen = self._batches.source_dataset._epochs.chosen
 
 
-def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
-    """Return the report of bad samples; None if they are not skipped."""
-    budget = SkipTracker(dataset.pipeline.on_error).budget
-    if budget is None:
-        return None
-    storage = dataset.pipeline.storage_for(budget.report or "")
-    return BadSampleReport(budget.report, dataset.placement, storage)
+def _has_lightning() -> bool:
+    """Return whether a loop of Lightning may have called: only the call stack shows what it does."""
+    return not sys.modules.keys().isdisjoint(LOOP_MODULES)

@@ -139,7 +139,7 @@ class WorkerBatch(NamedTuple):
     """All samples of the step were left out: the batch counts, but is not yielded."""
     part: int
     state: State
-    """Position of the part after this batch."""
+    """Position of the part after this batch; empty if the steps are those of a plan."""
     counts: SampleCounts
     bad: tuple[BadSample, ...]
     """Bad samples of this worker since its last worker batch."""
@@ -182,9 +182,10 @@ class WorkerPart:
 
     Args:
         number: Number of the part.
-        run: Reads it, and has its position.
+        run: Reads it.
         skips: Skip policy and counts.
         source: The source of its samples.
+        position: Returns the position of a stream, for its state; batches of a plan are counted instead.
         read_stats: Returns the reading statistics so far, as `Fetcher.stats`.
         timings: Timings so far.
     """
@@ -193,6 +194,7 @@ class WorkerPart:
     run: Run
     skips: SkipTracker
     source: Source
+    position: Callable[[], State] = dict
     read_stats: Callable[[], Mapping[str, Any]] = dict
     timings: WorkerTimings = field(default_factory=WorkerTimings)
 
@@ -229,7 +231,7 @@ class WorkerPart:
             batch,
             empty,
             self.number,
-            self.run.state_dict(),
+            self.position(),
             SampleCounts(dict(skips.counts), dict(skips.samples_per_dataset), skips.refilled),
             self.source.with_locations(bad) if bad else bad,
             replace(self.timings, refused=skips.refused, **self.read_stats()),

@@ -337,10 +337,11 @@ class WorkerSteps:
     ) -> None:
         self._worker, self._num_workers, self._first = worker, num_workers, first
         self._cycle = steps_per_cycle(partition.plan.order, partition.config, num_workers)
-        self._own = self._count(self._cycle)
+        self._own = len(range(worker, self._cycle, num_workers))
         self._full_steps = partition.full_steps
         cycles, rest = divmod(partition.num_steps, self._cycle)
-        self._length = max(0, cycles * self._own + self._count(rest) - first)
+        last = len(range(worker, rest, num_workers))
+        self._length = max(0, cycles * self._own + last - first)
 
     def __len__(self) -> int:
         return self._length
@@ -375,9 +376,6 @@ class WorkerSteps:
             (worker == self._worker) & is_ahead & (steps < self._full_steps)
         )
         return mask
-
-    def _count(self, steps: int) -> int:
-        return len(range(self._worker, steps, self._num_workers))
 
     def _step(self, place: _Place) -> _Place:
         cycle, turn = divmod(self._first + place, self._own)

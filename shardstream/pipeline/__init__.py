@@ -47,6 +47,7 @@ from shardstream.pipeline.options import SampleWeights as SampleWeights
 from shardstream.pipeline.options import Weights as Weights
 from shardstream.pipeline.options import WeightSchedule as WeightSchedule
 from shardstream.pipeline.options import balance_of as balance_of
+from shardstream.pipeline.options import first_stages as first_stages
 from shardstream.pipeline.options import options_or_default as options_or_default
 from shardstream.pipeline.options import refuse_options as refuse_options
 from shardstream.pipeline.pipeline import Pipeline as Pipeline
@@ -72,7 +73,6 @@ from shardstream.pipeline.sample_steps import Select as Select
 from shardstream.pipeline.sample_steps import ToTuple as ToTuple
 from shardstream.pipeline.sample_steps import check_fields as check_fields
 from shardstream.pipeline.sample_steps import find_field as find_field
-from shardstream.pipeline.sample_steps import first_stages as first_stages
 from shardstream.pipeline.sample_steps import keep_fields as keep_fields
 from shardstream.pipeline.sample_steps import like_tuple as like_tuple
 from shardstream.pipeline.sequence_packing import PackedRows as PackedRows

@@ -20,11 +20,11 @@ from shardstream.order import (
     check_nodes,
     draw_by_weight,
 )
-from shardstream.pipeline.sample_steps import check_fields
-from shardstream.pipeline.stage import State, check_at_least, set_whole_numbers, whole_number
+from shardstream.pipeline.sample_steps import KeepFields, OpenFields, check_fields, keep_fields
+from shardstream.pipeline.stage import Stage, State, check_at_least, set_whole_numbers, whole_number
 from shardstream.pipeline.step_signatures import function_name
 from shardstream.samples import CostFunction, Lengths, Samples, row_costs, values_of
-from shardstream.storage import Storage, check_cache, open_cache
+from shardstream.storage import FieldPlaces, Storage, check_cache, open_cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,6 +210,38 @@ class ReadOptions:
         return Storage(storage_options, self.filesystem, cache)
 
 
+def first_stages(
+    fields: Collection[str] | None,
+    lazy: Sequence[str],
+    known: Sequence[str] | None,
+    storage: Storage,
+) -> tuple[list[Stage], tuple[str, ...], FieldPlaces | None]:
+    """Return the stages for ``fields=`` and ``lazy=`` of a dataset, all names of ``fields=``, and the places of lazy fields; None if there are none.
+
+    Args:
+        fields: Names of fields; None for all.
+        lazy: Names of fields that are not read.
+        known: The fields that the dataset has; None if they are unknown.
+        storage: Storage of the shards.
+
+    Raises:
+        OptionError: If one is no list of names, or there is no such field.
+    """
+    stages: list[Stage] = [] if fields is None else [keep_fields(fields, known)]
+    kept = () if fields is None else KeepFields(names=tuple(fields)).possible
+    if not lazy:
+        return stages, kept, None
+    check_fields(lazy, known, "the dataset", alternatives=False, option="lazy")
+    if left_out := [name for name in lazy if kept and name not in kept]:
+        raise OptionError(f"lazy= names {left_out[0]!r}, which fields= leaves out")
+    places = FieldPlaces(lazy)
+    opens = OpenFields(names=tuple(lazy), places=places, storage=storage)
+    return [*stages, opens], kept, places
+
+
+_DEFAULTS = {kind: kind() for kind in (OrderOptions, ReadOptions)}
+
+
 def options_or_default(options: object, kind: type[_OPTIONS]) -> _OPTIONS:
     """Return the value of ``order=`` or ``read=``, or the defaults if it is None.
 
@@ -217,7 +249,7 @@ def options_or_default(options: object, kind: type[_OPTIONS]) -> _OPTIONS:
         OptionError: If it is something else.
     """
     if options is None:
-        return kind()
+        options = _DEFAULTS[kind]
     if isinstance(options, kind):
         return options
     name = kind.__name__.removesuffix("Options").lower()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from shardstream.distributed import WorkerInfo
+from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
-from shardstream.pipeline.bad_samples import OnError, SkipTracker
+from shardstream.pipeline.bad_samples import BadSampleReport, OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.indexed_source import IndexedSource, numbered_source
 from shardstream.pipeline.runner import ItemStage, Runner, open_runner
@@ -100,6 +100,13 @@ class Pipeline:
         """Return the storage for another file, with the dataset's options if the protocols match."""
         storage, shard = self.source.place()
         return storage.uncached() if protocol_of(url) == protocol_of(shard) else Storage()
+
+    def open_report(self, placement: Placement) -> BadSampleReport | None:
+        """Return the report of bad samples of a rank; None if they are not skipped."""
+        budget = SkipTracker(self.on_error).budget
+        if budget is None:
+            return None
+        return BadSampleReport(budget.report, placement, self.storage_for(budget.report or ""))
 
     def identity(self, worker_info: WorkerInfo, epoch: int) -> State:
         """Return the values that must equal those of a state before it is resumed."""

@@ -19,6 +19,8 @@ from shardstream.pipeline.stage import Context, Run, SourceRun, State
 ItemFunction = Callable[[Any, int], Any]
 """``function(item, number)`` returns one item per item; ``number`` is the sample number."""
 
+_DECODE_S = attrgetter("decode_s")
+
 Moved = tuple[Sequence[Any], list[int]]
 """Items and their sample numbers, in order, without bad and refused samples."""
 
@@ -86,12 +88,8 @@ class Runner:
 
     def __init__(self, steps: Sequence[Step], skips: SkipTracker) -> None:
         self._steps, self._skips = steps, skips
-
-    @property
-    def decode_s(self) -> float:
+        self.decode_s = 0.0
         """Seconds of decoding, so far."""
-        seconds: float = sum(map(attrgetter("decode_s"), self._steps))
-        return seconds
 
     def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
         """Return the samples after all steps; an error among ``items`` stands for a damaged sample.
@@ -103,6 +101,7 @@ class Runner:
             items, numbers = self._undamaged(items, numbers)
         for step in self._steps:
             items, numbers = step(items, numbers)
+        self.decode_s = sum(map(_DECODE_S, self._steps))
         return items, numbers
 
     def close(self) -> None:
@@ -138,9 +137,8 @@ def open_runner(
         by_column: Apply the stages to whole columns if all can: for results that only the default `collate` reads. All or none,
             because rows of an array keep all of it in memory.
     """
-    by_column = by_column and all(
-        type(stage).apply_to_columns is not ItemStage.apply_to_columns for stage in stages
-    )
+    for stage in stages:
+        by_column &= type(stage).apply_to_columns is not ItemStage.apply_to_columns
     steps: list[Step] = [] if first is None else [first]
     for place, stage in enumerate(stages):
         leads = place == 0 and stage.leads_by_column

@@ -11,7 +11,7 @@ from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
 from shardstream.pipeline.runner import ItemFunction, ItemStage
-from shardstream.pipeline.stage import Context, Stage
+from shardstream.pipeline.stage import Context
 from shardstream.samples import RefusedError
 from shardstream.storage import FieldFile, FieldPlaces, Storage
 
@@ -81,14 +81,6 @@ def keep_fields(fields: Collection[str], known: Sequence[str] | None) -> KeepFie
     return replace(keeps, left_out=frozenset(known or ()).difference(keeps.possible))
 
 
-def field_names(fields: Collection[str] | None) -> tuple[str, ...]:
-    """Return all names of ``fields=``, alternatives one by one; none for all fields."""
-    if fields is None:
-        return ()
-    check_fields(fields, None, "the dataset")
-    return KeepFields(names=tuple(fields)).possible
-
-
 def check_fields(
     fields: Collection[str],
     known: Sequence[str] | None,
@@ -149,35 +141,6 @@ class OpenFields(ItemStage):
         if place is None:
             return FieldFile(sample[name])
         return FieldFile.in_shard(self.storage, sample["__url__"], sample["__key__"], name, place)
-
-
-def first_stages(
-    fields: Collection[str] | None,
-    lazy: Sequence[str],
-    known: Sequence[str] | None,
-    storage: Storage,
-) -> tuple[list[Stage], tuple[str, ...], FieldPlaces | None]:
-    """Return the stages for ``fields=`` and ``lazy=`` of a dataset, the `field_names`, and the places of lazy fields; None if there are none.
-
-    Args:
-        fields: Names of fields; None for all.
-        lazy: Names of fields that are not read.
-        known: The fields that the dataset has; None if they are unknown.
-        storage: Storage of the shards.
-
-    Raises:
-        OptionError: If one is no list of names, or there is no such field.
-    """
-    stages: list[Stage] = [] if fields is None else [keep_fields(fields, known)]
-    kept = field_names(fields)
-    if not lazy:
-        return stages, kept, None
-    check_fields(lazy, known, "the dataset", alternatives=False, option="lazy")
-    if left_out := [name for name in lazy if kept and name not in kept]:
-        raise OptionError(f"lazy= names {left_out[0]!r}, which fields= leaves out")
-    places = FieldPlaces(lazy)
-    opens = OpenFields(names=tuple(lazy), places=places, storage=storage)
-    return [*stages, opens], kept, places
 
 
 def name_of(function: object) -> str:

@@ -17,6 +17,8 @@ from shardstream.format import (
     Sample,
     ShardInfo,
     TarDiagnostics,
+    checksum,
+    fingerprint,
     iter_samples,
     open_decompressed,
 )
@@ -30,8 +32,6 @@ from shardstream.storage import (
     RangeStream,
     SeenManifest,
     Storage,
-    checksum_of_shards,
-    fingerprint_of_shards,
     is_compressed,
 )
 
@@ -62,12 +62,16 @@ class SequentialSource(Source):
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
-        return fingerprint_of_shards(self.shards)
+        shards = self.shards
+        return (
+            shards.manifest.fingerprint if isinstance(shards, LazyShards) else fingerprint(shards)
+        )
 
     @property
     def checksums(self) -> list[str | None]:
         """16 hex digits that change with the bytes of the shards; None without checksums."""
-        return [checksum_of_shards(self.shards)]
+        shards = self.shards
+        return [shards.manifest.checksum if isinstance(shards, LazyShards) else checksum(shards)]
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage, and the URL of the first shard."""

@@ -34,16 +34,13 @@ from shardstream.storage.field_file import FieldPlace as FieldPlace
 from shardstream.storage.field_file import FieldPlaces as FieldPlaces
 from shardstream.storage.find_tars import cached_look_up as cached_look_up
 from shardstream.storage.find_tars import find_tars as find_tars
-from shardstream.storage.find_tars import is_glob as is_glob
 from shardstream.storage.listed_shards import AllIndexed as AllIndexed
 from shardstream.storage.listed_shards import LazyShards as LazyShards
 from shardstream.storage.listed_shards import change_folder as change_folder
-from shardstream.storage.listed_shards import checksum_of_shards as checksum_of_shards
 from shardstream.storage.listed_shards import count_samples as count_samples
 from shardstream.storage.listed_shards import dataset_of_change as dataset_of_change
 from shardstream.storage.listed_shards import encode_numbers as encode_numbers
 from shardstream.storage.listed_shards import find_version as find_version
-from shardstream.storage.listed_shards import fingerprint_of_shards as fingerprint_of_shards
 from shardstream.storage.listed_shards import read_deleted as read_deleted
 from shardstream.storage.listed_shards import read_numbers as read_numbers
 from shardstream.storage.listed_shards import version_url as version_url

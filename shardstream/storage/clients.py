@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 from fsspec.asyn import AsyncFileSystem
@@ -90,6 +90,9 @@ class Timeouts:
                 raise OptionError(f"{name} is a number of seconds over 0, not {value!r}")
 
 
+_TIMEOUTS = Timeouts()
+
+
 class Clients:
     """The clients of one `Storage`; picklable, opened again in each process.
 
@@ -106,12 +109,9 @@ class Clients:
         self._s3_client = self._options.pop("s3_client", None)
         if self._s3_client not in (None, "s3fs", "http"):
             raise OptionError(f"s3_client is 's3fs' or 'http', not {self._s3_client!r}")
-        given = {
-            name: self._options.pop(name)
-            for name in ("read_timeout_s", "retry_timeout_s")
-            if name in options
-        }
-        self.timeouts = Timeouts(**given)
+        self.timeouts, given = _TIMEOUTS, options.keys() & asdict(_TIMEOUTS)
+        if given:
+            self.timeouts = Timeouts(**{name: self._options.pop(name) for name in given})
         self._filesystem = filesystem
         self._opened: dict[tuple[str, bool], Any] = {}
         self._s3_reader: S3HttpReader | str | None = None

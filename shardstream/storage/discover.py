@@ -34,7 +34,6 @@ from shardstream.format import (
 from shardstream.storage.find_tars import (
     explain_web_folder,
     glob_tars,
-    is_glob,
     no_tars_error,
     tars_of_folder,
     warn_of_links,
@@ -152,7 +151,7 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
             )
         if url.startswith("pipe:"):
             storage.resolve(url)  # raises the error
-        elif is_glob(url, storage):
+        elif storage.is_glob(url):
             found = [tar.url for tar in glob_tars(url, storage)]
             globbed.update(map(parent_url, found))
             tars += found
@@ -203,7 +202,7 @@ def _joined_deleted(parts: Sequence[LocatedShards]) -> Deleted:
 def _from_version(urls: Sequence[str], storage: Storage, asked: int | str) -> LocatedShards:
     """Return the shards of a version of a dataset, by the URL of its folder or manifest."""
     url = urls[0]
-    if len(urls) != 1 or is_tar(url) or is_glob(url, storage):
+    if len(urls) != 1 or is_tar(url) or storage.is_glob(url):
         raise OptionError(
             "version= is that of one dataset: name its folder, or open each with its version and join or mix them"
         )
@@ -284,14 +283,6 @@ def _too_large(size: str, url: str) -> ManifestError:
     )
 
 
-def _by_folder(shards: Iterable[ShardInfo]) -> dict[str, list[ShardInfo]]:
-    """Group shards by the folders of their indexes, in order."""
-    found: dict[str, list[ShardInfo]] = {}
-    for shard in shards:
-        found.setdefault(parent_url(shard.index_url), []).append(shard)
-    return found
-
-
 def _absolute(folder: str, shard: ShardInfo) -> ShardInfo:
     """Return a shard of the manifest in a folder with absolute URLs."""
     index = None if shard.index is None else join_url(folder, shard.index)
@@ -354,7 +345,13 @@ def _find_indexed(
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
         )
     indexed: set[str] = set()
-    folders = _by_folder(shards)
+    folders: dict[str, list[ShardInfo]] = {}  # of the indexes
+    for shard in shards:
+        index_url = shard.index_url
+        if "://" in index_url or storage.local_path(index_url) is None:
+            folders.setdefault(parent_url(index_url), []).append(shard)
+        elif storage.exists(index_url):
+            indexed.add(shard.url)
     if len(folders) > FOLDERS_LIMIT:
         raise ManifestError(
             f"shards in {len(folders)} folders, the limit is {FOLDERS_LIMIT}; move them to fewer folders",
@@ -393,6 +390,8 @@ def _read_first(folder: str, storage: Storage) -> tuple[Manifest, str] | None:
 
 def _needs_no_listing(folder: str, storage: Storage) -> bool:
     """Return whether a folder with a manifest is not listed: that is slow, or impossible, and the versions of its files are not cached."""
+    if "://" not in folder:
+        return storage.local_path(folder) is not None
     return folder.startswith(WEB) or (storage.is_s3(folder) and storage.cache is None)
 
 
@@ -408,9 +407,11 @@ def _has_index(shard: ShardInfo, storage: Storage) -> bool:
 
 
 def _from_folder(url: str, storage: Storage) -> LocatedShards:
+    if "://" not in url:
+        url = storage.local_path(url) or url
     found = _read_first(url, storage)
     if found is not None and (
-        ("://" in url and _needs_no_listing(url, storage))
+        _needs_no_listing(url, storage)
         or isinstance(found[0].shards, LazyShards)
         or found[0].dataset_version != FIRST_VERSION
     ):
@@ -467,14 +468,15 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         storage: Where they are.
         globbed: Folders whose tars a pattern matched; an unfinished dataset there is refused.
     """
-    found: dict[str, ShardInfo] = {}
-    indexed: set[str] = set()
+    found, indexed = dict[str, ShardInfo](), set[str]()
     manifests: dict[str, SeenManifest] = {}
     fields: list[Iterable[str] | None] = []
     deleted: list[tuple[int, Any]] = []
     places = {url: place for place, url in enumerate(urls)}
-    for folder, shards in _by_folder([ShardInfo(url=url) for url in urls]).items():
-        names = {shard.url.rsplit("/", 1)[-1]: shard.url for shard in shards}
+    by_folder: dict[str, dict[str, str]] = {}
+    for url in urls:
+        by_folder.setdefault(parent_url(url), {})[url.rsplit("/", 1)[-1]] = url
+    for folder, names in by_folder.items():
         by_name = _look_up(names, folder, storage)
         if folder in globbed:
             _check_finished(folder, by_name, storage)

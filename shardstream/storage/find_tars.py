@@ -42,12 +42,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-def is_glob(url: str, storage: Storage) -> bool:
-    """Return whether a URL is a glob; not if there is a file or folder of exactly this name."""
-    is_web = url.startswith(WEB)
-    return has_glob_signs(url) and (is_web or not storage.exists(url))
-
-
 def matching_files(pattern: str, storage: Storage) -> list[FileInfo]:
     """Return the files that a glob matches, sorted by name.
 
@@ -138,7 +132,7 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
     look_up = cached_look_up(storage)
     tars: list[FileInfo] = []
     for url in expanded:
-        if is_glob(url, storage):
+        if storage.is_glob(url):
             tars += glob_tars(url, storage)
         elif is_tar(url):
             tars.append(look_up(url))

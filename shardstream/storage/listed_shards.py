@@ -37,9 +37,7 @@ from shardstream.format import (
     Manifest,
     Records,
     ShardInfo,
-    checksum,
     decode_manifest,
-    fingerprint,
     has_digest,
     numbers_name,
     shards_of,
@@ -248,16 +246,6 @@ class LazyShards(Sequence[ShardInfo]):
         with suppress(IndexMismatchError):
             return self.manifest.decode_chunk(records.tobytes(), number, url=now.manifest_url)
         return None
-
-
-def fingerprint_of_shards(shards: Sequence[ShardInfo]) -> str:
-    """Return the `fingerprint` of shards, which a binary manifest has ready."""
-    return shards.manifest.fingerprint if isinstance(shards, LazyShards) else fingerprint(shards)
-
-
-def checksum_of_shards(shards: Sequence[ShardInfo]) -> str | None:
-    """Return the `checksum` of shards, which a binary manifest has ready."""
-    return shards.manifest.checksum if isinstance(shards, LazyShards) else checksum(shards)
 
 
 def change_folder(operation: str, token: str) -> str:

@@ -254,9 +254,7 @@ class FileVersions:
         self._path_of = paths if callable(paths) else paths.__getitem__
         # None for a file that is missing or cannot be reached: opening it raises the error.
         self._known: _VersionsAtFirstUse | list[FileVersion | None] = (
-            _VersionsAtFirstUse(paths)
-            if callable(paths)
-            else [None if path is None else stat_version(path) for path in paths]
+            _VersionsAtFirstUse(paths) if callable(paths) else list(map(stat_version, paths))
         )
 
     def restrict_to(self, shards: Sequence[int]) -> FileVersions:
@@ -313,7 +311,7 @@ class _VersionsAtFirstUse(dict[int, FileVersion | None]):
 
     def __missing__(self, shard: int) -> FileVersion | None:
         path = self._path_of(shard)
-        self[shard] = version = None if path is None else stat_version(path)
+        self[shard] = version = stat_version(path)
         if len(self) > _MAX_VERSIONS:
             with suppress(KeyError, RuntimeError):  # another thread was faster
                 del self[next(iter(self))]
@@ -323,10 +321,10 @@ class _VersionsAtFirstUse(dict[int, FileVersion | None]):
         return _VersionsAtFirstUse, (self._path_of,)
 
 
-def stat_version(path: str) -> FileVersion | None:
-    """Return the version of a file; None if it is missing or cannot be reached."""
+def stat_version(path: str | None) -> FileVersion | None:
+    """Return the version of a local file; None if it is missing, cannot be reached, or is remote, without a path."""
     try:
-        return _version_of(os.stat(path))
+        return None if path is None else _version_of(os.stat(path))
     except OSError:
         return None
 

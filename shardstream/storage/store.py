@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise, starmap
 from typing import Any, BinaryIO, Unpack, cast
 
@@ -45,7 +46,7 @@ from shardstream.storage.retry import (
     retry_call,
 )
 from shardstream.storage.s3_http_client import S3HttpReader
-from shardstream.storage.urls import WEB, check_slashes, is_chain, simplify_glob
+from shardstream.storage.urls import WEB, check_slashes, has_glob_signs, is_chain, simplify_glob
 
 _log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
@@ -137,8 +138,11 @@ class Storage:
         self.timeouts = self._clients.timeouts
         """Time limits of requests."""
         self._versions: OrderedDict[str, str] = OrderedDict()
-        self.servers = Servers()
+
+    @cached_property
+    def servers(self) -> Servers:
         """Which servers have responded; retries of one that never did end sooner."""
+        return Servers()
 
     def uncached(self, *, max_retry_s: float = math.inf) -> Storage:
         """Return a storage with the same options and without a cache, for reads and writes.
@@ -146,8 +150,8 @@ class Storage:
         Args:
             max_retry_s: Upper limit of its ``retry_timeout_s``.
         """
-        other = copy.copy(self)
-        other.cache = None
+        servers, other = self.servers, copy.copy(self)
+        other.cache, other.servers = None, servers  # of both
         retry_s = min(max_retry_s, self.timeouts.retry_timeout_s)
         other.timeouts = replace(self.timeouts, retry_timeout_s=retry_s)
         return other
@@ -361,6 +365,10 @@ class Storage:
             if num_empty > MAX_EMPTY_PAGES:
                 raise endless_error(f"sent {num_empty:,} pages without a file", url)
             yield page
+
+    def is_glob(self, url: str) -> bool:
+        """Return whether a URL is a glob; not if there is a file or folder of exactly this name."""
+        return has_glob_signs(url) and (url.startswith(WEB) or not self.exists(url))
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shardstream.errors import NotFoundError, OptionError
 from shardstream.format import find_repeated
 from shardstream.samples import Samples
-from shardstream.storage import FileInfo, Storage, Urls, expand_urls, is_glob
+from shardstream.storage import FileInfo, Storage, Urls, expand_urls
 from shardstream.tables.parquet import ParquetSamples
 
 _SUFFIX = ".parquet"
@@ -34,7 +34,7 @@ def open_table(
     for url in expand_urls(urls):
         if not url.lower().endswith(_SUFFIX):
             raise OptionError("tables and shards are read as one: mix them with ss.mix", shard=url)
-        found = storage.glob(url) if is_glob(url, storage) else None
+        found = storage.glob(url) if storage.is_glob(url) else None
         if found == []:
             raise NotFoundError("no file matches", shard=url)
         files += [storage.info(url)] if found is None else found

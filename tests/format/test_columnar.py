@@ -19,6 +19,7 @@ from shardstream.format import (
     iter_groups,
     iter_members,
     member_name,
+    read_one,
     read_sample,
     read_samples,
     restore_order,
@@ -68,8 +69,8 @@ def crowd(count: int) -> bytes:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, read_samples, MIN_SAMPLES=1)
-    set_limits(monkeypatch, read_samples, MIN_SAMPLES_PER_SLICE=0)
+    set_limits(monkeypatch, read_one, MIN_SAMPLES=1)
+    set_limits(monkeypatch, read_one, MIN_SAMPLES_PER_SLICE=0)
 
 
 def test_plain_samples_are_never_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +80,9 @@ def test_plain_samples_are_never_parsed_one_by_one(monkeypatch: pytest.MonkeyPat
 
     def counted(buffer: Any, base: int, start: int, *arguments: Any) -> Any:
         calls.append(start)
-        return read_sample(buffer, base, start, *arguments)
+        return read_one(buffer, base, start, *arguments)
 
-    monkeypatch.setattr(module_of(read_samples), "read_sample", counted)
+    monkeypatch.setattr(module_of(read_samples), "read_one", counted)
     assert together([ShardSlice(0, URL, tar, 0, *extents(tar))]) == expected
     assert len(calls) == 1  # the first sample, whose form is compared
 
@@ -100,8 +101,8 @@ def test_any_slices_of_any_shards_are_read(data: st.DataObject) -> None:
             ShardSlice(shard, f"{URL}{shard}", tar[base:], base, starts[order], ends[order])
         )
     with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, read_samples, MIN_SAMPLES=1)
-        set_limits(patch, read_samples, MIN_SAMPLES_PER_SLICE=0)
+        set_limits(patch, read_one, MIN_SAMPLES=1)
+        set_limits(patch, read_one, MIN_SAMPLES_PER_SLICE=0)
         assert together(shard_slices) == one_by_one(shard_slices)
         found = find_samples(shard_slices) if shard_slices else None
         assert found is None or [*found.copy(slice(None))] == one_by_one(shard_slices)
@@ -158,8 +159,8 @@ def test_tars_of_any_form(archive: Any) -> None:
         return
     shard_slices = [ShardSlice(0, URL, archive.data, 0, starts, ends)] if len(starts) else []
     with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, read_samples, MIN_SAMPLES=1)
-        set_limits(patch, read_samples, MIN_SAMPLES_PER_SLICE=0)
+        set_limits(patch, read_one, MIN_SAMPLES=1)
+        set_limits(patch, read_one, MIN_SAMPLES_PER_SLICE=0)
         assert together(shard_slices) == one_by_one(shard_slices)
 
 

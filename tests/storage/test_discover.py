@@ -353,7 +353,7 @@ def test_pipe_url_in_a_manifest_starts_no_command(tmp_path: Path) -> None:
     for shard in shards:
         put(str(tmp_path), {"index.json": encode_manifest(Manifest(shards=(shard,)))})
         with pytest.raises(ShardStreamError):
-            locate_shards(str(tmp_path), Storage())
+            ss.ShardDataset(str(tmp_path))
     assert not marker.exists()
 
 

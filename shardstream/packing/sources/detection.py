@@ -19,7 +19,7 @@ from shardstream.packing.sources.tables import (
     iter_rows,
 )
 from shardstream.packing.sources.tar_source import TarSource
-from shardstream.storage import Storage, broken_link, is_glob, is_tar, join_url
+from shardstream.storage import Storage, broken_link, is_tar, join_url
 
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
@@ -71,7 +71,7 @@ def guess_kind(url: str, storage: Storage) -> str:
         return "table"
     if is_tar(url) or url.endswith(".json") or ("::" in url and not storage.exists(url)):
         return "tars"
-    if "{" in url or is_glob(url, storage):
+    if "{" in url or storage.is_glob(url):
         return "tars"
     if not storage.exists(url):
         raise SourceError(broken_link(url) or "not found; check the path", shard=url)
@@ -119,7 +119,7 @@ def find_tables(url: str, storage: Storage) -> Sequence[str]:
     Raises:
         SourceError: If there is none.
     """
-    if is_glob(url, storage):
+    if storage.is_glob(url):
         found = [file.url for file in storage.glob(url) if is_table(file.url)]
     elif is_table(url):
         found = [url] if storage.exists(url) else []
