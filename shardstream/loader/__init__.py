@@ -15,7 +15,6 @@ from shardstream.loader.collation import cu_seqlens as cu_seqlens
 from shardstream.loader.collation import load_safetensors as load_safetensors
 from shardstream.loader.collation import load_tensors as load_tensors
 from shardstream.loader.collation import to_tensor as to_tensor
-from shardstream.loader.cursor import Cursor as Cursor
 from shardstream.loader.dataset import ShardDataset as ShardDataset
 from shardstream.loader.dataset import StreamDataset as StreamDataset
 from shardstream.loader.dataset import begin_epoch as begin_epoch
@@ -42,6 +41,7 @@ from shardstream.loader.past_training import FirstUse as FirstUse
 from shardstream.loader.past_training import first_use as first_use
 from shardstream.loader.past_training import plan as plan
 from shardstream.loader.past_training import replay as replay
+from shardstream.loader.progress import Cursor as Cursor
 from shardstream.loader.rank_consistency import EpochAgreement as EpochAgreement
 from shardstream.loader.rank_consistency import compare_in_store as compare_in_store
 from shardstream.loader.trial import Trial as Trial

@@ -12,18 +12,21 @@ from types import FrameType
 from typing import Any
 
 from shardstream.errors import StateError
-from shardstream.loader.cursor import Cursor
 from shardstream.pipeline import LoaderPosition
 
 LOOP_MODULES = ("lightning.pytorch.loops", "pytorch_lightning.loops")
 
 
-def received_position(loader: object, cursor: Cursor) -> LoaderPosition:
+def received_position(
+    loader: object, position: LoaderPosition, before: LoaderPosition, following: LoaderPosition
+) -> LoaderPosition:
     """Return the position of a state: after the last batch that the training has received.
 
     Args:
         loader: A calling training loop of Lightning may have taken batches from it that it has not used yet.
-        cursor: Of the loader.
+        position: Position after the last batch that it has handed out.
+        before: Position before that batch.
+        following: Position where its next iteration begins.
 
     Raises:
         StateError: If there are several.
@@ -40,9 +43,9 @@ def received_position(loader: object, cursor: Cursor) -> LoaderPosition:
                 "length with .with_length(n), so that it fetches none"
             )
         if ahead:
-            return cursor.before
-        return cursor.next_position if fetcher.done else cursor.position
-    return cursor.position
+            return before
+        return following if fetcher.done else position
+    return position
 
 
 def is_called_by_lightning() -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -20,15 +19,13 @@ from shardstream.distributed import (
     accelerate_loader,
     is_called_by_accelerate,
 )
-from shardstream.errors import OptionError, ReportWarning, StateError
+from shardstream.errors import OptionError, StateError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.batch_transfer import new_tensor
 from shardstream.loader.collation import collate
-from shardstream.loader.cursor import Cursor
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_transfer import (
     PinnedMemory,
-    StartedBatch,
     check_device,
     check_same_device,
     open_pinned_memory,
@@ -38,9 +35,10 @@ from shardstream.loader.follow import FollowSource
 from shardstream.loader.followed_batches import FollowedBatches
 from shardstream.loader.lightning import LOOP_MODULES, is_overfit_by_lightning, received_position
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
-from shardstream.loader.rank_consistency import EpochAgreement, compare_ranks
-from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import SampleCounts, WorkerBatch, sum_values, total_counts
+from shardstream.loader.progress import Cursor, Opened, Progress, Stopwatch
+from shardstream.loader.rank_consistency import compare_ranks
+from shardstream.loader.stats import LoaderStats
+from shardstream.loader.worker import WorkerBatch, sum_values
 from shardstream.loader.worker_pool import PoolIteration, WorkerPool
 from shardstream.loader.workers import ThreadContext, WorkerSetup
 from shardstream.order import derive_key
@@ -48,18 +46,14 @@ from shardstream.pipeline import (
     BadSample,
     EpochSamples,
     LoaderPosition,
-    SkipBudget,
     SkipTracker,
     State,
     check_at_least,
     check_epoch,
     default_partition,
-    warn_or_raise,
     whole_number,
 )
 from shardstream.process import keep_freed_memory
-
-_Opened = tuple[Iterator[WorkerBatch], PoolIteration | None]
 
 
 class ShardLoader(DataLoader[Any]):
@@ -126,17 +120,19 @@ class ShardLoader(DataLoader[Any]):
             drop_last=drop_last,
         )
         self._chosen = dataset._epochs.chosen  # by the last call of its `set_epoch` that was seen
-        self._cursor = Cursor(continues=continues).at(LoaderPosition(epoch=self._chosen[0]))
-        self._counts: dict[tuple[int, int], SampleCounts] = {}
-        """Counts of each part, by the samples that were consumed when it began."""
-        self._agreement: EpochAgreement | None = None  # of ranks, until the user chooses an epoch
         self._is_compared = self._serves_accelerate = False
         self._pool: WorkerPool | None = None  # of persistent workers
-        self._stopwatch = Stopwatch(epoch=self._chosen[0], workers=num_workers)
-        self._bad_sample_report = dataset.pipeline.open_report(dataset.placement)
-        warn_of_lanes(self._batches, self._cursor.position)
         if continues and num_workers:  # not started again for each round
             options["persistent_workers"] = True
+        cursor = Cursor(continues=continues).at(LoaderPosition(epoch=self._chosen[0]))
+        self._progress = Progress(
+            batches=self._batches,
+            cursor=cursor,
+            stopwatch=Stopwatch(cursor.position.epoch, num_workers),
+            report=dataset.pipeline.open_report(dataset.placement),
+            keeps_workers=bool(options.get("persistent_workers")),
+        )
+        warn_of_lanes(self._batches, cursor.position)
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator("cpu")
@@ -151,13 +147,13 @@ class ShardLoader(DataLoader[Any]):
             raise OptionError(
                 "a ShardLoader cannot be sent to another process; pass its dataset, and make the loader there"
             )
-        return self.__dict__ | {"_pool": None}
+        return self.__dict__ | {"_pool": None, "_progress": copy.copy(self._progress)}
 
     @property
     def epoch(self) -> int:
         """The current epoch, or the next one between iterations; from 0."""
         self._follow_dataset()
-        return self._cursor.position.epoch
+        return self._progress.cursor.position.epoch
 
     @property
     def placement(self) -> Placement:
@@ -194,26 +190,26 @@ class ShardLoader(DataLoader[Any]):
     @property
     def skipped(self) -> dict[str, int]:
         """Bad samples skipped in this epoch, by kind of error."""
-        return sum_values(counts.skipped for counts in self._counts.values())
+        return sum_values(counts.skipped for counts in self._progress.counts.values())
 
     @property
     def refilled(self) -> int:
         """Number of repeated samples that replaced bad ones in this iteration (see `SkipBudget`)."""
-        return sum(counts.refilled for counts in self._counts.values())
+        return sum(counts.refilled for counts in self._progress.counts.values())
 
     @property
     def bad_samples(self) -> list[BadSample]:
         """The bad samples skipped so far, in all epochs, each once; up to 10,000 per worker and epoch."""
-        return [] if self._bad_sample_report is None else self._bad_sample_report.samples
+        return [] if self._progress.report is None else self._progress.report.samples
 
     @property
     def samples_per_dataset(self) -> dict[str, int]:
         """Samples per dataset of a mix, also of nested mixes, in this iteration and rank."""
-        return sum_values(counts.per_dataset for counts in self._counts.values())
+        return sum_values(counts.per_dataset for counts in self._progress.counts.values())
 
     def stats(self) -> LoaderStats:
         """Return timings of the current or last epoch; ``print`` them, or log `as_dict`. With ``follow=`` waiting for writers does not count."""
-        return self._stopwatch.stats()
+        return self._progress.stopwatch.stats()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -221,8 +217,9 @@ class ShardLoader(DataLoader[Any]):
         It is read from its start, unless a state in the middle of it has just been loaded: that position is kept. After a
         ``break`` the current epoch can be set again, to restart it.
         """
-        self._cursor = self._cursor.in_epoch(check_epoch(epoch))
-        self._agreement = self._agreement if self._cursor.continues else None
+        progress = self._progress
+        progress.cursor = progress.cursor.in_epoch(check_epoch(epoch))
+        progress.agreement = progress.agreement if progress.cursor.continues else None
 
     def skip(self, batches: int) -> None:
         """Begin the next iteration so many batches after the position of `state_dict`, without reading them: after a loss spike.
@@ -233,15 +230,16 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If there are fewer batches, or steps change counts, so that batches are not known before they are read.
         """
         self._follow_dataset()
-        self._refuse_followed("batches cannot be skipped")
+        cursor = self._progress.cursor
+        cursor.refuse_followed("batches cannot be skipped")
         check_at_least(0, batches=batches)
-        position = self._cursor.position
+        position = cursor.position
         rest = self._batches.partition(position)
         if rest is not None and not rest.max_steps:  # after the last batch
             rest = self._batches.partition(LoaderPosition(epoch=position.epoch + 1))
         if rest is None:
             raise OptionError("batches cannot be skipped without reading them: steps change counts")
-        self._cursor = self._cursor.past(batches, rest)
+        self._progress.cursor = cursor.past(batches, rest)
 
     def set_weights(self, weights: Mapping[str, float]) -> int:
         """Give the datasets of a mix other weights from here on; return the first sample of the training that has them.
@@ -263,7 +261,8 @@ class ShardLoader(DataLoader[Any]):
                 weights are invalid, or another rank differs or does not call it. The weights then stay as they are.
         """
         self._follow_dataset()
-        position, batches = self._cursor.position, self._batches
+        cursor, batches = self._progress.cursor, self._batches
+        position = cursor.position
         changed = batches.with_weights(weights, position)
         source = batches.source_dataset.pipeline.source
         numbers = {
@@ -274,9 +273,9 @@ class ShardLoader(DataLoader[Any]):
             f"{source.fingerprint}/weights", numbers, batches.placement, call="set_weights"
         )
         batches.set_source(changed)
-        if self._cursor.partition is not None:  # the iteration sees that it is another one
+        if cursor.partition is not None:  # the iteration sees that it is another one
             partition = batches.partition(position)
-            self._cursor = replace(self._cursor, partition=partition)
+            self._progress.cursor = replace(cursor, partition=partition)
         self._pool = None  # as in `load_state_dict`
         return int(changed.changes[-1][0])
 
@@ -290,18 +289,18 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If that is not known before they are read: steps change counts, or shards have no index.
         """
         self._follow_dataset()
-        position = self._cursor.position
+        position = self._progress.cursor.position
         if epoch is not None:
             position = LoaderPosition(epoch=check_epoch(epoch))
         return self._batches.epoch_samples(position)
 
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
-        cursor = self._cursor
+        cursor = self._progress.cursor
         if cursor.partition is None and self._batches.follow_ranks(cursor.next_position):
             self._pool, self._is_compared = None, False
             dataset = self._batches.source_dataset
-            self._bad_sample_report = dataset.pipeline.open_report(dataset.placement)
+            self._progress.report = dataset.pipeline.open_report(dataset.placement)
         chosen = self._batches.source_dataset._epochs.chosen
         if chosen != self._chosen:
             self._chosen = chosen
@@ -315,8 +314,9 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If the number is unknown, because steps change counts.
         """
         self._follow_dataset()
-        self._refuse_followed("the number of batches left is not known")
-        partition = self._batches.partition(self._cursor.position, self._cursor.partition)
+        cursor = self._progress.cursor
+        cursor.refuse_followed("the number of batches left is not known")
+        partition = self._batches.partition(cursor.position, cursor.partition)
         if partition is None:
             raise OptionError("the number of batches left is not known: steps change counts")
         return partition.num_steps
@@ -333,7 +333,7 @@ class ShardLoader(DataLoader[Any]):
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
         if dataset._length is None:
             self._follow_dataset()
-            if (partition := self._batches.whole_epoch(self._cursor.position)) is not None:
+            if (partition := self._batches.whole_epoch(self._progress.cursor.position)) is not None:
                 return partition.num_steps
             source = dataset.pipeline.indexed_source
             if source is not None:
@@ -345,27 +345,28 @@ class ShardLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
         if self._batches.placement.world_size > 1:
             self._refuse_second_split()
-        self._cursor = replace(self._cursor, partition=None)
+        progress = self._progress
+        progress.cursor = replace(progress.cursor, partition=None)
         self._follow_dataset()
-        begin = self._cursor.next_position
+        begin = progress.cursor.next_position
         if self._batches.following is not None:
             self._pool = None  # its workers read the earlier versions
             self._batches.move_to(begin)
-        elif self._cursor.continues:
+        elif progress.cursor.continues:
             self._batches.move_to(begin)
-        self._cursor = replace(
-            self._cursor.at(begin),
+        cursor = replace(
+            progress.cursor.at(begin),
             partition=self._batches.partition(begin),
             epochs_ahead=0 if _has_lightning() and is_overfit_by_lightning() else 1,
         )
+        progress.begin(cursor)
         if self._batches.placement.world_size > 1 and not self._is_compared:
             self._compare_ranks()
-        self._counts, self._stopwatch = {}, Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         if self._serves_accelerate:
             return self._serve_accelerate()
-        return self._yield_batches(self._open_batches, self._open_batches(), self._cursor)
+        return progress.yield_batches(self._open_batches, self._open_batches(), cursor)
 
-    def _open_batches(self) -> _Opened:
+    def _open_batches(self) -> Opened:
         """Begin to read at the position of the cursor."""
         copies_to_cuda = self.device is not None and self.device.type == "cuda"
         pinned_memory = open_pinned_memory() if self.pin_memory or copies_to_cuda else None
@@ -375,7 +376,7 @@ class ShardLoader(DataLoader[Any]):
                 UserWarning,
                 stacklevel=3,
             )
-        begin = self._cursor.position
+        begin = self._progress.cursor.position
         received = self._open_iteration(begin, pinned_memory) if self.num_workers else None
         batches: Iterator[WorkerBatch] = received or self._batches.read(begin)
         if pinned_memory is not None or self.device is not None:
@@ -404,7 +405,7 @@ class ShardLoader(DataLoader[Any]):
         return PoolIteration(
             pool,
             begin,
-            self._cursor.partition,
+            self._progress.cursor.partition,
             None if source is None else source.samples,
             new_tensor if pinned_memory is None else pinned_memory.new_tensor,
         )
@@ -430,18 +431,17 @@ class ShardLoader(DataLoader[Any]):
         check_same_device(self.device, PreparedEpoch.device(), "Accelerate")
         prepared = PreparedEpoch(non_blocking=self.pin_memory)
 
-        def open_batches() -> _Opened:
+        def open_batches() -> Opened:
             worker_batches, received = self._open_batches()
             if self._batches.is_last_read:
-                worker_batches = prepared.mark_last_batch(worker_batches, self._cursor.partition)
+                worker_batches = prepared.mark_last_batch(
+                    worker_batches, self._progress.cursor.partition
+                )
             return worker_batches, received
 
-        batches = self._yield_batches(open_batches, open_batches(), self._cursor)
+        progress = self._progress
+        batches = progress.yield_batches(open_batches, open_batches(), progress.cursor)
         return prepared.move_to_device(batches)
-
-    def _refuse_followed(self, reason: str) -> None:
-        if self._cursor.continues:
-            raise OptionError(f"{reason}: a dataset with follow= grows while it is read")
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
@@ -455,7 +455,8 @@ class ShardLoader(DataLoader[Any]):
     def _compare_ranks(self) -> None:
         """Compare the order options with the other ranks, once, if the placement is that of torch.distributed."""
         batches, dataset = self._batches, self._batches.source_dataset
-        if self._cursor.partition is None:
+        progress = self._progress
+        if progress.cursor.partition is None:
             numbers = batches.topology(self.epoch) | {"epoch": self.epoch}
             del numbers["rank"]
         else:
@@ -466,106 +467,12 @@ class ShardLoader(DataLoader[Any]):
             budget = SkipTracker(dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
         fingerprint, opened = dataset.pipeline.source.fingerprint, dataset._opened
-        if self._cursor.continues:  # at any version; and two datasets may begin with equal samples
+        if (
+            progress.cursor.continues
+        ):  # at any version; and two datasets may begin with equal samples
             numbers["folder"], opened = opened.name, opened._replace(versions=())
-        self._agreement = compare_ranks(fingerprint, numbers, batches.placement, opened=opened)
+        progress.agreement = compare_ranks(fingerprint, numbers, batches.placement, opened=opened)
         self._is_compared = True
-
-    def _yield_batches(
-        self, open_batches: Callable[[], _Opened], opened: _Opened, begin: Cursor
-    ) -> Iterator[Any]:
-        """Yield the batches of an iteration; after `set_weights` those of its new order."""
-        while True:
-            worker_batches, received = opened
-            del opened  # the old order ends with its last reference
-            stopwatch, requested_at = self._stopwatch, time.perf_counter()
-            with self._ending(received):
-                for steps, worker_batch in enumerate(worker_batches, start=1):
-                    is_current = self._cursor.iteration == begin.iteration
-                    if is_current and self._cursor.partition is not begin.partition:
-                        break
-                    waited_s = time.perf_counter() - requested_at
-                    stopwatch.add_batch(worker_batch.part, worker_batch.timings, waited_s=waited_s)
-                    # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
-                    batch = worker_batch.batch
-                    ready = [batch.finish() if type(batch) is StartedBatch else batch]
-                    del batch
-                    self._advance(worker_batch, steps, begin)
-                    if not worker_batch.empty:
-                        yield ready.pop()
-                    if self._agreement is not None and self._cursor.iteration == begin.iteration:
-                        self._agreement.check()
-                    requested_at = time.perf_counter()
-                stopwatch.stop()
-            if self._cursor.iteration != begin.iteration:
-                return self._refuse_followed("a newer iteration of this loader reads on")
-            if self._cursor.partition is begin.partition and not self._begin_round():
-                break
-            begin, worker_batches, received = self._cursor, iter(()), None
-            stopwatch.resume()
-            opened = open_batches()
-        self._cursor = self._cursor.at_end()
-        if self._agreement is not None:
-            self._agreement.end()
-
-    def _begin_round(self) -> bool:
-        """Go on with what was published meanwhile, in a dataset that is followed; return False at the end."""
-        cursor = self._cursor
-        if cursor.continues:
-            self._counts = total_counts(self._counts)  # a training may have millions of rounds
-            budget = SkipTracker(self._batches.source_dataset.pipeline.on_error).budget
-            for counts in self._counts.values():  # workers compare those of a round
-                (budget or SkipBudget()).check(counts.skipped)
-        if not self._batches.next_round(cursor.position, self._agreement):
-            return False
-        self._cursor = replace(cursor, partition=self._batches.partition(cursor.position))
-        return True
-
-    @contextmanager
-    def _ending(self, received: PoolIteration | None) -> Iterator[None]:
-        """End the workers and the report of bad samples; persistent workers only on an error."""
-        try:
-            yield
-        except BaseException as error:
-            if received is not None:
-                is_left = isinstance(error, GeneratorExit)
-                received.end(keeps_workers=self.persistent_workers and is_left)
-            waits = not isinstance(error, KeyboardInterrupt)
-            if (problem := self._finish_report(waits=waits)) is not None:
-                error.add_note(str(problem))
-                if isinstance(error, GeneratorExit):  # after a break the note would never be shown
-                    warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
-            raise
-        if received is not None:
-            received.end(keeps_workers=self.persistent_workers)
-        if (problem := self._finish_report(waits=True)) is not None:
-            warn_or_raise(problem)
-
-    def _finish_report(self, *, waits: bool) -> Exception | None:
-        return self._bad_sample_report.finish(waits=waits) if self._bad_sample_report else None
-
-    def _advance(self, worker_batch: WorkerBatch, steps: int, begin: Cursor) -> None:
-        """Report the bad samples of a batch or raise its error, move the cursor after it, and note its counts."""
-        cursor, part, is_handed_out = self._cursor, worker_batch.part, not worker_batch.empty
-        if self._bad_sample_report is not None:
-            epoch = begin.position.epoch
-            self._bad_sample_report.add(worker_batch.bad, epoch=epoch, worker=part)
-        if worker_batch.error is not None:
-            raise worker_batch.error
-        if cursor.iteration != begin.iteration:
-            return
-        self._counts[begin.position.consumed, part] = worker_batch.counts
-        position, partition = cursor.position, cursor.partition
-        if partition is None:
-            num_parts = self._batches.num_readers
-            position = position.after_part(part, worker_batch.state, num_parts)
-        else:
-            position = replace(position, consumed=partition.consumed_after(steps))
-        if self._agreement is not None and is_handed_out:
-            is_last = partition is not None and steps == partition.num_steps
-            is_first = not cursor.is_left
-            self._agreement.add_batch(position.epoch, is_first=is_first, is_last=is_last)
-        self._cursor = cursor.after_batch(position, is_handed_out=is_handed_out)
 
     def state_dict(self) -> State:
         """Return the position after the last yielded batch, in JSON values; prefetched batches do not count.
@@ -574,9 +481,11 @@ class ShardLoader(DataLoader[Any]):
         ranks and workers; else it holds a position for each worker of this rank.
         """
         self._follow_dataset()
-        cursor = self._cursor
-        position = received_position(self, cursor) if _has_lightning() else cursor.position
-        return self._batches.state_at(position, self._cursor.partition)
+        cursor = self._progress.cursor
+        position = cursor.position
+        if _has_lightning():
+            position = received_position(self, position, cursor.before, cursor.next_position)
+        return self._batches.state_at(position, cursor.partition)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; no samples are read before the next iteration. For one of an earlier version see ``on_new_version`` of `ShardDataset`.
@@ -584,9 +493,10 @@ class ShardLoader(DataLoader[Any]):
         Raises:
             StateError: If an exact resume is impossible: data, seed or steps differ; if steps change counts, also the number of ranks or workers.
         """
-        position = self._batches.load(state, self._cursor.position.epoch)
+        cursor = self._progress.cursor
+        position = self._batches.load(state, cursor.position.epoch)
         warn_of_lanes(self._batches, position)
-        self._cursor = self._cursor.at(position)
+        self._progress.cursor = cursor.at(position)
         self._pool = None  # ends persistent workers, which cannot receive a new order
         self._is_compared = False
         # The state overrides earlier calls of `set_epoch`.

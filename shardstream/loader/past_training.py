@@ -325,8 +325,8 @@ def _begin(
 ) -> tuple[BatchDataset, LoaderPosition]:
     """Return batches like those of a loader, with the order of a state, and the position from which steps count."""
     loader._follow_dataset()
-    loader._refuse_followed("which samples a step has read is not known")
-    batches, position = copy.copy(loader._batches), loader._cursor.position
+    loader._progress.cursor.refuse_followed("which samples a step has read is not known")
+    batches, position = copy.copy(loader._batches), loader._progress.cursor.position
     if state is not None and epoch is not None:
         raise OptionError("state= and epoch= both say where steps begin; pass one of them")
     if state is not None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
 from shardstream.display import Bars, bars_html
 from shardstream.errors import plural
-from shardstream.process import num_cores
 
 
 @dataclass(slots=True, kw_only=True)
@@ -339,6 +337,7 @@ class LoaderStats:
     def as_dict(self) -> dict[str, float]:
         """Return plain numbers by name, for a logger.
 
+        >>> from shardstream.loader.progress import Stopwatch
         >>> Stopwatch(epoch=3, workers=2).stats().as_dict()["epoch"]
         3
         """
@@ -412,71 +411,3 @@ def _named(workers: int) -> str:
     if not workers:
         return "the main process was"
     return f"{plural(workers, 'worker')} {'was' if workers == 1 else 'were'}"
-
-
-@dataclass(slots=True)
-class Stopwatch:
-    """Collects the timings of an epoch in the main process.
-
-    Args:
-        epoch: From 0.
-        workers: Worker processes.
-    """
-
-    epoch: int
-    workers: int
-    batches: int = 0
-    wait_s: float = 0.0
-    first_wait_s: float = 0.0
-    _begun: float = field(default_factory=time.perf_counter)
-    _ended: float | None = None
-    _timings: dict[int, WorkerTimings] = field(default_factory=dict)
-    _earlier: list[WorkerTimings] = field(default_factory=list)
-    """Sums of the times before `resume`."""
-    _warm_up: tuple[int, float, float] = (0, 0.0, 0.0)  # batches, seconds, loop_wait_s
-    _first_timings: list[WorkerTimings] = field(default_factory=list)
-
-    def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
-        """Count a received batch."""
-        if not self.batches:
-            self.first_wait_s = waited_s
-        self.batches += 1
-        self.wait_s += waited_s
-        is_first = part not in self._timings
-        self._timings[part] = timings
-        if is_first and not self._earlier:
-            self._first_timings.append(timings)
-            self._warm_up = self.batches, time.perf_counter() - self._begun, self.wait_s
-
-    def stop(self) -> None:
-        """End the epoch, or pause."""
-        self._ended = time.perf_counter()
-
-    def resume(self) -> None:
-        """Go on after `stop` with workers that count from 0 again; the time since then does not count."""
-        self._begun += time.perf_counter() - (self._ended or time.perf_counter())
-        self._ended = None
-        if self._timings:
-            self._earlier = [sum_timings([*self._earlier, *self._timings.values()])]
-            self._timings = {}
-
-    def stats(self) -> LoaderStats:
-        """Return the timings so far."""
-        batches, seconds, loop_wait_s = self._warm_up
-        warm_up = WarmUp(
-            batches=batches,
-            seconds=seconds,
-            loop_wait_s=loop_wait_s,
-            timings=sum_timings(list(self._first_timings)),
-        )
-        return LoaderStats(
-            epoch=self.epoch,
-            batches=self.batches,
-            seconds=(self._ended or time.perf_counter()) - self._begun,
-            loop_wait_s=self.wait_s,
-            first_wait_s=self.first_wait_s,
-            workers=self.workers,
-            cores=num_cores(),
-            timings=sum_timings([*self._earlier, *self._timings.values()]),
-            warm_up=warm_up,
-        )

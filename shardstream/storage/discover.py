@@ -255,10 +255,6 @@ def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
     data = storage.read(url, max_bytes=MANIFEST_LIMIT_BYTES + 1)
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise _too_large(f"over {MANIFEST_LIMIT_BYTES}", url)
-    return _decoded(data, url, storage)
-
-
-def _decoded(data: bytes, url: str, storage: Storage) -> tuple[Manifest, str]:
     digest = hashlib.sha256(data).hexdigest()
     manifest = decode_manifest(data, url=url)
     if not isinstance(manifest, Manifest):
@@ -312,27 +308,15 @@ def _from_manifest(
         shards = tuple(map(partial(_absolute, folder), shards))
         if manifest.dataset_version == FIRST_VERSION:
             indexed = _find_indexed(shards, url, storage, listed_files)
-    return _located(manifest, (url, digest), shards, storage, indexed=indexed)
-
-
-def _located(
-    manifest: Manifest,
-    place: tuple[str, str],
-    shards: Sequence[ShardInfo],
-    storage: Storage,
-    **found: Any,
-) -> LocatedShards:
-    """Return the shards of a manifest, which is given with its URL and SHA-256, without those of its samples that are deleted."""
-    url, digest = place
     version = manifest.dataset_version
     return LocatedShards(
         shards=shards,
         manifest_url=url,
         manifests={url: SeenManifest(digest, version.number)},
+        indexed=indexed,
         fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
         version=version,
         deleted=((0, read_deleted(manifest, url, storage)),) if version.deleted else (),
-        **found,
     )
 
 
