@@ -220,7 +220,7 @@ class ShardCatalog(Catalog):
             and self._verified_reader.knows_file(shard, path)
         ):
             return kept
-        self._files.record(shard)
+        self._files.version(shard)
         tar = map_file(path, url)  # a new map: the kept one may be of the file before a replacement
         if self._verified_reader is not None:
             self._verified_reader.check_file(shard, path, tar)
@@ -262,7 +262,7 @@ class ShardCatalog(Catalog):
             return self._verified_reader.read(shard, start, end, concurrency)
         info = self.shards[shard]
         hints = hints_of(concurrency) | {"size": info.filesize}
-        self._files.record(shard)
+        self._files.version(shard)
         if self._members is None:
             data = self._storage.read_view(info.url, start, end, **hints)
         else:
@@ -395,10 +395,8 @@ class ShardCatalog(Catalog):
                 self._kept.move_to_end(chunk)
                 return self._kept[chunk]
         info = self.shards[chunk.shard]
-        if (info.nsamples or 0) <= INDEX_CHUNK_SAMPLES:
-            offsets = self._read_index(info)
-        else:
-            offsets = self._read_index_chunk(info, chunk)
+        is_large = (info.nsamples or 0) > INDEX_CHUNK_SAMPLES
+        offsets = self._read_index(info, _chunk_slice(chunk) if is_large else None)
         self._keep(chunk, offsets)
         return offsets
 
@@ -410,41 +408,25 @@ class ShardCatalog(Catalog):
             while self._kept_bytes > OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    def _read_index(self, shard: ShardInfo) -> Offsets:
-        """Read an index; one that does not match is read again, as it may have been damaged in transfer."""
+    def _read_index(self, shard: ShardInfo, places: slice | None = None) -> Offsets:
+        """Read an index, or a part of a large one; one that does not match is read again, as it may have been damaged in transfer."""
         _check_count(shard)
-        url, nsamples = shard.index_url, shard.nsamples or 0
-        max_bytes = OFFSET_BYTES * (nsamples + 2)  # one offset too many: `_checked` reports it
+        url, size = shard.index_url, OFFSET_BYTES * ((shard.nsamples or 0) + 1)
+        start, end = 0, None
+        hints: Any = {"max_bytes": size + OFFSET_BYTES + 1}
+        if places is not None:
+            if not self._storage.is_s3(url):  # whose responses have the size
+                _check_index_size(self._storage.info(url).size, size, url)
+            start, end = OFFSET_BYTES * places.start, min(OFFSET_BYTES * places.stop, size)
+            hints = {"size": size}
         for attempts_left in reversed(range(_INDEX_TRIES)):
-            data = self._storage.read(url, max_bytes=max_bytes + 1)
+            data = self._storage.read(url, start, end, **hints)
             try:
-                return _checked(data, shard, max_bytes=max_bytes)
-            except IndexMismatchError:
-                if not attempts_left:
-                    raise
-                self._storage.forget(url)
-        raise AssertionError  # for the type checker: the last attempt returns or raises
-
-    def _read_index_chunk(self, shard: ShardInfo, chunk: IndexChunk) -> Offsets:
-        """Read a part of a large index; one that does not match is read again, as it may have been damaged in transfer."""
-        _check_count(shard)
-        url, nsamples = shard.index_url, shard.nsamples or 0
-        size, places = OFFSET_BYTES * (nsamples + 1), _chunk_slice(chunk)
-        if not self._storage.is_s3(url):  # whose responses have the size
-            _check_index_size(self._storage.info(url).size, size, url)
-        start, end = OFFSET_BYTES * places.start, min(OFFSET_BYTES * places.stop, size)
-        for attempts_left in reversed(range(_INDEX_TRIES)):
-            data = self._storage.read(url, start, end, size=size)
-            try:
-                offsets = decode_index(data, url=url)
-                filesize = shard.filesize or int(offsets[-1])
-                check_extent(offsets, filesize=filesize, nsamples=None, url=url)
+                return _checked(data, shard, is_whole=places is None)
             except IndexMismatchError:
                 if not attempts_left:
                     raise
                 self._storage.forget(url, start, end)
-            else:
-                return offsets
         raise AssertionError  # for the type checker: the last attempt returns or raises
 
     def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
@@ -510,15 +492,16 @@ def _check_count(shard: ShardInfo) -> None:
         )
 
 
-def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
-    url = shard.index_url
-    if len(data) > max_bytes:
+def _checked(data: bytes, shard: ShardInfo, *, is_whole: bool) -> Offsets:
+    url, nsamples = shard.index_url, shard.nsamples or 0
+    # With one offset too many the error says so.
+    if is_whole and len(data) > OFFSET_BYTES * (nsamples + 2):
         raise IndexMismatchError(
-            f"the index has more than {plural(shard.nsamples or 0, 'sample')}, the count by the manifest or by its size in a listing; "
+            f"the index has more than {plural(nsamples, 'sample')}, the count by the manifest or by its size in a listing; "
             "run 'shardstream index' again",
             shard=url,
         )
     offsets = decode_index(data, url=url)
     filesize = shard.filesize or int(offsets[-1])
-    check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)
+    check_extent(offsets, filesize=filesize, nsamples=shard.nsamples if is_whole else None, url=url)
     return offsets

@@ -319,15 +319,13 @@ def _check_checksums(saved_values: Any, expected: Sequence[str | None] | None) -
         return
     if not isinstance(saved_values, list) or len(saved_values) != len(expected):
         raise StateError(f"this state is damaged: checksums is {str(saved_values)[:80]!r}")
-    for saved, current in zip(saved_values, expected, strict=True):
-        if saved is not None and current is not None and saved != current:
+    pairs = [pair for pair in zip(saved_values, expected, strict=True) if pair[0] is not None]
+    for saved, current in pairs:
+        if current not in (None, saved):
             raise StateError(
                 f"checksums of the dataset: the state says {saved!r}, here it is {current!r}; {_remedy('fingerprint')}"
             )
-    if any(
-        saved is not None and current is None
-        for saved, current in zip(saved_values, expected, strict=True)
-    ):
+    if any(current is None for _, current in pairs):
         warnings.warn(
             "the state has checksums of its data, but the dataset here has none: names, counts and sizes match, the bytes were not "
             "compared. Write a manifest (shardstream index) to compare them.",

@@ -149,7 +149,7 @@ class SequentialRun:
             shard = self._shards[self._place]
             info = self._source.shards[shard]
             error: Exception | None = None
-            self._source.files.record(shard)
+            self._source.files.version(shard)
             try:
                 yield from self._read_shard(shard, info)
             except Exception as caught:  # noqa: BLE001  (the skip policy decides; the rest of the shard is lost)

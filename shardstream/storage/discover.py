@@ -342,7 +342,7 @@ def _find_indexed(
             shard=url,
         )
     for one, in_folder in folders.items():
-        if "://" in one and _needs_no_listing(one, storage):
+        if _needs_no_listing(one, storage):
             # Two indexes decide for all: they are written in order, so a stopped run lacks the last.
             ends = {in_folder[-1], in_folder[0]}
             is_there = all(_has_index(shard, storage) for shard in ends)

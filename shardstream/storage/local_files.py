@@ -268,12 +268,8 @@ class FileVersions:
         )
         return part
 
-    def record(self, shard: int) -> None:
-        """Record the version of a file before it is read, if that was not done when the dataset was opened."""
-        self._known.__getitem__(shard)
-
     def version(self, shard: int) -> FileVersion | None:
-        """Return the recorded version of a file; None for a remote one."""
+        """Return the version of a file, which is recorded now if it was not when the dataset was opened; None for a remote one."""
         return self._known[shard]
 
     def check(self, shards: Iterable[int]) -> None:
