@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import get_spawning_popen
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,12 +18,8 @@ from shardstream.errors import SampleError
 from shardstream.format import Columns, TupleColumns, Values
 from shardstream.loader.batch_transfer import MAX_TENSOR_BYTES, unsendable_error
 from shardstream.pipeline import like_tuple
-from shardstream.process import new_lock
 
 _REPEATED_LIMIT_BYTES = 1 << 30
-_PAGE_NUMBERS = 512  # 4 KiB, the smallest shared memory
-_lock = new_lock()
-_free_numbers: list[torch.Tensor] = []  # the unused numbers of the last page of this process
 _WEIGHTS_ONLY = re.compile(r"WeightsUnpickler error: (.*?)(?: was not an allowed|\. |\n|$)")
 _BYTEARRAY = b"\nbytearray\n"  # its name in a pickle; under `weights_only` 300 bytes can allocate one of 8 GiB
 
@@ -251,44 +245,3 @@ def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
     except RuntimeError as error:
         raise unsendable_error(error) from error
     return like.new(storage).resize_(count, *like.shape)
-
-
-class SharedNumbers:
-    """Whole numbers in memory shared with forked and spawned workers; a pickle and a deep copy have memory of their own.
-
-    Shared memory holds a descriptor, of which a process may have 256, so that several objects have a page together. Numbers of an
-    object that has ended are not used again: a forked child may still read them. A page goes with the last of its objects.
-
-    Args:
-        numbers: Their first values.
-    """
-
-    __slots__ = ("_tensor", "values")
-
-    def __init__(self, *numbers: int) -> None:
-        count = len(numbers)
-        with _lock:
-            if not _free_numbers or len(_free_numbers[0]) < count:
-                page = torch.zeros(max(count, _PAGE_NUMBERS), dtype=torch.int64, device="cpu")
-                page.share_memory_()  # type: ignore[no-untyped-call]
-                _free_numbers[:] = [page]
-            page = _free_numbers[0]
-            self._tensor, _free_numbers[0] = page[:count], page[count:]
-        self.values: Any = self._tensor.numpy()
-        """Shape (n,), int64."""
-        self.values[:] = numbers
-
-    def __reduce__(self) -> tuple[Callable[..., SharedNumbers], tuple[Any, ...]]:
-        if get_spawning_popen() is None:
-            return SharedNumbers, tuple(self.values.tolist())
-        return _attach, (self._tensor,)
-
-
-def _attach(tensor: torch.Tensor) -> SharedNumbers:
-    """Return the numbers of the process that spawned this one."""
-    numbers = SharedNumbers.__new__(SharedNumbers)
-    numbers._tensor, numbers.values = tensor, tensor.numpy()
-    return numbers
-
-
-os.register_at_fork(after_in_child=_free_numbers.clear)  # else parent and child use the same ones

@@ -17,37 +17,10 @@ from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from torch.utils.data import get_worker_info
 
 from shardstream.process import new_lock
-
-
-class EpochChain:
-    """Base of datasets that follow `set_epoch` of the dataset that they were chained from.
-
-    A dataset holds its parent, so that the parents find it as long as it is used.
-    """
-
-    _parent: EpochChain | None = None
-    _children: WeakSet[EpochChain] | None = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the children."""
-        for child in list(self._children or ()):
-            child.set_epoch(epoch)
-
-    def follow_epoch(self, parent: EpochChain) -> None:
-        """Follow later calls of the parent's `set_epoch`."""
-        if parent._children is None:
-            parent._children = WeakSet()
-        self._parent = parent
-        parent._children.add(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_parent": None, "_children": None}
-
 
 _CHOSEN, _RESUMED, _BEGUN, _REPEATED = range(4)
 _NO_WORKER = -1
@@ -139,10 +112,11 @@ class Epochs:
 
     Args:
         epoch: The first epoch.
+        calls: Number of the calls of `set_epoch` before.
     """
 
-    def __init__(self, epoch: int = 0) -> None:
-        self._file, self._chosen = _shared_file(), (epoch, 0)
+    def __init__(self, epoch: int = 0, calls: int = 0) -> None:
+        self._file, self._chosen = _shared_file(), (epoch, calls)
         self._offset = os.fstat(self._file).st_size
         self._numbers: tuple[int, ...] = (int.from_bytes(os.urandom(7), "big"),)
         """Of this dataset, and before it those of the datasets whose `set_epoch` it follows."""
@@ -227,7 +201,7 @@ class Epochs:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if get_spawning_popen() is None:
-            return Epochs, self.chosen[:1]
+            return Epochs, self.chosen
         return _received, (self.__dict__ | {"_file": DupFd(self._file)},)
 
 

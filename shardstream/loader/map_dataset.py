@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Self, overload
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -17,8 +18,7 @@ from torch.utils.data import Dataset
 from shardstream.catalog import ClassNames
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.loader.collation import SharedNumbers
-from shardstream.loader.epochs import EpochChain
+from shardstream.loader.epochs import Epochs
 from shardstream.loader.notebook_view import SampleView, samples_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
@@ -62,7 +62,7 @@ class _Opened(NamedTuple):
     runner: Runner
 
 
-class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
+class MapDataset(ItemSteps, Dataset[Any]):
     """Samples of a dataset by number, as `by_number` returns them: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
 
     For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and ``random_split``. A batch is
@@ -77,6 +77,10 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         OptionError: If the samples of the pipeline have no numbers.
     """
 
+    _parent: MapDataset | None = None
+    """Held, so that the parents of a dataset find it as long as it is used."""
+    _children: WeakSet[MapDataset] | None = None
+
     def __init__(self, pipeline: Pipeline, class_names: ClassNames, *, epoch: int = 0) -> None:
         source = _numbered_source(pipeline)
         self._all_samples, self._is_new_each_epoch = source.samples, source.is_new_each_epoch
@@ -84,10 +88,10 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         self._pipeline = replace(pipeline, source=source, on_error="raise")
         self._class_names = class_names
         self._opened: _Opened | None = None
-        # Both in shared memory: persistent workers must see `set_epoch`, and new workers what earlier ones have read.
-        self._epoch = SharedNumbers(epoch, 0)  # and the number of `set_epoch` calls
+        self._epochs = Epochs(epoch)  # persistent workers must see `set_epoch`
         # Datasets of a mix, and the samples of rows, may have steps of their own.
         draws = not isinstance(source, SamplesSource) or any(map(_may_draw, pipeline.stages))
+        # In shared memory: new workers must see what earlier ones have read.
         self._reads = _new_counters(len(source.samples)) if draws else None
         self._parent_placement = Placement()  # of the process that spawned this one
 
@@ -158,7 +162,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
 
     def _count_reads(self, numbers: list[int]) -> list[int]:
         """Return numbers for the random generators: a sample that is read again gets another, as in a mix."""
-        sets_epoch = bool(self._epoch.values[1])
+        sets_epoch = self._epochs.chosen[1] > 0
         if self._reads is None or (sets_epoch and len(self._reads) < len(self._all_samples)):
             return numbers
         # Without set_epoch a sample that another rank read in the epoch before is new here.
@@ -212,7 +216,7 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
     @property
     def epoch(self) -> int:
         """The epoch of ``map(rng=True)``, from 0."""
-        return int(self._epoch.values[0])
+        return self._epochs.chosen[0]
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of ``map(rng=True)``, and of rows that differ in each, also in persistent workers and in datasets chained from this one.
@@ -222,17 +226,17 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         What persistent workers had prefetched of an epoch that was stopped early counts as read. Over 4 million samples the times
         do not count after this call.
         """
-        self._epoch.values[0] = check_epoch(epoch)
-        self._epoch.values[1] += 1
+        self._epochs.set_epoch(check_epoch(epoch))
         if self._reads is not None:
             self._reads.zero_()
-        super().set_epoch(epoch)
+        for child in list(self._children or ()):
+            child.set_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__() | {"_opened": None}
+        state = self.__dict__ | {"_opened": None, "_parent": None, "_children": None}
         if get_spawning_popen() is not None:
             return state | {"_parent_placement": self._placement()}
-        return state | {"_epoch": copy.copy(self._epoch), "_reads": copy.deepcopy(self._reads)}
+        return state | {"_epochs": copy.copy(self._epochs), "_reads": copy.deepcopy(self._reads)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -261,7 +265,10 @@ class MapDataset(EpochChain, ItemSteps, Dataset[Any]):
         changed = copy.copy(self)
         if changed._reads is not None:
             changed._reads.zero_()
-        changed.follow_epoch(self)
+        if self._children is None:
+            self._children = WeakSet()
+        changed._parent = self
+        self._children.add(changed)
         return changed
 
 
