@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,15 @@ def loader_at(folder: str, epoch: int) -> ss.ShardLoader:
     one = loader(folder, 8, **OPTIONS)
     one.set_epoch(epoch)
     return one
+
+
+def test_a_copy_of_a_loader_has_a_position_of_its_own(folder: str) -> None:
+    one = loader(folder, 8, **OPTIONS)
+    batches = iter(one)
+    next(batches)
+    other, before = copy.copy(one), one.state_dict()
+    next(batches)
+    assert other.state_dict() == before != one.state_dict()
 
 
 def test_batch_size_that_is_no_multiple_of_the_saved_microbatch_is_refused(folder: str) -> None:

@@ -34,6 +34,14 @@ def test_linked_shards_are_found(folder: Path, tmp_path: Path, manifest: bool) -
         assert keys(url) == keys(folder)
 
 
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_shard_without_its_index_is_scanned(number: int, folder: Path) -> None:
+    before = keys(folder)
+    (folder / f"{number:06d}.tar.idx").unlink()
+    assert keys(folder) == before
+    assert len(before) == 12
+
+
 @pytest.mark.parametrize("url", ["{}", "{}/*.tar"])
 def test_link_without_a_target_is_an_error_not_fewer_samples(url: str, folder: Path) -> None:
     (folder / "index.json").unlink()
