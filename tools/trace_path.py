@@ -40,22 +40,15 @@ from PIL import Image
 import shardstream as ss
 
 PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
-# With --plain, on Python 3.11: paths may become longer only with a reason.
-# Where an iteration begins, and what its state holds (loader/cursor.py, loader/lightning.py), took 1 file and 5 functions of the
-# first path, 1 and 2 of the second, 2 and 2 of the states.
-# So did checks: shards that are named twice, globs that are folders, versions and lengths of files, masked arrays; and the keys that a
-# ShardWriter keeps for the check before publication (packing/job/key_hashes.py).
-# The count of epochs for plain loaders (loader/epochs.py), which says whether `set_epoch` was called, took 1 file of three paths, 3
-# functions of the first and 1 of each state; Lightning's overfit_batches 1 file and 4 functions of the first, and 1 function of each state.
-# One function that publishes manifests took 1 file and 2 functions of a ShardWriter.
+# With --plain, on Python 3.11: paths may become longer only with a reason. What the functions are for: docs/decisions/project.md.
 LIMITS = {
-    "open to first batch": (36, 170),
-    "next batch": (14, 39),
+    "open to first batch": (35, 169),
+    "next batch": (12, 39),
     "first state_dict": (7, 14),
     "next state_dict": (4, 7),
-    "with one worker": (31, 133),
+    "with one worker": (30, 132),
     "ShardWriter, 40 samples": (15, 88),
-    "pack of four photos": (38, 289),
+    "pack of four photos": (37, 286),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
