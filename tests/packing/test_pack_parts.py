@@ -110,6 +110,7 @@ def test_parts_write_the_dataset_of_one_process(
     merged = ss.merge(tmp_path / "parts")
     assert sorted(split.name for split in merged.splits) == sorted(options.get("split", [""]))
     assert (merged.samples, merged.fields) == (plain.samples, plain.fields)
+    assert max(plain.fields.values()) == plain.samples
     assert files_of(tmp_path / "two") == files_of(tmp_path / "parts")
     assert (report.samples, report.fields, report.files) == (
         plain.samples,

@@ -22,6 +22,7 @@ import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
 from shardstream.format import decode_manifest, is_records_name
+from shardstream.storage import LocalFolder, is_part_record
 from shardstream.tasks import LocalExecutor, Parts
 from shardstream.testing import make_shards
 from tests.limits import set_limits
@@ -258,6 +259,30 @@ def test_a_killed_append_goes_on(
     code = main(command)
     assert numbers(url) == [*range(75)]
     assert code == 0 or "appended already" in capsys.readouterr().err
+    assert left_in(url) == []
+
+
+def test_an_append_whose_records_were_half_deleted_goes_on(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, remove = write_table(tmp_path / "new.jsonl", N, 75), LocalFolder.remove
+    deleted: list[str] = []
+
+    def fail(folder: LocalFolder, name: str) -> None:
+        deleted.append(name)
+        if len(deleted) == 3:
+            raise StorageError("the disk has failed")
+        remove(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "remove", fail)
+        with pytest.raises(StorageError, match="disk has failed"):
+            ss.pack(table, url, append=True, **TABLE)
+    assert all(map(is_part_record, deleted))
+    for _ in range(2):
+        assert numbers(url) == [*range(75)]
+        if left_in(url):
+            assert ss.pack(table, url, append=True, **TABLE).samples == 35
     assert left_in(url) == []
 
 
