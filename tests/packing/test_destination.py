@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, StorageError
+from shardstream.format import decode_manifest
 from shardstream.packing import Claim, Journal, ShardNames, Task, claim_destination
-from shardstream.storage import JOURNAL_NAME, LocalFolder, part_record_name
+from shardstream.storage import JOURNAL_NAME, FileInfo, LocalFolder, part_record_name
+from tests.limits import set_limits
 
 TASK = Task(source="files", options={"template": "{shard:06d}.tar"})
 OTHERS = Task(source="files", options={"template": "a-{shard}.tar", "max_samples": 3})
@@ -110,6 +112,21 @@ def test_what_is_in_a_folder_decides_what_a_job_does(
         assert claim(folder, task).action == plain
     assert claim(folder, task, overwrite=True).action == forced
     assert folder.list_files() == before
+
+
+def test_a_journal_that_is_deleted_after_the_listing_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, listed = fill(tmp_path / "out", journal="other job"), LocalFolder.list_files
+
+    def list_before_the_end(folder: LocalFolder) -> dict[str, FileInfo]:
+        files = listed(folder)
+        folder.remove(JOURNAL_NAME)
+        return files
+
+    monkeypatch.setattr(LocalFolder, "list_files", list_before_the_end)
+    with pytest.raises(StorageError, match="has just ended here; check its dataset"):
+        claim(folder)
 
 
 @pytest.mark.parametrize("journal", ["none", "writer", "same job", "samples", "other job"])
@@ -244,4 +261,17 @@ def test_nothing_is_left_of_the_shards_of_a_replaced_dataset(tmp_path: Path) -> 
     ss.pack(samples, tmp_path / "out", overwrite=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "000000.tar", "000000.tar.idx", "index.json", "mine.tar", "mine.tar.idx",
+    ]  # fmt: skip
+
+
+def test_nothing_is_left_of_a_replaced_dataset_with_a_file_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, decode_manifest, MAX_LISTED_SHARDS=2)
+    samples = [{"cls": number} for number in range(6)]
+    ss.pack(samples, tmp_path / "old-{shard}.tar", max_samples=2)
+    assert len([*tmp_path.glob("shards-*.npy")]) == 1
+    ss.pack(samples, tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000000.tar", "000000.tar.idx", "index.json",
     ]  # fmt: skip
