@@ -46,9 +46,14 @@ def test_index_is_refused(url: str, tmp_path: Path) -> None:
         ss.index(str(shard))
 
 
+@pytest.mark.parametrize("are_removed", [False, True])
 @pytest.mark.parametrize("damaged", [b"{", None])
-def test_index_is_refused_if_the_manifest_is_damaged(url: str, damaged: bytes | None) -> None:
+def test_index_is_refused_if_the_manifest_is_damaged(
+    url: str, damaged: bytes | None, *, are_removed: bool
+) -> None:
     path = Path(url) / "index.json"
+    if are_removed:  # earlier versions; the file of the deleted samples stays
+        ss.versions.gc(url, 1, dry_run=False)
     path.unlink() if damaged is None else path.write_bytes(damaged)
     with pytest.raises(OptionError, match="has versions, or deleted samples"):
         ss.index(url)
