@@ -407,9 +407,7 @@ class StreamSteps(ItemSteps):
                 found, length=length, long=long, is_new_each_epoch=repack, seed=source.seed
             )
 
-        maker = PackedRows(
-            fields=fields, length=length, keep=kept, labels=labels, pad=pad, long=long
-        )
+        maker = PackedRows(fields=fields, length=length, keep=kept, labels=labels, pad=pad)
         return self._with_rows(make_plan, maker, "pack_sequences")
 
     def windows(

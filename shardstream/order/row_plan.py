@@ -78,6 +78,8 @@ class RowPlan(ABC):
 
     is_new_each_epoch: bool = False
     """Whether copies of a row have another composition."""
+    rows_of_group: int = 0
+    """Consecutive rows whose samples lie among each other, in the mean; 0 if each has its own."""
 
     @property
     def lengths(self) -> np.ndarray[Any, Any] | None:
@@ -145,6 +147,7 @@ class GroupedRows(RowPlan):
         room = np.minimum(group, nsamples - groups * group) - counts
         self.firsts: Ints = np.concatenate(([0], np.cumsum(_round_up(counts, room, multiple))))
         """Number of the first row of each group, and of all rows; shape (groups + 1,)."""
+        self.rows_of_group = len(self) // max(1, num_groups)
         self._planned = OrderedDict[tuple[int, int], RowParts]()
 
     def __len__(self) -> int:

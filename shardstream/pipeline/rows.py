@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,23 +36,26 @@ _IMMUTABLE = (str, bytes, int, float, bool, type(None))
 _MOST_LEFT_OUT = 100_000  # 8 MB; later ones count in each of their rows
 
 
-class RowMaker(Protocol):
+class RowMaker:
     """Makes a row of the samples of its parts; a frozen dataclass, picklable."""
 
-    is_batch: ClassVar[bool]
+    __slots__ = ()
+    is_batch: ClassVar[bool] = False
     """Whether a row is a batch, which a loader with ``batch_size=None`` yields as it is."""
-    needs_all: ClassVar[bool]
+    needs_all: ClassVar[bool] = False
     """Whether a row without one of its parts is left out, as the bad sample is: else it is made of the others."""
 
-    def length_of(self, sample: Any) -> int | None:
-        """Return the length of a sample, to be compared with the one that rows were planned with; None to compare nothing.
+    def length_of(self, sample: Any) -> int | None:  # noqa: ARG002
+        """Return the length of a sample, to be compared with the one that rows were planned with; None, the default, to compare nothing.
 
         Raises:
             Exception: If the sample cannot be a part of a row.
         """
+        return None
 
     def make(self, parts: Sequence[RowPart]) -> Any:
         """Return the row of some parts, at least one."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,15 @@ class RowSource(IndexedSource):
     def differs_by_epoch(self) -> bool:
         """Whether epochs are known to differ."""
         return self.is_new_each_epoch or self.shuffle or self.part.differs_by_epoch
+
+    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
+        """Return the order of an epoch as `IndexedSource`, with blocks of two groups of rows if a window has room for eight."""
+        order = IndexedSource.order(self, batch=batch, lanes=lanes, epoch=epoch)
+        if self.options.block or not self.samples.can_coalesce:
+            return order
+        groups = 2 * self.samples.plan.rows_of_group
+        block = min(groups, order.window // 8, order.nsamples // 128)
+        return replace(order, block=max(order.block, block))
 
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
@@ -284,11 +296,31 @@ def _parts(
     return parts
 
 
+def common_length(sample: Any, fields: Sequence[str], step: str) -> int:
+    """Return the length of some fields of a sample, which is the same for all.
+
+    Raises:
+        SampleError: If it lacks one, one has no length, or they differ.
+    """
+    lengths = dict[str, int]()
+    for names in fields:
+        name = find_field(names, sample, step)
+        try:
+            lengths[name] = length_of(sample[name])
+        except TypeError as error:
+            raise SampleError.of(sample, f"{step}: {error}", field=name) from error
+    if len({*lengths.values()}) > 1:
+        raise SampleError.of(
+            sample, f"{step}: fields of one sample have different lengths: {lengths}"
+        )
+    return next(iter(lengths.values()))
+
+
 _STEP = "windows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
+class Windows(RowMaker):
     """Makes windows of a long field: a sample with a part of the field, and ``__start__``, the place of its first element.
 
     Args:
@@ -296,8 +328,6 @@ class Windows:
     """
 
     fields: tuple[str, ...]
-    is_batch: ClassVar[bool] = False
-    needs_all: ClassVar[bool] = False
 
     def length_of(self, sample: Any) -> int | None:
         """Return the length of the fields of a sample.
@@ -305,13 +335,7 @@ class Windows:
         Raises:
             SampleError: If it lacks one, they have no parts, or differ.
         """
-        lengths = {name: self._length(sample, name) for name in self.fields}
-        if len({*lengths.values()}) > 1:
-            raise SampleError.of(
-                sample,
-                f"{_STEP}: fields of different lengths, {lengths}, have no common windows",
-            )
-        return next(iter(lengths.values()))
+        return common_length(sample, self.fields, _STEP)
 
     def make(self, parts: Sequence[RowPart]) -> Any:
         """Return the window."""
@@ -325,27 +349,14 @@ class Windows:
         }
         return window | {"__start__": part.start}
 
-    @staticmethod
-    def _length(sample: Any, names: str) -> int:
-        name = find_field(names, sample, _STEP)
-        try:
-            return length_of(sample[name])
-        except TypeError as error:
-            raise SampleError.of(
-                sample,
-                f"{_STEP}: {error}",
-                field=name,
-            ) from error
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleWindows:
+class SampleWindows(RowMaker):
     """Makes windows of samples that follow each other: a dict of the list of values of each field; arrays of one shape are stacked.
 
     ``__key__`` is that of the first sample.
     """
 
-    is_batch: ClassVar[bool] = False
     needs_all: ClassVar[bool] = True
 
     def length_of(self, sample: Any) -> int | None:
@@ -384,7 +395,7 @@ class SampleWindows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
+class Batches(RowMaker):
     """Makes batches of samples.
 
     Args:
@@ -397,11 +408,6 @@ class Batches:
     name: str | None = None
     version: int | str | None = None
     is_batch: ClassVar[bool] = True
-    needs_all: ClassVar[bool] = False
-
-    def length_of(self, sample: Any) -> int | None:  # noqa: ARG002
-        """Return None: samples are taken whole."""
-        return None
 
     def make(self, parts: Sequence[RowPart]) -> Any:
         """Return the batch."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.codecs import length_of
 from shardstream.errors import OptionError, SampleError
 from shardstream.format import Sample
-from shardstream.order import Long, derive_key
-from shardstream.pipeline.rows import RowPart
+from shardstream.order import derive_key
+from shardstream.pipeline.rows import RowMaker, RowPart, common_length
 from shardstream.pipeline.sample_steps import find_field
 from shardstream.pipeline.stage import Context, Run, SourceRun, State
 from shardstream.pipeline.stream_steps import BinningRun
@@ -190,7 +189,7 @@ def check_row_fields(fields: Sequence[str], *, labels: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+class PackedRows(RowMaker):
     """Makes rows of sequences whose lengths were known when the rows were planned (see `BestFitRows`, `ConcatRows`).
 
     A row is a dict: each field, shape (length, ...), filled up with ``pad`` (others with 0); ``segments`` and ``positions`` as in
@@ -203,7 +202,6 @@ class PackedRows:
         labels: Whether to add ``labels``, shape (length,), int64: the tokens of the first field, but -100 for padding and the first token of
             each sequence, so that no loss crosses documents (as in transformers' ``DataCollatorWithFlattening``).
         pad: Token that fills up the first field.
-        long: As in `BestFitRows`.
     """
 
     fields: tuple[str, ...]
@@ -211,9 +209,6 @@ class PackedRows:
     keep: tuple[str, ...] = ()
     labels: bool = False
     pad: int = 0
-    long: Long = "split"
-    is_batch: ClassVar[bool] = False
-    needs_all: ClassVar[bool] = False
 
     def length_of(self, sample: Any) -> int | None:
         """Return the length of the sequences of a sample; None if no field is packed.
@@ -223,13 +218,8 @@ class PackedRows:
         """
         if not self.fields:
             return None
-        length = len(tokens_of(sample, self.fields[0]))
-        for name in self.fields[1:]:
-            other = length_of(sample[find_field(name, sample, _STEP)])
-            if other != length:
-                problem = f"has {other} elements, but {self.fields[0]!r} has {length}"
-                raise SampleError.of(sample, f"{_STEP} {problem}", field=name)
-        return length
+        tokens_of(sample, self.fields[0])
+        return common_length(sample, self.fields, _STEP)
 
     def make(self, parts: Sequence[RowPart]) -> Sample:
         """Return the row of some sequences, or of pieces of them."""
