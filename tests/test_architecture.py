@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "tasks",
         "versions",  # to append, compact and replace fields
     ),
-    "tables": (*BASE, "format", "storage", "samples", "fetch", "packing"),
+    "tables": (*BASE, "format", "codecs", "storage", "samples", "fetch", "packing"),
     "integrations": (*BASE, *READING),
     "ray": (*BASE, *READING, "tasks", "packing"),
     "webdataset": (*BASE, *READING, "tasks", "packing"),

@@ -135,10 +135,13 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest | BinaryManifest:
         raise _invalid(f"not JSON: {error}", url) from error
     if not isinstance(document, dict) or document.get("__kind__") not in (KIND, BINARY_KIND):
         found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
+        is_mds = isinstance(document, dict) and "shards" in document and "shardlist" not in document
         raise _invalid(
             f"not a manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}",
             url,
-            "name the tars themselves, or run 'shardstream index'",
+            "if it is one of MDS, name its shards: FOLDER/*.mds"
+            if is_mds
+            else "name the tars themselves, or run 'shardstream index'",
         )
     for keyword, known in (("wids_version", 1), ("version", VERSION)):
         if document.get(keyword, known) != known:

@@ -39,6 +39,7 @@ from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.rank_consistency import OpenedVersions
 from shardstream.loader.steps import StreamSteps
+from shardstream.loader.table_source import TABLE_SUFFIXES, table_source
 from shardstream.order import RowPlan
 from shardstream.pipeline import (
     IndexedSource,
@@ -57,7 +58,6 @@ from shardstream.pipeline import (
     Weights,
     check_at_least,
     check_epoch,
-    check_fields,
     check_stage,
     default_partition,
     first_stages,
@@ -71,7 +71,7 @@ from shardstream.pipeline import (
     whole_number,
 )
 from shardstream.samples import Choice, Samples, has_rows
-from shardstream.storage import FieldPlaces, Storage, Urls, dataset_of_change, locate_shards
+from shardstream.storage import FieldPlaces, Urls, dataset_of_change, locate_shards
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -87,7 +87,6 @@ _SAY_LEFT_OUT = (
 )
 OPTIONS_OF_OPENING = ("index", "lazy", "filesystem", "cache_dir", "cache_bytes", "verify")
 """Fields of `ReadOptions` that are used where shards are opened."""
-_TABLE_SUFFIXES = (".parquet",)  # of tables that are read in place
 _WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
 
 
@@ -361,7 +360,7 @@ class ShardDataset(StreamDataset):
 
     Args:
         urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
-            an ``index.json``, or a list of these that names each shard once. Or files that end in ``.parquet``, whose rows are read in place (docs/in-place.md). A folder or glob with an unfinished pack or `ShardWriter`, running or
+            an ``index.json``, or a list of these that names each shard once. Or files that end in ``.parquet`` or ``.mds``, whose rows are read in place (docs/in-place.md). A folder or glob with an unfinished pack or `ShardWriter`, running or
             stopped, is refused; tars that are named one by one are read as they are.
         shuffle: A new order each epoch, the same for the same seed. False reads in the order of the shards.
         seed: Any integer.
@@ -428,8 +427,8 @@ class ShardDataset(StreamDataset):
         choice: Any = {"subset": subset, "where": where, "weights": weights}
         ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
         first = urls if isinstance(urls, str | os.PathLike) else next(iter(urls := [*urls]), "")
-        if os.fspath(first).lower().endswith(_TABLE_SUFFIXES):
-            source: Source = _in_place(urls, storage, fields, version or follow, choice, ordered)
+        if os.fspath(first).lower().endswith(TABLE_SUFFIXES):
+            source: Source = table_source(urls, storage, fields, version or follow, choice, ordered)
             super().__init__(Pipeline(source=source, on_error=on_error), placement, ClassNames({}))
             return
         if follow:
@@ -461,32 +460,6 @@ class ShardDataset(StreamDataset):
         made = partial(made, fields=fields, on_error=on_error, placement=placement, **choice)
         made = partial(made, storage_options=storage_options)
         self._remake = lambda *present: reopen(made, on_new_version, *present)
-
-
-def _in_place(
-    urls: Urls,
-    storage: Storage,
-    fields: Sequence[str] | Mapping[str, str] | None,
-    of_shards: object,
-    choice: Mapping[str, Any],
-    ordered: partial[SamplesSource],
-) -> SamplesSource:
-    """Return the source of tables that are read in place.
-
-    Raises:
-        OptionError: If an option is for shards; or as `open_table`.
-    """
-    from shardstream.tables import open_table  # noqa: PLC0415  (0.1 s, for tables only)
-
-    if of_shards:
-        raise OptionError("version= and follow= are for shards, not for tables; pack them first")
-    reason = "on tables that are read in place"
-    refuse_options(ordered.keywords["reading"], ["index", "lazy", "verify"], reason)
-    if fields is not None and not isinstance(fields, Mapping):
-        check_fields(fields, None, "the table", alternatives=False)
-    samples = open_table(urls, storage, fields)
-    samples = choose_samples(samples, choice["subset"], choice["where"])
-    return ordered(samples=samples).drawn(choice["weights"])
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:

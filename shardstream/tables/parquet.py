@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
@@ -39,6 +38,7 @@ from shardstream.samples import Numbers
 from shardstream.storage import FileInfo, FileVersions, RangeStream, Storage
 from shardstream.tables.arrow_values import values_of
 from shardstream.tables.block_samples import Block, BlockSamples
+from shardstream.tables.naming import Fields, choose_columns, keys_of, names_below
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -95,8 +95,7 @@ class ParquetSamples(BlockSamples):
     Args:
         files: The files, at least one; versions of remote ones are remembered, so that a replaced file is an error.
         storage: Their storage.
-        fields: Columns to read, or field -> column; None for all. The field ``__key__`` is made of the column of this name, or that is given
-            for it; without one, the key is the file and the number of the row in it.
+        fields: See `Fields`.
 
     Raises:
         OptionError: If pyarrow is not installed, or there is no such column.
@@ -109,12 +108,12 @@ class ParquetSamples(BlockSamples):
         self,
         files: Sequence[FileInfo],
         storage: Storage,
-        fields: Sequence[str] | Mapping[str, str] | None = None,
+        fields: Fields = None,
     ) -> None:
         for file in files:
             storage.pin_listed(file)
         self._urls, self._sizes = [file.url for file in files], [file.size for file in files]
-        self._stems = _names_below(self._urls)
+        self._stems = names_below(self._urls, ".parquet")
         self._versions = FileVersions([storage.local_path(url) for url in self._urls])
         self._storage = storage
         self._kept: dict[int, _Footer] = {}  # of some files, in this process
@@ -126,7 +125,7 @@ class ParquetSamples(BlockSamples):
         if not full:
             raise SourceError(f"no row in {plural(len(files), 'file')}", shard=self._urls[0])
         self._first, self._schema = self._urls[full[0]], footers[full[0]].schema
-        self._columns, self._key = _choose_columns(self._schema, fields, self._first)
+        self._columns, self._key = choose_columns(self._schema.names, fields, self._first)
         for place in full:
             self._check_schema(footers[place].schema, self._urls[place])
         rows = np.array([n for footer in footers for n in footer.rows()], dtype=np.int64)
@@ -185,7 +184,7 @@ class ParquetSamples(BlockSamples):
         with self._reading(file) as stream:
             table = read_row_group(stream, metadata, group, self._names, url, self._storage)
         first = int(self.blocks[block] - self._file_firsts[file])
-        return _RowGroup(table, self._columns, self._key, (url, self._stems[file], first))
+        return _RowGroup(table, self._columns, self._key, (url, self._stems[file]), first)
 
     def column_names(self) -> list[str]:
         """Return the names of the columns of single numbers and texts, for conditions: of fields, and of columns that are no field."""
@@ -223,9 +222,9 @@ class ParquetSamples(BlockSamples):
             )
         found = {name: table[known[name]] for name in names if name != KEY_COLUMN}
         if KEY_COLUMN in names:
+            cells = table[self._key].to_pylist() if self._key else None
             rows = np.arange(metadata.num_rows)
-            keys = _keys_of(table, self._key, rows, (url, self._stems[file], 0))
-            found[KEY_COLUMN] = key_array(keys, url)
+            found[KEY_COLUMN] = key_array(keys_of(cells, rows, (url, self._stems[file])), url)
         return arrow.table({name: found[name] for name in names})
 
     @property
@@ -304,7 +303,8 @@ class _RowGroup:
         table: The columns that are read.
         fields: Field -> its column.
         key: Column of the keys, if there is one.
-        place: URL of the file, its name in keys, and the number of the first row in it.
+        file: URL of the file, and its name in keys.
+        first: Number of the first row in the file.
     """
 
     def __init__(
@@ -312,19 +312,21 @@ class _RowGroup:
         table: pa.Table,
         fields: Mapping[str, str],
         key: str | None,
-        place: tuple[str, str, int],
+        file: tuple[str, str],
+        first: int,
     ) -> None:
-        self._fields, self._key, self._place = fields, key, place
+        self._fields, self._key, self._file, self._first = fields, key, file, first
         large = [name for name in table.column_names if _are_large_files(table[name])]
-        self._files = {n: values_of(table[n], table.schema.field(n), place[0]) for n in large}
+        self._files = {n: values_of(table[n], table.schema.field(n), file[0]) for n in large}
         self._table = table.drop_columns(large).combine_chunks()
 
     def columns(self, places: Numbers) -> dict[str, list[Any]]:
         """Return keys, URLs and fields of some rows."""
-        url = self._place[0]
+        url = self._file[0]
         taken = self._table.take(places) if self._table.num_columns else self._table
-        found: dict[str, list[Any]] = {"__key__": _keys_of(taken, self._key, places, self._place)}
-        found["__url__"] = [url] * len(places)
+        cells = taken[self._key].to_pylist() if self._key else None
+        keys = keys_of(cells, places + self._first, self._file)
+        found: dict[str, list[Any]] = {"__key__": keys, "__url__": [url] * len(places)}
         for name, column in self._fields.items():
             if column in self._files:
                 files = self._files[column]
@@ -339,64 +341,6 @@ def _are_large_files(column: pa.ChunkedArray) -> bool:
     kind = column.type.storage_type if hasattr(column.type, "storage_type") else column.type
     is_binary = str(kind) in ("binary", "large_binary") or "bytes: binary" in str(kind)
     return is_binary and column.nbytes > _LARGE_BYTES * len(column)
-
-
-def _keys_of(
-    table: pa.Table, key: str | None, places: Numbers, place: tuple[str, str, int]
-) -> list[str]:
-    """Return the keys of rows: of their column, or the name of the file and the number of the row in it.
-
-    Raises:
-        SourceError: If a key is missing, or neither text nor a whole number.
-    """
-    url, stem, first = place
-    if key is None:
-        return [f"{stem}/{first + number:08d}" for number in places.tolist()]
-    cells = table[key].to_pylist()
-    for number, cell in zip(places.tolist(), cells, strict=True):
-        if cell in (None, "") or isinstance(cell, bool) or not isinstance(cell, str | int):
-            raise SourceError(
-                f"key {cell!r} of row {first + number} in column {key!r}: a key is text or a whole number; name another column",
-                shard=url,
-            )
-    return list(map(str, cells))
-
-
-def _choose_columns(
-    schema: pa.Schema, fields: Sequence[str] | Mapping[str, str] | None, url: str
-) -> tuple[dict[str, str], str | None]:
-    """Return field -> column, and the column of the keys.
-
-    Raises:
-        OptionError: If there is no such column, or a field has a reserved name.
-        SourceError: If two columns have one name.
-    """
-    names = schema.names
-    if len({*names}) < len(names):
-        raise SourceError("two columns have one name; rename one", shard=url)
-    if fields is None:
-        fields = [name for name in names if not is_reserved_column(name)]
-    chosen = dict(fields) if isinstance(fields, Mapping) else {name: name for name in fields}
-    key = chosen.pop(KEY_COLUMN, KEY_COLUMN if KEY_COLUMN in names else None)
-    for name in [*chosen.values(), *([key] if key else [])]:
-        if name not in names:
-            raise OptionError(f"no column {name!r}; there are: {', '.join(names)}", shard=url)
-    reserved = [name for name in chosen if is_reserved_column(name)]
-    if reserved or not chosen:
-        problem = f"{reserved[0]!r} is no name of a field" if reserved else "fields= names none"
-        raise OptionError(f"{problem}; name columns, or {{field: column}}", shard=url)
-    return chosen, key
-
-
-def _names_below(urls: Sequence[str]) -> list[str]:
-    """Return the paths of files below their common folder, without suffix.
-
-    >>> _names_below(["s3://b/a/0.parquet", "s3://b/b/0.parquet"])
-    ['a/0', 'b/0']
-    """
-    folders = [url.split("/")[:-1] for url in urls]
-    shared = len([*takewhile(lambda names: len({*names}) == 1, zip(*folders, strict=False))])
-    return ["/".join(url.split("/")[shared:]).removesuffix(".parquet") for url in urls]
 
 
 def _read_tail(stream: BinaryIO, size: int, url: str) -> bytes:
