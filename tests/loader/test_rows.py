@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import OptionError, SampleError
+from shardstream.loader import CatalogDataset, StreamDataset, cu_seqlens
 from shardstream.loader import ShardDataset as Dataset
-from shardstream.loader import StreamDataset, cu_seqlens
+from shardstream.samples import Fetcher, Numbers, Samples
 
 N = 230
 LENGTHS = np.maximum(1, np.random.default_rng(0).lognormal(3, 0.9, N).astype(int))
@@ -576,6 +577,36 @@ def test_windows_come_as_often_as_weights_say_of_their_samples(tokens: str) -> N
     first, state = _global_rows(make, 4, 0, stop=2)
     rest, _ = _global_rows(make, 2, 0, state=state)
     assert first + rest == whole
+
+
+class _Numbered(Samples):
+    """Samples of 2 kB that cannot be read."""
+
+    num_shards, fingerprint, total_bytes = 1, "0" * 16, 500_000 * 2_000
+
+    def __len__(self) -> int:
+        return self.total_bytes // 2_000
+
+    def url_of(self, shard: int) -> str:
+        return f"{shard}.tar"
+
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        return np.zeros_like(numbers)
+
+    def open_fetcher(self, upcoming: Any = None, options: Any = None) -> Fetcher:
+        raise NotImplementedError
+
+
+def test_blocks_of_rows_are_two_groups_unless_they_are_given() -> None:
+    lengths = np.random.default_rng(0).lognormal(6.05, 1, 500_000).astype(int)
+    for options, expected in ((None, range(245, 260)), (ss.OrderOptions(block=3), [3])):
+        samples = CatalogDataset(_Numbered(), shuffle=True, order=options)
+        rows = samples.pack_sequences((), 8192, lengths=lengths, keep="x")
+        source = rows.pipeline.indexed_source
+        assert source is not None
+        order = source.order(batch=1, lanes=8, epoch=0)
+        assert order.block in expected
+        assert order.window >= 8 * order.block
 
 
 @pytest.mark.parametrize("max_cost", [0, -1, float("nan")])
