@@ -41,6 +41,8 @@ class BestFitRows(GroupedRows):
         OptionError: If a sequence is longer than a row and ``long`` is "error".
     """
 
+    lengths: np.ndarray[Any, Any]
+
     def __init__(
         self,
         lengths: Ints,
@@ -59,7 +61,7 @@ class BestFitRows(GroupedRows):
             )
         self.length, self._long = length, long
         self._num_long, self._num_empty = int(too_long.sum()), int((lengths == 0).sum())
-        self._lengths = lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
+        self.lengths = lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
         self._num_tokens = int(
             lengths.sum() if long == "split" else np.minimum(lengths, length).sum()
         )
@@ -68,22 +70,17 @@ class BestFitRows(GroupedRows):
         super().__init__(len(lengths), group, is_new_each_epoch=is_new_each_epoch, seed=seed)
 
     @property
-    def lengths(self) -> np.ndarray[Any, Any]:
-        """Tokens of each sequence, shape (n,)."""
-        return self._lengths
-
-    @property
     def num_parts(self) -> int:
         """Parts of all rows: sequences, and pieces of long ones."""
         if self._long == "cut":
-            return len(self._lengths) - self._num_empty
-        return int((-(-self._lengths.astype(np.int64) // self.length)).sum())
+            return len(self.lengths) - self._num_empty
+        return int((-(-self.lengths.astype(np.int64) // self.length)).sum())
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the composition of any row."""
         options = (self.length, self._long, self.is_new_each_epoch, self._group)
-        return digest_of("best fit", options, self._lengths.astype("<i8"))
+        return digest_of("best fit", options, self.lengths.astype("<i8"))
 
     @property
     def filled(self) -> float:
@@ -96,7 +93,7 @@ class BestFitRows(GroupedRows):
         counts = {"longer ones cut" if self._long == "cut" else "longer ones split": self._num_long}
         counts |= {"without tokens left out": self._num_empty}
         notes = "".join(f", {count} {what}" for what, count in counts.items() if count)
-        return f"{plural(len(self), 'row')} of {self.length} tokens, {self.filled:.1%} filled, from {plural(len(self._lengths), 'sequence')}{notes}"
+        return f"{plural(len(self), 'row')} of {self.length} tokens, {self.filled:.1%} filled, from {plural(len(self.lengths), 'sequence')}{notes}"
 
     def count(self, groups: Ints) -> Ints:
         """Return the number of rows of some groups, shape (groups,)."""
@@ -124,7 +121,7 @@ class BestFitRows(GroupedRows):
     def _pieces(self, group: int) -> tuple[Ints, Ints, Ints]:
         """Return the sample number, first token and tokens of each piece of a group."""
         members = self.samples_of(group)
-        sizes = self._lengths[members].astype(np.int64)
+        sizes = self.lengths[members].astype(np.int64)
         if self._long == "cut":
             sizes = np.minimum(sizes, self.length)
         counts = -(-sizes // self.length)
@@ -210,8 +207,10 @@ class ConcatRows(RowPlan):
         drop_last: Drop the tokens that do not fill a last row.
     """
 
+    lengths: np.ndarray[Any, Any]
+
     def __init__(self, lengths: Ints, *, length: int, drop_last: bool = False) -> None:
-        self._lengths = lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
+        self.lengths = lengths.astype(np.min_scalar_type(lengths.max(initial=0)))
         self.length, self._drop_last = length, drop_last
         starts = np.arange(0, len(lengths), _BLOCK)
         blocks = np.add.reduceat(lengths, starts) if len(lengths) else lengths
@@ -226,19 +225,14 @@ class ConcatRows(RowPlan):
         )
 
     @property
-    def lengths(self) -> np.ndarray[Any, Any]:
-        """Tokens of each sequence, shape (n,)."""
-        return self._lengths
-
-    @property
     def num_parts(self) -> int:
         """Parts of all rows, at most."""
-        return len(self._lengths) + len(self)
+        return len(self.lengths) + len(self)
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the composition of any row."""
-        return digest_of("concat", self.length, self._drop_last, self._lengths.astype("<i8"))
+        return digest_of("concat", self.length, self._drop_last, self.lengths.astype("<i8"))
 
     @property
     def filled(self) -> float:
@@ -248,7 +242,7 @@ class ConcatRows(RowPlan):
     @property
     def summary(self) -> str:
         """Rows and what they hold, for ``repr``."""
-        return f"{plural(len(self), 'row')} of {self.length} tokens, cut out of {plural(len(self._lengths), 'sequence')}"
+        return f"{plural(len(self), 'row')} of {self.length} tokens, cut out of {plural(len(self.lengths), 'sequence')}"
 
     def parts(self, rows: Ints) -> RowParts:
         """Return the parts of some rows."""
@@ -261,11 +255,11 @@ class ConcatRows(RowPlan):
         """Return the rows that have parts of some samples, each once."""
         blocks = samples // _BLOCK
         sizes = [
-            int(self._lengths[number : (block + 1) * _BLOCK].sum(dtype=np.int64))
+            int(self.lengths[number : (block + 1) * _BLOCK].sum(dtype=np.int64))
             for number, block in zip(samples.tolist(), blocks.tolist(), strict=True)
         ]
         starts = self._ends[blocks] - np.array(sizes, dtype=np.int64)
-        stops = starts + self._lengths[samples].astype(np.int64)
+        stops = starts + self.lengths[samples].astype(np.int64)
         firsts, ends = starts // self.length, -(-stops // self.length)
         rows = np.unique(ranges(firsts, np.where(stops > starts, ends - firsts, 0)))
         return rows[rows < len(self)]
@@ -274,7 +268,7 @@ class ConcatRows(RowPlan):
         """Return the sample numbers of a row, and the first token and the one after the last of each."""
         begin, end = row * self.length, min((row + 1) * self.length, self._num_tokens)
         first, last = np.searchsorted(self._ends, [begin, end - 1], side="right").tolist()
-        sizes = self._lengths[first * _BLOCK : (last + 1) * _BLOCK].astype(np.int64)
+        sizes = self.lengths[first * _BLOCK : (last + 1) * _BLOCK].astype(np.int64)
         ends = np.cumsum(sizes) + (self._ends[first - 1] if first else 0)
         starts = np.maximum(begin - (ends - sizes), 0)
         stops = np.minimum(end - (ends - sizes), sizes)

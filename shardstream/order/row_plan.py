@@ -80,11 +80,8 @@ class RowPlan(ABC):
     """Whether copies of a row have another composition."""
     rows_of_group: int = 0
     """Consecutive rows whose samples lie among each other, in the mean; 0 if each has its own."""
-
-    @property
-    def lengths(self) -> np.ndarray[Any, Any] | None:
-        """Length of each sample that rows were planned with, shape (n,); None if samples are taken whole, whatever their length."""
-        return None
+    lengths: np.ndarray[Any, Any] | None = None
+    """Length of each sample that rows were planned with, shape (n,); None if samples are taken whole, whatever their length."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -249,17 +246,12 @@ class WindowRows(RowPlan):
             counts = np.minimum(-(-rest // stride) + 1, -(-lengths // stride))
         self.num_without = int((counts == 0).sum())
         """Samples, or runs, that have no window."""
-        self._lengths = lengths
+        self._lengths, self.lengths = lengths, None if of_runs else lengths
         self._ends: Ints = np.cumsum(counts)
         self._firsts = np.cumsum(lengths) - lengths if of_runs else None  # samples
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
-
-    @property
-    def lengths(self) -> Ints | None:
-        """Elements of each sample, shape (n,); None for runs."""
-        return None if self.of_runs else self._lengths
 
     @property
     def num_parts(self) -> int:
