@@ -200,7 +200,7 @@ class MixIndexedSource(IndexedSource):
             exchange=options.exchange,
             window=options.window or default_window(total, total_bytes, batch),
             # A node keeps neighbours, as its cache does.
-            block=default_block(total, total_bytes) if options.nodes > 1 else 1,
+            block=options.block or default_block(total, total_bytes) if options.nodes > 1 else 1,
         )
         if self.recipe.weights is None:
             return order
