@@ -59,6 +59,16 @@ def test_index_is_refused_if_the_manifest_is_damaged(
         ss.index(url)
 
 
+def test_index_is_refused_after_an_append_whose_first_version_was_removed(tmp_path: Path) -> None:
+    for append in (False, True):
+        with ss.ShardWriter(tmp_path, append=append) as writer:
+            writer.write({"cls": 1})
+    ss.versions.gc(tmp_path, 1, dry_run=False)
+    assert not [*tmp_path.glob("versions/*"), *tmp_path.glob("deleted-*")]
+    with pytest.raises(OptionError, match="has versions, or deleted samples"):
+        ss.index(tmp_path)
+
+
 def test_overwriting_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="delete its folder first"):
         ss.ShardWriter(url, overwrite=True)
