@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from shardstream.errors import (
 from shardstream.format import (
     KEY_COLUMN,
     Buffer,
+    DatasetVersion,
     ForwardReader,
     ReadAt,
     ShardInfo,
@@ -177,25 +179,30 @@ def _scan_shard_keys(info: ShardInfo, storage: Storage, tar: Buffer | None) -> l
 
 
 def choose_samples(
-    samples: Samples, subset: Choice | Keys | None = None, where: Where | None = None
+    samples: Samples,
+    subset: Choice | Keys | None = None,
+    where: Where | None = None,
+    version: DatasetVersion | None = None,
 ) -> Samples:
     """Return the samples that a user chose by number or key, by a condition on columns, or by both; all if by neither.
+
+    Numbers may have been chosen in another version of the dataset than ``version``, if it is given: if they are those of other samples there, it warns.
 
     Raises:
         OptionError: If an argument is invalid or chooses no sample, or the shards have no columns; see `select_subset`, `find_keys` and
             `find_where`.
         StorageError: If a file cannot be read.
     """
-    if subset is None and where is None:
-        return samples
     matching = None if where is None else find_where(samples, where)
     if matching is not None and not len(matching):
         raise OptionError(f"where={str(where)!r} chooses no sample")
-    if subset is None and matching is not None:
-        return Subset(samples, matching)
+    if subset is None:
+        return samples if matching is None else Subset(samples, matching)
     if _are_keys(subset):
         subset = find_keys(samples, cast("Keys", subset))
-    chosen = select_subset(samples, slice(None) if subset is None else cast("Choice", subset))
+    elif version is not None and version.has_other_numbers and not isinstance(subset, slice):
+        _warn_of_numbers(version)
+    chosen = select_subset(samples, cast("Choice", subset))
     if matching is None:
         return chosen
     numbers = chosen.numbers[np.isin(chosen.numbers, matching)]
@@ -223,6 +230,15 @@ def _are_keys(subset: object) -> bool:
     except TypeError:  # a slice, or a number
         return False
     return isinstance(first, str)
+
+
+def _warn_of_numbers(version: DatasetVersion) -> None:
+    warnings.warn(
+        f"subset= has numbers of samples, and others have other numbers since samples were deleted: they count in version {version.number}; pass version= of "
+        "the dataset in which they were chosen, or choose by keys",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:

@@ -175,6 +175,7 @@ def delete(  # noqa: PLR0913  (the options of a command)
     keys: Annotated[list[str] | None, typer.Option("--keys")] = None,
     where: str | None = None,
     numbers: str | None = None,
+    version: FromOne = None,
     missing: str = "error",
     dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
     option: list[str] | None = None,
@@ -192,6 +193,7 @@ def delete(  # noqa: PLR0913  (the options of a command)
       keys (FILE|KEY): A text file (.txt) with a key on each line, or a key; may be repeated.
       where (SQL): A condition on columns, such as "cls = 3".
       numbers (N,N-N): Numbers of samples, and ranges with both ends.
+      version (N): The version in which the numbers were found; needed once samples were deleted.
       missing (error|ignore): What to do with keys that no sample has.
       dry_run: Count the samples, and change nothing.
     """
@@ -205,6 +207,7 @@ def delete(  # noqa: PLR0913  (the options of a command)
         keys=keys[0] if keys and is_file else keys or None,
         where=where,
         numbers=None if numbers is None else _parse_numbers(numbers),
+        version=version,
         missing="ignore" if missing == "ignore" else "error",
         dry_run=dry_run,
         storage_options=parse_options(option, url),

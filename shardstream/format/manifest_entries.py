@@ -283,6 +283,11 @@ class DatasetVersion:
         """
         return tuple([made - 1 for made in self.renumbered if made > number])
 
+    @property
+    def has_other_numbers(self) -> bool:
+        """Whether samples have other numbers than in the first version, because some were deleted."""
+        return bool(self.ndeleted or self.renumbered)
+
     def other_writers(self, token: str) -> tuple[OpenWriter, ...]:
         """Return the writers that go on to append, without one of them."""
         return tuple([one for one in self.writers if one.token != token])

@@ -444,7 +444,8 @@ class ShardDataset(StreamDataset):
             source = FollowSource(located, as_follow(follow), opens, ordered, seed)
         elif lacking is None:
             whole, takes_all = opens(located), subset is None and where is None
-            samples = whole if takes_all else choose_samples(whole, subset, where)
+            counted_in = None if version else located.version
+            samples = whole if takes_all else choose_samples(whole, subset, where, counted_in)
             source = ordered(samples=samples).drawn(weights)
         else:
             _check_whole_shards(lacking, order, read, choice, places)

@@ -289,22 +289,21 @@ class WeightedEpochPlan(EpochPlan):
         return bounds[:-1], sizes, starts if self.order.shuffle else np.zeros_like(starts)
 
     def _before(self, cells: Ints) -> Ints:
-        """Return how many places of each layer come before some cells, shape (n, layers)."""
-        found: Ints = cells[:, None] * self._layers[1] // self._cells
+        """Return how many places of each layer come before some cells, shape (layers, n)."""
+        found: Ints = cells * self._layers[1][:, None] // self._cells
         return found
 
     def _draws_at(self, places: Ints) -> Ints:
         """Return the draws at places of the list, shape (n,)."""
         cells = places * self._cells // self.order.nsamples
-        while (is_before := self._before(cells + 1).sum(axis=1) <= places).any():
+        while (is_before := self._before(cells + 1).sum(axis=0) <= places).any():
             cells += is_before
         before = self._before(cells)
-        ends = np.cumsum(self._before(cells + 1) - before, axis=1)
-        turns = places - before.sum(axis=1)
-        layers = (turns[:, None] >= ends).sum(axis=1)
-        rows = np.arange(len(places))
-        turns -= np.where(layers > 0, ends[rows, layers - 1], 0)
-        return self._moved(layers, before[rows, layers] + turns)
+        ends = np.cumsum(self._before(cells + 1) - before, axis=0)
+        turns = places - before.sum(axis=0)
+        layers, rows = (turns >= ends).sum(axis=0), np.arange(len(places))
+        turns -= np.where(layers > 0, ends[layers - 1, rows], 0)
+        return self._moved(layers, before[layers, rows] + turns)
 
     def _places_of_draws(self, draws: Ints) -> Ints:
         """Return the places of draws in the list: the inverse of `_draws_at`."""
@@ -313,9 +312,9 @@ class WeightedEpochPlan(EpochPlan):
         turns = self._moved(layers, draws - firsts[layers], inverse=True) - firsts[layers]
         cells = ((turns + 1) * self._cells - 1) // np.maximum(sizes, 1)[layers]
         before, after = self._before(cells), self._before(cells + 1)
-        is_earlier = np.arange(self._num_layers) < layers[:, None]
-        places: Ints = np.where(is_earlier, after, before).sum(axis=1)
-        return places + turns - before[np.arange(len(draws)), layers]
+        is_earlier = np.arange(self._num_layers)[:, None] < layers
+        places: Ints = np.where(is_earlier, after, before).sum(axis=0)
+        return places + turns - before[layers, np.arange(len(draws))]
 
     def _moved(self, layers: Ints, turns: Ints, *, inverse: bool = False) -> Ints:
         """Return the draws of turns of layers: from the random start of the layer on; or the inverse of it, as a draw."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardstream.catalog import Keys, Where, find_where, open_samples, samples_with_keys
 from shardstream.errors import ChangedError, OptionError, plural
+from shardstream.format import DatasetVersion
 from shardstream.samples import Choice, Numbers, Samples, WithoutDeleted, select_subset
 from shardstream.storage import (
     LazyShards,
@@ -68,7 +69,8 @@ def delete(  # noqa: PLR0913  (the public door)
             ``index`` and ``pack`` write with ``columns=``, or else from the shards.
         where: A condition on columns, as in `ShardDataset`; with keys or numbers, samples that fulfil both are deleted.
         numbers: Numbers of samples in the current version, as ``subset=`` in `ShardDataset`.
-        version: The version in which ``numbers`` were found: an error if it is not the current one any more.
+        version: The version in which ``numbers`` were found: an error if it is not the current one any more. It is needed once samples were deleted, as
+            others have other numbers since.
         missing: Whether keys that no sample has are an error, or left out and reported.
         dry_run: Report what would be deleted, and change nothing.
         storage_options: For fsspec.
@@ -87,12 +89,8 @@ def delete(  # noqa: PLR0913  (the public door)
     def change(manifest: AnyManifest) -> AnyManifest | None:
         nonlocal report
         before = manifest.dataset_version
-        begun = version if report is None else report.version
-        if numbers is not None and begun not in (None, before.number):
-            raise ChangedError(
-                f"another writer has published version {before.number} meanwhile, in which the numbers may be those of other samples; choose them again",
-                shard=folder,
-            )
+        if numbers is not None:
+            _check_numbers(version if report is None else report.version, before, folder)
         located = locate_shards(folder, storage, before.number)
         _check_indexed(located)
         samples = open_samples(located, storage)
@@ -114,6 +112,21 @@ def delete(  # noqa: PLR0913  (the public door)
     after = publish_version(folder, storage, change)
     assert report is not None  # noqa: S101
     return replace(report, version=after.dataset_version.number)
+
+
+def _check_numbers(found_in: int | None, current: DatasetVersion, folder: str) -> None:
+    """Refuse numbers of samples that are, or may be, those of another version than the current one."""
+    if found_in is None and current.has_other_numbers:
+        raise OptionError(
+            "samples were deleted, and others have other numbers since; say in which version numbers= were found: version= (--version), of the current "
+            f"one {current.number}",
+            shard=folder,
+        )
+    if found_in not in (None, current.number):
+        raise ChangedError(
+            f"another writer has published version {current.number} meanwhile, in which the numbers may be those of other samples; choose them again",
+            shard=folder,
+        )
 
 
 def _choose(

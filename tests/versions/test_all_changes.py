@@ -49,7 +49,9 @@ class Model:
     def delete(self, count: int, _: int) -> None:
         if len(self.samples) > count:
             numbers = np.linspace(0, len(self.samples) - 1, count, dtype=int).tolist()
-            ss.delete(self.url, numbers=sorted({*numbers}))
+            ss.delete(
+                self.url, numbers=sorted({*numbers}), version=ss.ShardDataset(self.url).versions[0]
+            )
             self.samples = [one for at, one in enumerate(self.samples) if at not in numbers]
 
     def again(self, count: int, _: int) -> None:

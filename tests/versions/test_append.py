@@ -79,7 +79,7 @@ def test_each_version_has_its_samples(
     for size, way in zip(sizes, ways, strict=False):
         new = samples(end, end + size)
         if way == "delete":
-            ss.delete(url, numbers=[0])
+            ss.delete(url, numbers=[0], version=len(expected))
             expected.append(expected[-1][1:])
             continue
         if way == "pack":

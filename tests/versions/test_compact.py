@@ -81,7 +81,8 @@ def test_nothing_deleted_is_nothing_to_do(url: str) -> None:
 
 def test_a_compacted_dataset_is_changed_again(url: str) -> None:
     for round_ in range(3):
-        ss.delete(url, numbers=[0, 20, -1 + len(ss.ShardDataset(url))])
+        last = len(ss.ShardDataset(url)) - 1
+        ss.delete(url, numbers=[0, 20, last], version=2 * round_ + 1)
         ss.compact(url)
         assert len(ss.ShardDataset(url)) == N - 3 * (round_ + 1)
     assert ss.verify(url).problems == ()
@@ -168,7 +169,7 @@ def test_a_deletion_meanwhile_is_not_lost(url: str) -> None:
 
     def delete_more(_: object) -> None:
         for chosen in others:
-            ss.delete(url, numbers=chosen)
+            ss.delete(url, numbers=chosen, version=ss.ShardDataset(url).versions[0])
             break
 
     report = ss.compact(url, threads=1, progress=delete_more)

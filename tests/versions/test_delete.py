@@ -52,7 +52,7 @@ def test_each_version_has_its_samples(
     for places in deletions:
         chosen = sorted(place for place in places if place < len(left[-1]))
         if chosen and len(chosen) < len(left[-1]):
-            assert ss.delete(url, numbers=chosen).deleted == len(chosen)
+            assert ss.delete(url, numbers=chosen, version=len(left)).deleted == len(chosen)
             left.append(np.delete(left[-1], chosen))
     for version, expected in enumerate(left, start=1):
         dataset = ss.ShardDataset(url, version=version)
@@ -67,6 +67,8 @@ def test_each_version_has_its_samples(
 
 def test_numbers_of_another_version_are_refused(url: str) -> None:
     ss.delete(url, numbers=[0], version=1)
+    with pytest.raises(OptionError, match="in which version numbers= were found: .* current one 2"):
+        ss.delete(url, numbers=[5])
     with pytest.raises(ChangedError, match="version 2 meanwhile"):
         ss.delete(url, numbers=[5], version=1)
     assert numbers(ss.ShardDataset(url)) == [*range(1, N)]
@@ -81,7 +83,7 @@ def test_a_version_that_gc_removes_during_a_change_is_read_again(url: str) -> No
     def change(manifest: Any) -> Any:
         seen.append(manifest.dataset_version.number)
         if len(seen) == 1:
-            ss.delete(url, numbers=[0])
+            ss.delete(url, numbers=[0], version=2)
             ss.versions.gc(url, keep=1, dry_run=False)
         read_deleted(manifest, f"{url}/index.json", Storage())
         return next_version(manifest, "append")
@@ -98,7 +100,9 @@ def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     expected = sorted({*range(N)} - {3, 5, 50, 99, *range(10, 21)})
     assert loaded(ss.ShardDataset(url, shuffle=True), workers=2) == expected
     assert numbers(ss.ShardDataset(url, where="cls < 22")) == [n for n in expected if n < 22]
-    assert numbers(ss.ShardDataset(url, subset=[0, 3, 4])) == [0, 4, 6]
+    with pytest.warns(UserWarning, match=r"subset= has numbers .* they count in version 4; pass"):
+        assert numbers(ss.ShardDataset(url, subset=[0, 3, 4])) == [0, 4, 6]
+    assert numbers(ss.ShardDataset(url, subset=[0, 3, 4], version=4)) == [0, 4, 6]
     pattern = f"{url}/{{000003..000006}}.tar"
     assert numbers(ss.ShardDataset(pattern)) == [n for n in expected if n >= 45]
     assert numbers(ss.ShardDataset(f"{url}/index.json")) == expected

@@ -36,8 +36,8 @@ def url(tmp_path: Path) -> str:
     url = numbered(tmp_path / "data", N, 15, columns=["cls"])
     ss.delete(url, numbers=[0, 50])
     ss.compact(url)
-    ss.delete(url, numbers=[0, 20])
-    ss.delete(url, numbers=[90])
+    ss.delete(url, numbers=[0, 20], version=3)
+    ss.delete(url, numbers=[90], version=4)
     ss.compact(url)
     return url
 

@@ -55,7 +55,7 @@ def apply(url: str, model: Model, change: str, value: Any) -> None:
         gone = sorted({one % len(model.current) for one in value})
         if len(gone) == len(model.current):
             return
-        assert ss.delete(url, numbers=gone).version == number + 1
+        assert ss.delete(url, numbers=gone, version=number).version == number + 1
         model.publish(np.delete(model.current, gone).tolist())
         model.has_deleted = True
     elif change == "append":

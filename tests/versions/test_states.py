@@ -25,7 +25,7 @@ from shardstream.versions import next_version, publish_version
 from tests.small_datasets import FEW_CORES, numbered
 
 pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=")
+pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=", "ignore:subset= has numbers")
 N = 72
 Make = Callable[[str, ss.Placement | None], Any]
 
@@ -79,7 +79,7 @@ def delete_some(url: str, places: set[int]) -> set[int]:
     present = [int(one["cls"]) for one in ss.ShardDataset(url)]
     chosen = sorted(place for place in places if place < len(present) - 8)
     if chosen:
-        ss.delete(url, numbers=chosen)
+        ss.delete(url, numbers=chosen, version=ss.ShardDataset(url).versions[0])
     return {present[place] for place in chosen}
 
 
@@ -294,7 +294,7 @@ def test_a_newer_state_on_older_data_is_refused(url: str) -> None:
 def test_states_of_versions_that_are_gone_are_refused(url: str, tmp_path: Path) -> None:
     state = saved(url)
     ss.delete(url, numbers=[3])
-    ss.delete(url, numbers=[3])
+    ss.delete(url, numbers=[3], version=2)
 
     def forget(manifest: Any) -> Any:
         after = next_version(manifest, "gc")
@@ -490,3 +490,17 @@ def test_replaced_fields_are_those_of_the_version(tmp_path: Path) -> None:
     rest = taken(iter(one))
     assert {*rest} <= {*range(10, N)}
     assert sorted(taken(iter(one))) == [500, *range(1010, 1000 + N)]
+
+
+def test_a_field_that_was_replaced_by_values_of_equal_length_is_that_of_the_version(
+    tmp_path: Path,
+) -> None:
+    url = numbered(tmp_path / "bare", N, 7)
+    values = [{f"{i:06d}": b"%d" % (i + more) for i in range(N)} for more in (1000, 2000)]
+    ss.replace_fields(url, {"cls": values[0]})
+    state = saved(url)
+    ss.replace_fields(url, {"cls": values[1]})
+    loader = ss.ShardLoader(plain(url), 4)
+    loader.load_state_dict(state)
+    assert {*taken(iter(loader))} <= {*range(1000, 1000 + N)}
+    assert sorted(taken(iter(loader))) == [*range(2000, 2000 + N)]

@@ -121,7 +121,7 @@ def test_verify_knows_the_files_of_versions(url: str) -> None:
 
 
 def test_verify_finds_missing_files_of_versions(url: str) -> None:
-    ss.delete(url, numbers=[5])
+    ss.delete(url, numbers=[5], version=2)
     min(Path(url).glob("deleted-*.npy"), key=lambda path: path.stat().st_size).unlink()
     assert any("deleted-" in one.shard for one in ss.verify(url).errors)
     with pytest.raises(ManifestError, match="is missing"):
@@ -151,6 +151,6 @@ def test_reshard_leaves_deleted_samples_out(url: str, tmp_path: Path) -> None:
     ss.reshard(url, tmp_path / "new", max_samples=7)
     expected = [n for n in range(N) if n not in GONE]
     assert [int(s["cls"]) for s in ss.ShardDataset(str(tmp_path / "new"))] == expected
-    ss.delete(url, numbers=[0])
+    ss.delete(url, numbers=[0], version=2)
     with pytest.raises(OptionError, match="published"):
         ss.reshard(url, tmp_path / "new", max_samples=7)
