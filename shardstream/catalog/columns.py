@@ -355,7 +355,7 @@ def find_where(samples: Samples, where: Where) -> Numbers:
             shard=samples.url_of(0),
         )
     _check_column_names(names, samples, is_sql=isinstance(where, str))
-    table = _without_nan(samples.read_columns(names))
+    table = _without_nan(samples.read_columns(_named_in(str(where).lower(), names)))
     table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
     choose = _query if isinstance(where, str) else _filter
     try:
@@ -377,6 +377,15 @@ def find_where(samples: Samples, where: Where) -> Numbers:
             "use a condition on columns alone, or subset="
         )
     return cast("Numbers", np.sort(found.astype(np.int64)))
+
+
+def _named_in(text: str, names: Sequence[str]) -> Sequence[str]:
+    """Return the columns that a condition in lower case may name, of a table whose texts may be large; all where it stands for others, too."""
+    if any(sign in text for sign in ("*", "columns", "samples", "fieldpath")):
+        return names
+    spelled = [(name, name.lower(), name.lower().replace('"', '""')) for name in names]
+    found = [name for name, plain, quoted in spelled if plain in text or quoted in text]
+    return found or names
 
 
 def _class_numbers(where: str, samples: Samples) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,7 +127,7 @@ class ParquetSamples(BlockSamples):
         self._first, self._schema = self._urls[full[0]], footers[full[0]].schema
         self._columns, self._key = choose_columns(self._schema.names, fields, self._first)
         for place in full:
-            self._check_schema(footers[place].schema, self._urls[place])
+            self._check_schema(footers[place].schema, self._names, self._urls[place])
         rows = np.array([n for footer in footers for n in footer.rows()], dtype=np.int64)
         counts = [footer.metadata.num_row_groups for footer in footers]
         self._groups = np.array([(n, g) for n, count in enumerate(counts) for g in range(count)])
@@ -206,15 +206,18 @@ class ParquetSamples(BlockSamples):
             )
         arrow, _ = import_parquet()
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-columns") as pool:
-            tables = pool.map(partial(self._read_conditions, wanted), range(len(self._urls)))
-            return arrow.concat_tables(tables)
+            files = np.flatnonzero(np.diff(self._file_firsts)).tolist()
+            tables = pool.map(partial(self._read_conditions, wanted), files)
+            return arrow.concat_tables(tables, promote_options="default")  # of nulls alone
 
     def _read_conditions(self, names: Sequence[str], file: int) -> pa.Table:
         """Return columns of the rows of a file."""
         arrow, _ = import_parquet()
-        url, metadata, known = self._urls[file], self._footer(file).metadata, self._conditions()
+        url, footer, known = self._urls[file], self._footer(file), self._conditions()
+        metadata = footer.metadata
         own = {known[name] for name in names if name != KEY_COLUMN}
         own |= {self._key} if self._key and KEY_COLUMN in names else set()
+        self._check_schema(footer.schema, own, url)
         with self._reading(file) as stream:
             limit_bytes = limit_of_rows(self._sizes[file])
             table = read_parquet(
@@ -242,15 +245,14 @@ class ParquetSamples(BlockSamples):
             and not is_reserved_column(name)
         }
 
-    def _check_schema(self, schema: pa.Schema, url: str) -> None:
-        """Refuse a file whose columns have other types than those of the first, of those that are read or compared."""
-        for name in {*self._names, *self._conditions().values()}:
-            place = schema.get_field_index(name)
-            expected = self._schema.field(name).type
-            if place < 0 or schema.field(place).type != expected:
-                found = "is missing" if place < 0 else f"is {schema.field(place).type}"
+    def _check_schema(self, schema: pa.Schema, names: Iterable[str], url: str) -> None:
+        """Refuse a file of which columns are missing, or have other types than in the first; a column of nulls alone may have their type."""
+        for name in names:
+            place, expected = schema.get_field_index(name), self._schema.field(name).type
+            found = "missing" if place < 0 else str(schema.field(place).type)
+            if found not in (str(expected), "null"):
                 raise SourceError(
-                    f"column {name!r} {found}, but {expected} in {shown(self._first)}; write the files with one schema, or leave it out with fields=",
+                    f"column {name!r} is {found}, but {expected} in {shown(self._first)}; write the files with one schema, or leave it out",
                     shard=url,
                 )
 

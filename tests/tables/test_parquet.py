@@ -169,6 +169,24 @@ def test_rows_are_chosen_by_columns_that_are_no_fields(table: str) -> None:
     assert len(list(balanced)) == COUNT
 
 
+def test_files_may_differ_in_columns_that_are_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("duckdb")
+    for place, columns in enumerate(
+        ({"a": ["x"], "b": [1], "c": [1]}, {"a": ["y"], "b": ["z"], "c": [None]}, {})
+    ):
+        pq.write_table(pa.table(columns), tmp_path / f"{place}.parquet")
+    url = f"{tmp_path}/*.parquet"
+    assert [(one["a"], one["c"]) for one in ss.ShardDataset(url, fields=["a", "c"])] == [
+        ("x", 1),
+        ("y", None),
+    ]
+    assert [one["a"] for one in ss.ShardDataset(url, fields=["a"], where="c = 1")] == ["x"]
+    with pytest.raises(SourceError, match="column 'b' is string, but int64"):
+        ss.ShardDataset(url, fields=["a"], where="b = 1")
+    with pytest.raises(SourceError, match="column 'b' is string, but int64"):
+        ss.ShardDataset(url)
+
+
 def test_values_of_columns(tmp_path: Path) -> None:
     now = datetime.datetime(2026, 1, 2, 3, 4, 5)
     columns = {
@@ -233,7 +251,11 @@ def flip(data: bytes) -> bytes:
             SourceError,
             r"column '(label|image)' is string, but .*part-0.*part-1",
         ),
-        (lambda _: encode(pa.table({"id": ["a"]})), SourceError, "is missing, but .*part-1"),
+        (
+            lambda _: encode(pa.table({"id": ["a"]})),
+            SourceError,
+            "column .(id|label|text|image). is missing, but .*part-1",
+        ),
     ],
 )
 def test_bad_file_is_an_error_that_names_it(
