@@ -437,9 +437,8 @@ class ShardDataset(StreamDataset):
             located = locate_shards(urls, storage, version)
         lacking = located.shards[0].url if read.index == "ignore" else lacks_index(located, storage)
         stages, kept, places = first_stages(fields, read.lazy, located.fields, storage)
-        opens = partial(
-            open_samples, storage=storage, verify=read.verify, fields=kept, places=places
-        )
+        opens = partial(open_samples, storage=storage, verify=read.verify)
+        opens = partial(opens, fields=kept, places=places)
         if follow:
             source = FollowSource(located, as_follow(follow), opens, ordered, seed)
         elif lacking is None:
