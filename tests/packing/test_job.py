@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -600,3 +601,12 @@ def test_packing_does_not_import_torch() -> None:
     code = "import sys, shardstream.packing, shardstream.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_an_error_ends_the_thread_that_publishes_parts(tmp_path: Path) -> None:
+    rows = [{"txt": "a"}, {"txt": "b"}, {"txt": object()}]
+    with pytest.raises(SourceError) as failed:
+        pack(rows, tmp_path, max_samples=1)
+    assert failed.value.__traceback__ is not None  # which keeps what the job had opened
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("shardstream-end")]
