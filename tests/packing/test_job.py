@@ -604,7 +604,7 @@ def test_packing_does_not_import_torch() -> None:
 
 
 def test_an_error_ends_the_thread_that_publishes_parts(tmp_path: Path) -> None:
-    rows = [{"txt": "a"}, {"txt": "b"}, {"txt": object()}]
+    rows: list[dict[str, Any]] = [{"txt": "a"}, {"txt": "b"}, {"txt": object()}]
     with pytest.raises(SourceError) as failed:
         pack(rows, tmp_path, max_samples=1)
     assert failed.value.__traceback__ is not None  # which keeps what the job had opened
