@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+import torch.distributed as dist
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import shardstream as ss
 from shardstream.integrations.hf import LoaderStateCallback, TrainerLoader
 from tests.distributed.trainers_job import document_block
 from tests.small_datasets import grouped
+
+SHORT_DOCUMENT = 3  # tokens of the shortest document of `packed_rows`
 
 
 class Net(torch.nn.Module):
@@ -67,9 +77,14 @@ def _has_odd_number(sample: dict[str, Any]) -> bool:
 
 
 def _arguments(out: Path, **options: Any) -> TrainingArguments:
-    defaults = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}  # fmt: skip
+    defaults = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "logging_strategy": "no",
+    }
     return TrainingArguments(
-        output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True,
         save_strategy="no", remove_unused_columns=False, **(defaults | options),
     )  # fmt: skip
 
@@ -179,6 +194,75 @@ def readme(folder: str, out: Path) -> Any:
     return {"seen": names["model"].seen, "loss": evaluated["eval_loss"]}
 
 
+def packed_rows(folder: str, out: Path) -> Any:
+    """Losses of a step on packed rows, and of their documents one by one."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=2, initializer_range=0.5,
+        )
+    )  # fmt: skip
+    rows = (
+        ss.ShardDataset(folder, shuffle=True)
+        .decode()
+        .map(_as_document)
+        .pack_sequences(
+            "ids", 16, lengths=[SHORT_DOCUMENT + n % 5 for n in range(102)], labels=True
+        )
+        .map(_as_model_inputs)
+    )
+    mine = next(iter(ss.ShardLoader(rows, 4)))
+    batches: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(batches, mine)
+    with torch.no_grad():
+        losses = [
+            model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+            for ids in _documents(batches)
+            for _ in range(ids.shape[1] - 1)  # a loss for each token after the first
+        ]
+        cached, masked = (
+            model(**mine, **options).loss.item()
+            for options in ({}, {"attention_mask": torch.ones_like(mine["input_ids"])})
+        )
+        apart = model(**mine, use_cache=False).loss.item()
+    arguments = _arguments(
+        out, max_steps=1, gradient_accumulation_steps=1, logging_strategy="steps", logging_steps=1
+    )
+    callbacks = [LoaderStateCallback()]
+    trainer = LoaderTrainer(
+        model, arguments, loader=TrainerLoader(ss.ShardLoader(rows, 4)), callbacks=callbacks
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]["loss"]
+    return {
+        "logged": logged,
+        "alone": float(np.mean(losses)),
+        "apart": apart,
+        "joined": [cached, masked],
+    }
+
+
+def _as_document(sample: dict[str, Any]) -> dict[str, Any]:
+    number = int(sample["cls"])
+    return {"ids": np.arange(number, number + SHORT_DOCUMENT + number % 5)}
+
+
+def _as_model_inputs(row: dict[str, Any]) -> dict[str, Any]:
+    """Name the fields of a packed row as the models of transformers do."""
+    return {"input_ids": row["ids"], "labels": row["labels"], "position_ids": row["positions"]}
+
+
+def _documents(batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the documents of packed rows, each as a batch of one."""
+    found = []
+    for batch in batches:
+        for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+            starts = (positions == 0).nonzero().flatten().tolist()
+            found += [ids[None, a:b] for a, b in pairwise([*starts, len(ids)])]
+    return [ids for ids in found if ids.shape[1] > 1]
+
+
 def evaluated(folder: str, out: Path) -> Any:
     """Samples that metrics are computed on."""
     metrics: list[list[int]] = []
@@ -232,6 +316,7 @@ CHECKS = {
     trained_on_loaders: (1, 2),
     trained_where_counts_change: (2,),
     readme: (2,),
+    packed_rows: (1, 2),
     evaluated: (2,),
     refusals: (1,),
 }

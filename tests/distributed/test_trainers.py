@@ -149,12 +149,22 @@ def test_trainer_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> 
     assert (
         len(set(rest)) == len(rest) == SAMPLES - 2 * 2 * 8
     )  # two ranks took a step of two batches
+    assert_documents_stay_apart(results["packed_rows"])
     said = results["refusals"]["1"][0]
     assert "callbacks=[LoaderStateCallback()]" in said["no callback"]
     assert "TrainerLoader(loader)" in said["bare loader"]
     assert "needs a TrainerLoader" in said["callback on a bare loader"]
     assert "the saved state of the loader after batch 2" in said["other batches"]
     assert "but the Trainer would copy them again to 'cpu" in said["other device"]
+
+
+def assert_documents_stay_apart(found: dict[str, list[Any]]) -> None:
+    """Check that the loss of packed rows is that of their documents, and what docs/trainers.md says joins them."""
+    for ranks in found.values():
+        for one in ranks:
+            assert one["logged"] == pytest.approx(one["alone"], rel=1e-4)
+            for joined in one["joined"]:
+                assert joined != pytest.approx(one["apart"], rel=1e-3)
 
 
 @pytest.mark.slow
