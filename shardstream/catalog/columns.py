@@ -381,7 +381,7 @@ def find_where(samples: Samples, where: Where) -> Numbers:
 
 def _named_in(text: str, names: Sequence[str]) -> Sequence[str]:
     """Return the columns that a condition in lower case may name, of a table whose texts may be large; all where it stands for others, too."""
-    if any(sign in text for sign in ("*", "columns", "samples", "fieldpath")):
+    if any(sign in text for sign in ("*", "#", "columns", "samples", "fieldpath")):
         return names
     spelled = [(name, name.lower(), name.lower().replace('"', '""')) for name in names]
     found = [name for name, plain, quoted in spelled if plain in text or quoted in text]

@@ -25,7 +25,9 @@ from shardstream.storage.discover import SeenManifest as SeenManifest
 from shardstream.storage.discover import absolute_urls as absolute_urls
 from shardstream.storage.discover import check_folder_finished as check_folder_finished
 from shardstream.storage.discover import locate_shards as locate_shards
+from shardstream.storage.discover import one_spelling as one_spelling
 from shardstream.storage.discover import read_manifest as read_manifest
+from shardstream.storage.discover import refuse_repeated as refuse_repeated
 from shardstream.storage.error_messages import broken_link as broken_link
 from shardstream.storage.error_messages import classify_error as classify_error
 from shardstream.storage.error_messages import translate_errors as translate_errors

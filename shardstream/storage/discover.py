@@ -166,7 +166,7 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
     if tars:
         located.append(_from_tars(tars, storage, globbed))
     if len(expanded) > 1:
-        _refuse_repeated(located, storage)
+        refuse_repeated((shard.url for one in located for shard in one.shards), storage)
     if len(located) == 1:
         return located[0]
     return LocatedShards(
@@ -218,21 +218,22 @@ def _from_version(urls: Sequence[str], storage: Storage, asked: int | str) -> Lo
     return replace(located, num_classes=current.num_classes(number))
 
 
-def _refuse_repeated(located: Iterable[LocatedShards], storage: Storage) -> None:
-    """Refuse a shard that several URLs name, however they spell its path or protocol: its samples would be read twice."""
-
-    def place(url: str) -> str:
-        is_remote = "://" in url and not url.startswith(("file:", "local:"))
-        path = None if is_remote else storage.local_path(url)
-        return with_one_protocol(url) if path is None else os.path.normpath(path)
-
-    repeated = find_repeated(place(shard.url) for one in located for shard in one.shards)
+def refuse_repeated(urls: Iterable[str], storage: Storage) -> None:
+    """Refuse a file that several URLs name, however they spell its path or protocol: its samples would be read twice."""
+    repeated = find_repeated(one_spelling(url, storage) for url in urls)
     if repeated is not None:
         raise OptionError(
-            "a shard is named twice, so its samples would be read twice; name each once, and "
+            "a file is named twice, so its samples would be read twice; name each once, and "
             "pass weights= or use ss.mix to read samples more often",
             shard=repeated,
         )
+
+
+def one_spelling(url: str, storage: Storage) -> str:
+    """Return the same path or URL for all spellings of that of a file."""
+    is_remote = "://" in url and not url.startswith(("file:", "local:"))
+    path = None if is_remote else storage.local_path(url)
+    return with_one_protocol(url) if path is None else os.path.normpath(path)
 
 
 def _joined_fields(parts: Iterable[Iterable[str] | None]) -> tuple[str, ...] | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shardstream.errors import NotFoundError, OptionError
-from shardstream.format import find_repeated
 from shardstream.samples import Samples
-from shardstream.storage import FileInfo, Storage, Urls, expand_urls
+from shardstream.storage import FileInfo, Storage, Urls, expand_urls, one_spelling, refuse_repeated
 from shardstream.tables.mds import MdsSamples
 from shardstream.tables.naming import Fields
 from shardstream.tables.parquet import ParquetSamples
@@ -29,7 +28,8 @@ def open_table(
         fields: See `Fields`.
 
     Raises:
-        OptionError: If a URL names another kind of file, or a file is named twice; or as `ParquetSamples` and `MdsSamples`.
+        OptionError: If a URL names another kind of file, a file is named twice, or a glob matches a folder, or names that writers give to files that
+            are no data; or as `ParquetSamples` and `MdsSamples`.
         NotFoundError: If a glob matches no file.
         StorageError: If a file is missing or cannot be read.
     """
@@ -39,15 +39,34 @@ def open_table(
     for url in expanded:
         if _reader_of(url) is not reader:
             raise OptionError("data of several kinds are read as one: mix them", shard=url)
-        found = storage.glob(url) if storage.is_glob(url) else [storage.info(url)]
-        if not found:
-            raise NotFoundError("no file matches", shard=url)
-        files += found
-    if repeated := find_repeated(file.url for file in files):
-        raise OptionError("a file is named twice, so its rows would be read twice", shard=repeated)
+        files += _matching(url, storage) if storage.is_glob(url) else [storage.info(url)]
+    refuse_repeated((file.url for file in files), storage)
     assert reader is not None  # noqa: S101  (by the caller)
     return reader(files, storage, fields)
 
 
 def _reader_of(url: str) -> type[ParquetSamples | MdsSamples] | None:
     return next((one for end, one in _READERS.items() if url.lower().endswith(end)), None)
+
+
+def _matching(pattern: str, storage: Storage) -> list[FileInfo]:
+    """Return the files of a glob.
+
+    Raises:
+        OptionError: If it would leave out the files of a folder, or add those that writers mark as unfinished or as no data.
+        NotFoundError: If it matches no file.
+    """
+    found = storage.glob(pattern)
+    inner = [] if "**" in pattern else storage.glob(f"{pattern}/*")
+    if inner:
+        raise OptionError("the glob matches a folder of files; name them", shard=inner[0].url)
+    if not found:
+        raise NotFoundError("no file matches", shard=pattern)
+    marks = {"_", "."} - {name[:1] for name in one_spelling(pattern, storage).split("/")}
+    for file in found:
+        if any(name[:1] in marks for name in one_spelling(file.url, storage).split("/")):
+            raise OptionError(
+                "the glob matches a name that begins with _ or a dot, as of unfinished files and logs; name the files that you mean",
+                shard=file.url,
+            )
+    return found

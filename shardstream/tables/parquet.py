@@ -100,7 +100,7 @@ class ParquetSamples(BlockSamples):
     Raises:
         OptionError: If pyarrow is not installed, or there is no such column.
         ShardError: If a file is no Parquet, or cut.
-        SourceError: If a file has other columns or types than the first, or there is no row.
+        SourceError: If a file has other types than the first, or, where all are read, further columns; or there is no row.
         StorageError: If one cannot be read.
     """
 
@@ -128,10 +128,11 @@ class ParquetSamples(BlockSamples):
         self._columns, self._key = choose_columns(self._schema.names, fields, self._first)
         for place in full:
             self._check_schema(footers[place].schema, self._names, self._urls[place])
+            if fields is None:
+                self._refuse_further(footers[place].schema.names, self._urls[place])
         rows = np.array([n for footer in footers for n in footer.rows()], dtype=np.int64)
-        counts = [footer.metadata.num_row_groups for footer in footers]
-        self._groups = np.array([(n, g) for n, count in enumerate(counts) for g in range(count)])
-        self._groups = self._groups[rows > 0]  # file, and row group in it; shape (blocks, 2)
+        groups = [(n, g) for n, one in enumerate(footers) for g in range(len(one.rows()))]
+        self._groups = np.array(groups)[rows > 0]  # file, row group in it; shape (blocks, 2)
         names = self._names if {*self._names} < {*self._schema.names} else None
         read = np.array([n for f in footers for n in f.group_bytes(names)], dtype=np.int64)
         super().__init__(rows[rows > 0], read[rows > 0], storage)
@@ -256,6 +257,14 @@ class ParquetSamples(BlockSamples):
                     shard=url,
                 )
 
+    def _refuse_further(self, names: Iterable[str], url: str) -> None:
+        """Refuse a file with a column that the first lacks, where all are read: its values would be left out."""
+        if further := {*names} - {*self._schema.names}:
+            raise SourceError(
+                f"column {min(further)!r} is not in {shown(self._first)}; name the columns to read with fields=",
+                shard=url,
+            )
+
     def _footer(self, file: int) -> _Footer:
         """Return the footer of a file, which workers read again.
 
@@ -318,7 +327,7 @@ class _RowGroup:
         first: int,
     ) -> None:
         self._fields, self._key, self._file, self._first = fields, key, file, first
-        large = [name for name in table.column_names if _are_large_files(table[name])]
+        large = [name for name in table.column_names if _become_objects(table[name])]
         self._files = {n: values_of(table[n], table.schema.field(n), file[0]) for n in large}
         self._table = table.drop_columns(large).combine_chunks()
 
@@ -338,11 +347,11 @@ class _RowGroup:
         return found
 
 
-def _are_large_files(column: pa.ChunkedArray) -> bool:
-    """Return whether a column holds bytes, of which the copy for `take` would cost more than a Python object for each."""
+def _become_objects(column: pa.ChunkedArray) -> bool:
+    """Return whether a column is converted at once: bytes, of which `take` would copy more than a Python object, and views, which it lacks."""
     kind = column.type.storage_type if hasattr(column.type, "storage_type") else column.type
     is_binary = str(kind) in ("binary", "large_binary") or "bytes: binary" in str(kind)
-    return is_binary and column.nbytes > _LARGE_BYTES * len(column)
+    return "_view" in str(kind) or (is_binary and column.nbytes > _LARGE_BYTES * len(column))
 
 
 def _read_tail(stream: BinaryIO, size: int, url: str) -> bytes:

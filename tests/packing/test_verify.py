@@ -293,7 +293,7 @@ def test_columns_that_some_shards_lack_are_errors(with_extras: Path) -> None:
 
 def test_shard_that_is_listed_twice_is_refused(dataset: Path) -> None:
     tar = str(dataset / "train-000000.tar")
-    with pytest.raises(OptionError, match="a shard is named twice"):
+    with pytest.raises(OptionError, match="a file is named twice"):
         verify([tar, tar])
     change_manifest(
         dataset,

@@ -163,6 +163,8 @@ def test_rows_are_chosen_by_columns_that_are_no_fields(table: str) -> None:
     wanted = [row["__key__"] for row in expected_rows() if row["label"] == 2]
     assert sorted(sample["__key__"] for sample in some) == wanted
     assert [*next(iter(some))] == ["__key__", "__url__", "text"]
+    by_place = dataset_of(table, where="#2 = 2 AND id > ''", fields=["text"])  # of id, label, text
+    assert [sample["__key__"] for sample in by_place] == wanted
     named = dataset_of(table, subset=["k050", "k003"])
     assert [sample["__key__"] for sample in named] == ["k050", "k003"]
     balanced = dataset_of(table, fields=["label"], weights=np.arange(COUNT))
@@ -198,6 +200,7 @@ def test_values_of_columns(tmp_path: Path) -> None:
         "time": pa.array([now] * 3, pa.timestamp("ns")),
         "price": pa.array([decimal.Decimal("1.10")] * 3),
         "meta": pa.array([{"n": [1]}, None, {"n": []}]),
+        "view": pa.array(["a", None, "b"], pa.string_view()),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     first, second, third = ss.ShardDataset(f"{tmp_path}/a.parquet")
@@ -210,6 +213,7 @@ def test_values_of_columns(tmp_path: Path) -> None:
     assert (first["names"], third["names"], third["kind"]) == (["a", None], None, None)
     assert (first["kind"], first["price"]) == ("x", decimal.Decimal("1.10"))
     assert (first["time"], type(first["time"])) == (now, datetime.datetime)
+    assert [row["view"] for row in (first, second, third)] == ["a", None, "b"]
     assert (first["meta"], second["meta"]) == ({"n": [1]}, None)
 
 
@@ -238,6 +242,11 @@ def flip(data: bytes) -> bytes:
     return data[:4] + bytes(byte ^ 255 for byte in data[4:60]) + data[60:]
 
 
+def with_column(data: bytes, name: str) -> bytes:
+    table = pq.read_table(io.BytesIO(data))
+    return encode(table.append_column(name, pa.array(range(len(table)))))
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
@@ -256,6 +265,7 @@ def flip(data: bytes) -> bytes:
             SourceError,
             "column .(id|label|text|image). is missing, but .*part-1",
         ),
+        (lambda data: with_column(data, "z"), SourceError, "'z' is not in .*part-0.*part-1"),
     ],
 )
 def test_bad_file_is_an_error_that_names_it(
@@ -312,3 +322,32 @@ def test_urls_are_of_one_kind_and_named_once(table: str, tmp_path: Path) -> None
         ss.ShardDataset(make_shards(f"{tmp_path}/shards", samples=2), fields={"cls": "label"})
     with pytest.raises(SourceError, match="row 0 has the key None"):
         list(ss.ShardDataset(table, fields={"__key__": "text", "cls": "label"}))
+    folder = table.removesuffix("*.parquet")
+    for other in (
+        f"{folder}../{Path(folder).name}/part-1.parquet",
+        f"file://{folder}part-1.parquet",
+    ):
+        with pytest.raises(OptionError, match="read twice"):
+            ss.ShardDataset([table, other])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("part-3.parquet/part-0.parquet", "a folder of files.*part-3"),  # as Spark writes
+        ("_part-0.parquet", "begins with _ or a dot.*_part-0"),
+        ("_temporary/0/part-0.parquet", "begins with _ or a dot.*_temporary/0/part-0"),
+    ],
+)
+@pytest.mark.parametrize("store", ["local", "s3"])
+def test_glob_that_leaves_rows_out_or_adds_unfinished_ones_is_refused(
+    store: str, name: str, message: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = str(tmp_path)
+    if store == "s3":
+        request.getfixturevalue("s3_env")
+        folder = request.getfixturevalue("bucket")
+    glob = write(folder).replace("*", "**/*" if "temporary" in name else "*")
+    publish_bytes(Storage(), f"{folder}/{name}", encode(pa.Table.from_pylist([row_of(0)])))
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(glob)
