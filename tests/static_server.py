@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -36,7 +37,7 @@ class Served:
 class _Files(http.server.SimpleHTTPRequestHandler):
     """Files of a folder with ranges and ETags; a listing of a folder, unless the server was told otherwise."""
 
-    lists_folders = True
+    lists_folders = has_etags = True
     served: Served
 
     def log_message(self, *_: object) -> None:
@@ -71,7 +72,10 @@ class _Files(http.server.SimpleHTTPRequestHandler):
         if found:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
         self.send_header("Content-Length", str(end - start))
-        self.send_header("ETag", f'"{hash(data)}"')
+        if self.has_etags:
+            self.send_header("ETag", f'"{hash(data)}"')
+        else:
+            self.send_header("Last-Modified", formatdate(0, usegmt=True))
         self.end_headers()
         return io.BytesIO(data[start:end])
 
@@ -148,9 +152,11 @@ class _Hub(_Files):
 
 
 @contextmanager
-def serve_files(folder: Path, *, lists_folders: bool = True) -> Iterator[Served]:
-    """Serve a folder as a static web server does."""
-    with _serve(_Files, folder, lists_folders=lists_folders) as served:
+def serve_files(
+    folder: Path, *, lists_folders: bool = True, has_etags: bool = True
+) -> Iterator[Served]:
+    """Serve a folder as a static web server does; without ETags all files are of one second."""
+    with _serve(_Files, folder, lists_folders=lists_folders, has_etags=has_etags) as served:
         yield served
 
 
@@ -171,6 +177,8 @@ def _serve(base: type[_Files], folder: Path, **attributes: Any) -> Iterator[Serv
         served.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        yield served
-        server.shutdown()
-        thread.join()
+        try:
+            yield served
+        finally:
+            server.shutdown()
+            thread.join()

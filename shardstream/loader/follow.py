@@ -174,7 +174,7 @@ class Round(SamplesSource):
         first: Number of the first one.
         count: How many they are.
         is_last: Whether the writers have been closed after them.
-        substitutes: Number of a sample that is repeated where a rank has deleted ones only, if all of the round are deleted.
+        substitutes: Number of a sample that is repeated where a rank has deleted ones only and draws no other: one of the round, if any is left.
     """
 
     first: int = 0
@@ -301,9 +301,9 @@ class Follower:
             StorageError: If it cannot be read.
         """
         storage = self.source.storage.uncached()
-        # It may have a megabyte. Other stores may have versions that do not change with each write.
+        # It may have a megabyte. Other stores may have versions that do not change with each write, as times do not.
         version = storage.info(self.url).version if storage.is_s3(self.url) else None
-        if version is not None and version == self._seen:
+        if version == self._seen and str(version).startswith("ETag "):
             return False
         digest = hashlib.sha256(storage.read(self.url)).hexdigest()
         if digest == self.located.manifests[self.url].sha256:
@@ -366,9 +366,9 @@ class Follower:
         gone = self._gone()
         all_holes = deleted_since(deleted_in(self.located), self._removed_numbers(), _ENDS)
         holes = all_holes[(all_holes >= first) & (all_holes < first + count)]
-        left = _NONE
-        if len(holes) == count:
-            left = np.setdiff1d(np.arange(self.published if count else 0), all_holes)
+        left = np.delete(np.arange(first, first + count), holes - first)
+        if count and not len(left):
+            left = np.setdiff1d(np.arange(self.published), all_holes)
         samples = DeletedSince(whole, holes, gone) if len(holes) or len(gone) else whole
         return Round(
             samples=samples,

@@ -46,8 +46,10 @@ class _Limit(NamedTuple):
 
     published: int
     """Number after that of the last sample."""
-    is_end: bool
+    is_end: bool = False
     """Whether all writers were closed."""
+    prefix: str = ""
+    """Fingerprint of the samples up to there, of what rank 0 has said."""
 
 
 class FollowedBatches(BatchDataset):
@@ -202,19 +204,34 @@ class FollowedBatches(BatchDataset):
             agreement.end_together(self._name, self.placement.world_size)
 
     def _limit(self, consumed: int, agreement: EpochAgreement | None) -> _Limit:
-        """Return how far to read: what is published, or of it what rank 0 has said."""
+        """Return how far to read: what is published, or of it what rank 0 has said.
+
+        Raises:
+            OptionError: If rank 0 has read another dataset.
+        """
         follower = self._followed
         if agreement is None or agreement.is_first:
             follower.look()
             limit = _Limit(follower.published, not follower.writers)
             if agreement is not None:
+                limit = limit._replace(prefix=follower.prefix(limit.published))
                 agreement.tell(self._name, json.dumps(limit))
             return limit
         told = agreement.told(self._name)
-        limit = _Limit(consumed, is_end=False) if told is None else _Limit(*json.loads(told))
+        if told is None:
+            return _Limit(consumed)
+        limit = _Limit(*json.loads(told))
         if limit.published > consumed:
             follower.look()  # stores show what was published at once, but some mirrors do not
-        return limit if follower.published >= limit.published else _Limit(consumed, is_end=False)
+        if follower.published < limit.published:
+            return _Limit(consumed)
+        if follower.prefix(limit.published) != limit.prefix:
+            raise OptionError(
+                f"rank 0 follows another dataset, whose first {limit.published:,} samples are others; follow the same one on all ranks, and begin several in "
+                "the same order",
+                shard=follower.url,
+            )
+        return limit
 
     @property
     def _followed(self) -> Follower:

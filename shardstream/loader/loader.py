@@ -466,12 +466,10 @@ class ShardLoader(DataLoader[Any]):
                 numbers.pop(name, None)
             budget = SkipTracker(dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
-        fingerprint, opened = dataset.pipeline.source.fingerprint, dataset._opened
-        if (
-            progress.cursor.continues
-        ):  # at any version; and two datasets may begin with equal samples
-            numbers["folder"], opened = opened.name, opened._replace(versions=())
-        progress.agreement = compare_ranks(fingerprint, numbers, batches.placement, opened=opened)
+        opened = None if progress.cursor.continues else dataset._opened  # followed at any version
+        progress.agreement = compare_ranks(
+            dataset.pipeline.source.fingerprint, numbers, batches.placement, opened=opened
+        )
         self._is_compared = True
 
     def state_dict(self) -> State:

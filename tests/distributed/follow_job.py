@@ -41,8 +41,14 @@ def read(rank: int, url: str, port: int, out: Path) -> None:
             next(iter(loader))
         except ss.errors.UnfinishedError as error:
             text = str(error)
+    fork = ss.ShardDataset(str(out / str(rank) / "fork"), follow=True)  # which begins as the other
+    refusal = ""
+    try:
+        next(iter(ss.ShardLoader(fork.decode(), batch_size=4)))
+    except ss.errors.OptionError as error:
+        refusal = str(error)
     dist.barrier()
-    (out / f"{rank}.json").write_text(json.dumps([*found, text]))
+    (out / f"{rank}.json").write_text(json.dumps([*found, text, refusal]))
     os._exit(0)  # at once, and with it the store
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardstream as ss
@@ -26,6 +27,7 @@ from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.servers import ShapedS3
 from tests.small_datasets import FEW_CORES
+from tests.static_server import serve_files
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 QUICK = ss.loader.Follow(poll_s=0.01, timeout_s=60)
@@ -309,6 +311,31 @@ def test_stats_cover_all_publications(url: str, num_workers: int) -> None:
     assert len([*batches]) == 2
     stats = loader.stats()
     assert (stats.batches, stats.timings.samples) == (4, 18)
+
+
+def test_ranks_get_another_sample_where_nearly_all_is_deleted(tmp_path: Path) -> None:
+    url = make_shards(tmp_path / "data", samples=map(sample, range(20_000)), per_shard=20_000)
+    ss.delete(url, numbers=np.delete(np.arange(20_000), 9_999))
+    for rank in range(2):  # hundreds of draws find only deleted ones
+        assert numbers(next(iter(follow(url, rank=rank, ranks=2)))) == [9_999]
+
+
+def test_publications_of_one_second_are_seen_on_s3_without_etags(tmp_path: Path) -> None:
+    url = make_shards(tmp_path / "bucket/data", samples=map(sample, range(10)))
+    writer = ss.ShardWriter(url, append=True, publish_s=3600)
+    with serve_files(tmp_path, has_etags=False) as served:
+        options = {"anon": True, "endpoint_url": served.url}
+        late = ss.loader.Follow(poll_s=0.01, timeout_s=5)
+        dataset = ss.ShardDataset("s3://bucket/data", follow=late, storage_options=options)
+        batches = iter(ss.ShardLoader(dataset.decode(), 5))
+        assert [numbers(next(batches)) for _ in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        for first in (10, 15):
+            for number in range(first, first + 5):
+                writer.write(sample(number))
+            writer.publish()
+            assert numbers(next(batches)) == [*range(first, first + 5)]
+        writer.close()
+        assert [*batches] == []
 
 
 def test_a_look_without_news_reads_no_manifest_on_s3(shaped_s3: ShapedS3, bucket: str) -> None:
