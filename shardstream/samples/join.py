@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self, cast
@@ -241,7 +242,7 @@ def _join_columns(samples: Rows, others: Rows, part: JoinPart) -> Columns | None
     are_new = part.replaces or added.keys().isdisjoint(mine)
     if mine["__key__"] != theirs["__key__"] or not are_new:
         return None
-    if len(set(names.values())) < len(names):  # batches would share the memory of a column
+    if len(set(names.values())) < len(names):  # they would share the memory of a column
         return None
     return Columns({**mine, **added})
 
@@ -286,6 +287,8 @@ def _join(
             field=missing[0],
         )
     added = {field: other[name] for field, name in names.items()}
+    if len(set(names.values())) < len(names):  # a step may change one of them in place
+        added = {field: deepcopy(value) for field, value in added.items()}
     if part.replaces:
         row.update(added)
         return row

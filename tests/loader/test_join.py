@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import random
@@ -324,11 +325,45 @@ def test_fields_are_chosen_by_dataset(parts: dict[str, str], tmp_path: Path) -> 
         rows(ss.join(ordered, folder))
 
 
+def test_class_names_are_those_of_the_dataset_whose_cls_is_taken(
+    parts: dict[str, str], tmp_path: Path
+) -> None:
+    for name, field in (("a", "cls"), ("b", "cls"), ("c", "txt")):
+        write(tmp_path / name, field, [*range(COUNT)])
+        (tmp_path / name / "classes.json").write_text(json.dumps([f"{name}{n}" for n in range(3)]))
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    for first, other, expected in (
+        (parts["bare"], b, "b0"),
+        (parts["bare"], {b: ["cls"]}, "b0"),
+        (a, {b: {"new.cls": "cls"}}, "a0"),
+        (c, a, "a0"),
+        (a, c, "a0"),
+        (parts["bare"], {b: {"number": "cls"}}, None),
+        (parts["bare"], {c: {"cls": "txt"}}, None),  # other numbers than those that it names
+    ):
+        found = ss.join(first, other).classes
+        assert (found and found[0]) == expected
+
+
 def table(path: Path, keys: list[int], **columns: Any) -> str:
     values = {"caption": [f"text {k}" for k in keys], "score": [k / 2 for k in keys]}
     values |= {"vector": pa.array([[k, 0.5] for k in keys], pa.list_(pa.float32()))}
     pq.write_table(pa.table({"key": [f"k{k:03d}" for k in keys], **values, **columns}), path)
     return str(path)
+
+
+def test_step_changes_one_of_two_fields_that_are_taken_from_one(tmp_path: Path) -> None:
+    url = table(tmp_path / "t.parquet", [*range(COUNT)])
+    first = ss.ShardDataset(url, fields={"__key__": "key", "cls": "score"})
+    other = ss.ShardDataset(url, fields={"__key__": "key", "npy": "vector"})
+    joined = ss.join(first, {other: {"npy": "npy", "x.npy": "npy"}}, by="position")
+    for batch in ss.ShardLoader(joined.map(with_more), 4):
+        assert (batch["npy"] - batch["x.npy"]).eq(1).all()
+
+
+def with_more(sample: dict[str, Any]) -> dict[str, Any]:
+    sample["npy"] += 1
+    return sample
 
 
 def test_a_table_is_joined(parts: dict[str, str], tmp_path: Path) -> None:

@@ -151,6 +151,20 @@ def test_worker_killed_between_batches_is_reported_at_its_next_one(
     del again, batches, one
 
 
+@pytest.mark.slow  # the others are looked at every 5 s
+@pytest.mark.usefixtures("_no_children_left")
+def test_dead_worker_is_reported_while_another_one_is_waited_for(folder: str) -> None:
+    def stops(sample: dict[str, Any]) -> dict[str, Any]:
+        info = torch.utils.data.get_worker_info()
+        if info is not None and info.id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(2 * NEVER_S)
+        return sample
+
+    with pytest.raises(WorkerError, match="loader worker 1 of 2 .* killed by SIGKILL"):
+        next(iter(loader(folder, stops, timeout=NEVER_S)))
+
+
 @pytest.mark.usefixtures("_no_children_left")
 def test_worker_killed_between_epochs_is_replaced(folder: str) -> None:
     before = children()

@@ -55,6 +55,9 @@ def test_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
     batches = plan.batches(np.arange(order.num_batches))
     assert batches.shape == (order.num_batches, order.batch)
     assert batches.ravel().tolist() == everything[: batches.size].tolist()
+    found = plan.find(np.arange(order.nsamples))
+    assert batches[found.batches, found.slots].tolist() == found.numbers.tolist()
+    assert len(found.numbers) == batches.size
 
 
 @given(order=orders(min_samples=20), epoch=epochs, data=st.data())

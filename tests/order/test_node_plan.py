@@ -89,6 +89,9 @@ def test_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
     batches = plan.batches(np.arange(order.num_batches))
     assert sorted(plan.rest(0).tolist()) == list(range(order.nsamples))
     assert len(np.unique(batches)) == batches.size == order.num_batches * order.batch
+    found = plan.find(np.arange(order.nsamples))
+    assert batches[found.batches, found.slots].tolist() == found.numbers.tolist()
+    assert len(found.numbers) == batches.size
 
 
 @many
