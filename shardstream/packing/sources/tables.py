@@ -418,11 +418,12 @@ def read_row_group(
 def _batch_rows(chunks: Sequence[Any], num_rows: int) -> int:
     """Return how many rows are read together, so that they are small, whatever their dictionaries hold."""
     size = sum(chunk.total_uncompressed_size for chunk in chunks)
-    # A value is no longer than all bytes of its column.
+    # A value of bytes is no longer than all of its column; numbers have a width of their own.
     longest = sum(
         chunk.total_uncompressed_size
         for chunk in chunks
-        if chunk.has_dictionary_page or "DELTA_BYTE_ARRAY" in chunk.encodings
+        if "BYTE_ARRAY" in chunk.physical_type
+        and (chunk.has_dictionary_page or "DELTA_BYTE_ARRAY" in chunk.encodings)
     )
     by_mean = _BATCH_BYTES * max(1, num_rows) // max(1, size)
     by_worst = _WORST_BYTES // max(1, longest)
