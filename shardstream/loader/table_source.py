@@ -33,7 +33,9 @@ def table_source(
     if of_shards:
         raise OptionError("version= and follow= are for shards, not for tables; pack them first")
     reason = "on tables that are read in place"
-    refuse_options(ordered.keywords["reading"], ["index", "lazy", "verify"], reason)
+    read = ordered.keywords["reading"]
+    no_index = ["index"] if read.index == "ignore" else []  # row groups are read by number
+    refuse_options(read, ["lazy", "verify", *no_index], reason)
     if fields is not None and not isinstance(fields, Mapping):
         check_fields(fields, None, "the table", alternatives=False)
     samples = open_table(urls, storage, fields)

@@ -153,7 +153,11 @@ def plan_read(
     source = pipeline.source
     known = source.samples.fields if isinstance(source, IndexedSource) else None
     # The parts of a mix may have steps of their own.
-    is_raw = not pipeline.stages and isinstance(source, SamplesSource | SequentialSource)
+    is_raw = not pipeline.stages and (
+        source.samples.has_bytes
+        if isinstance(source, SamplesSource)
+        else isinstance(source, SequentialSource)
+    )
     settings = RowSettings(epoch=check_epoch(epoch), columns=None, fields=known, is_raw=is_raw)
     job = ReadJob(
         pipeline=pipeline,

@@ -173,6 +173,8 @@ class Samples(ABC):
 
     can_coalesce: bool = True
     """Whether reading neighbouring samples together is faster; False shuffles single samples."""
+    has_bytes: bool = True
+    """Whether all values are bytes; False for tables."""
     is_local: bool = False
     """Whether all samples are in files of this machine, so that nothing is prefetched."""
     blocks: Numbers | None = None

@@ -166,6 +166,7 @@ class View(Samples):
     def __init__(self, inner: Sequence[Samples]) -> None:
         self.inner = tuple(inner)
         self.can_coalesce = all(one.can_coalesce for one in inner)
+        self.has_bytes = all(one.has_bytes for one in inner)
         self.is_local = all(one.is_local for one in inner)
         self.least_block = max(one.least_block for one in inner)
 

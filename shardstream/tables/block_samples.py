@@ -46,6 +46,8 @@ class BlockSamples(Samples):
         storage: Storage of the files.
     """
 
+    has_bytes = False
+
     def __init__(self, counts: Numbers, block_bytes: Numbers, storage: Storage) -> None:
         self.blocks: Numbers = np.concatenate(([0], np.cumsum(counts)))
         self.least_block = int(counts.max())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
@@ -139,6 +140,15 @@ def test_loose_files_are_rows(tmp_path: Path) -> None:
     rows = ss.ray.read(dataset)
     assert rows.count() == 20
     assert sorted(row["txt"] for row in rows.take_all()) == sorted(map(str, range(20)))
+
+
+def test_rows_of_a_table_have_the_types_of_its_columns(tmp_path: Path) -> None:
+    rows = {"number": list(range(30)), "text": [f"t{number}" for number in range(30)]}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet", row_group_size=10)
+    found = ss.ray.read(ss.ShardDataset(str(tmp_path / "*.parquet"), subset=range(5, 30)))
+    assert sorted((row["number"], row["text"]) for row in found.take_all()) == [
+        (number, f"t{number}") for number in range(5, 30)
+    ]
 
 
 def test_an_error_in_a_task_keeps_its_type_and_names_the_sample(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_file_that_is_replaced_is_an_error(
         ({"fields": {"__url__": "id"}}, "'__url__' is no name of a field"),
         ({"fields": {"__key__": "id"}}, "fields= names none"),
         ({"fields": {"__key__": "nothing"}}, "no column 'nothing'"),
-        ({"read": ss.ReadOptions(index="require")}, "index= has no effect on tables"),
+        ({"read": ss.ReadOptions(index="ignore")}, "index= has no effect on tables"),
         ({"version": 2}, "are for shards"),
         ({"follow": True}, "are for shards"),
     ],
