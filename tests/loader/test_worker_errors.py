@@ -165,6 +165,23 @@ def test_dead_worker_is_reported_while_another_one_is_waited_for(folder: str) ->
         next(iter(loader(folder, stops, timeout=NEVER_S)))
 
 
+@pytest.mark.slow  # a worker is looked at every 5 s
+@pytest.mark.usefixtures("_no_children_left")
+def test_dead_worker_is_reported_although_its_own_process_has_its_pipe(
+    folder: str, tmp_path: Path
+) -> None:
+    def leaves(sample: dict[str, Any]) -> dict[str, Any]:
+        if child := os.fork():
+            (tmp_path / "pid").write_text(str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(NEVER_S)
+        os._exit(0)
+
+    with pytest.raises(WorkerError, match="loader worker 0 of 1 .* killed by SIGKILL"):
+        next(iter(loader(folder, leaves, num_workers=1)))
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 @pytest.mark.usefixtures("_no_children_left")
 def test_worker_killed_between_epochs_is_replaced(folder: str) -> None:
     before = children()
