@@ -395,8 +395,7 @@ def _values(chunk: pa.Array, name: str) -> Iterator[Any]:
     """Yield the values of a column; numbers keep their dtype, whatever else is in the block."""
     kind = chunk.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        dtype = np.dtype(kind.to_pandas_dtype())
-        present = iter(chunk.drop_null().to_numpy(zero_copy_only=False).astype(dtype))
+        present = iter(chunk.drop_null().to_numpy(zero_copy_only=False))
         yield from (next(present) if there else None for there in chunk.is_valid().to_pylist())
         return
     if (

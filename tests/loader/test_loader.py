@@ -248,7 +248,7 @@ def test_ranks_with_a_local_and_a_remote_copy_have_the_same_order(
         fsspec.filesystem("memory").put_file(str(path), f"{remote}/{path.name}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(
-        module_of(ss.ShardLoader), "compare_ranks", lambda *found: compared.append(found[:2])
+        module_of(ss.ShardLoader), "compare_ranks", lambda *found, **_: compared.append(found[:2])
     )
     for rank, url in enumerate((folder, remote)):
         monkeypatch.setenv("RANK", f"{rank}")
@@ -705,7 +705,7 @@ def test_data_loader_over_the_internal_dataset_is_refused(folder: str, num_worke
 
 
 def test_refused_iteration_changes_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OptionError("other ranks read in another order")
 
     monkeypatch.setenv("RANK", "0")

@@ -472,15 +472,16 @@ def rows_of(table: Any, url: str) -> list[dict[str, Any]]:
 
 def number_dtypes(schema: Any) -> dict[str, np.dtype[Any]]:
     """Return column -> dtype of the columns of an Arrow schema that hold numbers, or lists of them."""
-    from pyarrow import types  # noqa: PLC0415  (an extra; whoever has a schema has it)
+    import pyarrow as pa  # noqa: PLC0415  (an extra; whoever has a schema has it)
 
     found: dict[str, np.dtype[Any]] = {}
     for column in schema:
         kind = column.type
         while hasattr(kind, "value_type"):
             kind = kind.value_type
-        if types.is_integer(kind) or types.is_floating(kind):
-            found[column.name] = np.dtype(kind.to_pandas_dtype())
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+            # `kind.to_pandas_dtype()` of pyarrow 15 imports pandas.
+            found[column.name] = pa.array([], kind).to_numpy(zero_copy_only=False).dtype
     return found
 
 
