@@ -42,7 +42,7 @@ RUN = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             "index", "cheatsheet", "install", "packing", "training", "decoding", "gpu", "resume", "which-sample", "loose-files", "subsets", "rows", "tuning", "faults",
-            "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer", "versions", "from-torch", "from-s3-connector",
+            "minio", "cache", "in-place", "ranks", "trainers", "jobs", "order", "viewer", "versions", "from-torch", "from-s3-connector",
         )
     ),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),

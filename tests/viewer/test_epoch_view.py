@@ -54,6 +54,7 @@ def seen_by_ranks(session: Session, values: dict[str, Any], **more: Any) -> list
     return [[numbers for numbers in steps if numbers] for steps in ranks]
 
 
+@pytest.mark.filterwarnings("ignore:3 ranks are not a multiple of nodes=2")
 @settings(max_examples=8)
 @given(
     ranks=integers(1, 4),
