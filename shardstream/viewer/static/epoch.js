@@ -87,7 +87,11 @@ function training(number) {
     element(
       "details",
       { class: "span" },
-      element("summary", {}, "microbatch, lanes, window, block, nodes, exchange, consumed, balance, where"),
+      element(
+        "summary",
+        {},
+        "microbatch, lanes, window, block, nodes, exchange, consumed, balance, where",
+      ),
       element(
         "div",
         { class: "fields" },
