@@ -158,7 +158,6 @@ def test_state_of_other_row_groups_is_refused(table: str, tmp_path: Path) -> Non
 
 
 def test_rows_are_chosen_by_columns_that_are_no_fields(table: str) -> None:
-    pytest.importorskip("duckdb")
     some = dataset_of(table, where="label = 2", fields=["text"], shuffle=True)
     wanted = [row["__key__"] for row in expected_rows() if row["label"] == 2]
     assert sorted(sample["__key__"] for sample in some) == wanted
@@ -172,7 +171,6 @@ def test_rows_are_chosen_by_columns_that_are_no_fields(table: str) -> None:
 
 
 def test_files_may_differ_in_columns_that_are_not_read(tmp_path: Path) -> None:
-    pytest.importorskip("duckdb")
     for place, columns in enumerate(
         ({"a": ["x"], "b": [1], "c": [1]}, {"a": ["y"], "b": ["z"], "c": [None]}, {})
     ):
