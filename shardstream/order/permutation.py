@@ -56,6 +56,9 @@ def permute(index: Ints, size: Ints | int, key: UInts | int, *, inverse: bool = 
     Returns:
         Shape (n,), int64. Over all indices of one size and key, each number below the size occurs once.
 
+    Raises:
+        IndexError: If an index is outside its range and its cycle would have to be walked, perhaps for ever; others are not looked for.
+
     >>> moved = permute(np.arange(5), 5, derive_key(7))
     >>> sorted(moved.tolist()), permute(moved, 5, derive_key(7), inverse=True).tolist()
     ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
@@ -71,6 +74,11 @@ def permute(index: Ints, size: Ints | int, key: UInts | int, *, inverse: bool = 
     outside = np.flatnonzero(values >= sizes)
     if outside.size:
         a, b, keys, sizes = (np.broadcast_to(one, index.shape) for one in (a, b, keys, sizes))
+        wrong = outside[index[outside].astype(np.uint64) >= sizes[outside]]
+        if wrong.size:
+            raise IndexError(
+                f"a permutation of {sizes[wrong[0]]} has no place {index[wrong[0]]}: they are numbered from 0"
+            )
     while outside.size:
         values[outside] = encrypt(values[outside], a[outside], b[outside], keys[outside])
         outside = outside[values[outside] >= sizes[outside]]

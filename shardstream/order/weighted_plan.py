@@ -86,16 +86,19 @@ class WeightedDraw:
 
     def of_groups(self, layers: Ints, groups: Ints, num_layers: int) -> Ints:
         """Return the expected copies of the samples of some groups in their layers, shape (n, 64); 0 after the last sample."""
-        numbers = groups[:, None] * _GROUP + np.arange(_GROUP, dtype=np.int64)
-        copies = self.copies[np.minimum(numbers, len(self.copies) - 1)]
-        copies[numbers >= len(self.copies)] = 0
+        count, rest = divmod(len(self.copies), _GROUP)
+        copies, is_whole = np.zeros((len(groups), _GROUP), dtype=np.int64), groups < count
+        # Whole rows: a third of the time of single samples.
+        copies[is_whole] = self.copies[: count * _GROUP].reshape(count, _GROUP)[groups[is_whole]]
+        copies[~is_whole, :rest] = self.copies[count * _GROUP :]
         return _of_layers(copies, layers[:, None], num_layers)
 
 
 def _of_layers(copies: Ints, layers: Ints, num_layers: int) -> Ints:
     """Return which part of expected copies is in layers: at most one, but in the last layer."""
     most = np.where(layers == num_layers - 1, _MAX_DRAWS + 1, 1) << _COPY_BITS
-    found: Ints = np.clip(copies - (layers << _COPY_BITS), 0, most)
+    found: Ints = np.maximum(copies - (layers << _COPY_BITS), 0)
+    found = np.minimum(found, most, out=found)
     return found
 
 
@@ -272,10 +275,13 @@ class WeightedEpochPlan(EpochPlan):
         ).view(np.int64)
         # Sorting numbers that hold key and slot takes less time than an argsort.
         order = np.sort(keys & -_GROUP | slots, axis=1) & _GROUP - 1
-        marks = np.cumsum(np.take_along_axis(lengths, order, axis=1), axis=1)
-        marks = marks + self._groups.starts[groups][:, None] >> _COPY_BITS
+        order += np.arange(len(groups))[:, None] * _GROUP
+        marks = np.cumsum(lengths.ravel()[order], axis=1)
+        marks += self._groups.starts[groups][:, None]
+        marks >>= _COPY_BITS
+        marks[:, 1:] -= marks[:, :-1]
         drawn = np.empty_like(marks)
-        np.put_along_axis(drawn, order, np.diff(marks, axis=1, prepend=0), axis=1)
+        drawn.ravel()[order] = marks
         ends: Ints = np.cumsum(drawn, axis=1)
         return ends
 

@@ -43,6 +43,13 @@ def test_derive_keys_matches_derive_key(first: int, more: list[int]) -> None:
     assert derived.tolist() == [derive_key(first, number) for number in more]
 
 
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("index", [-1, 1 << 62])
+def test_place_outside_of_a_permutation_is_an_error(index: int, inverse: bool) -> None:
+    with pytest.raises(IndexError, match=f"of 30 has no place {index}"):
+        permute(np.array([3, index]), np.full(2, 30), derive_key(0), inverse=inverse)
+
+
 def test_permutations_are_pinned() -> None:
     assert permute(np.arange(10), 10, derive_key(0)).tolist() == [9, 2, 0, 7, 3, 8, 1, 6, 4, 5]
     assert permute(np.arange(7), 7, derive_key(1, 2, 3)).tolist() == [2, 0, 5, 4, 3, 6, 1]
