@@ -12,7 +12,6 @@ import re
 import select
 import socket
 import ssl
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -39,8 +38,7 @@ _LINE_BYTES = 4 << 10  # limit of the line before a chunk
 _RECEIVE_BYTES = 16 << 10
 # A thread is woken when so many bytes of a body have arrived (SO_RCVLOWAT, socket(7)) or after this time, not for each packet.
 _WAKE_BYTES, _WAKE_AFTER_S = 256 << 10, 1.0
-# A receive over TLS returns one record, of at most 16 KiB. Several are received before the time is compared with its limits.
-_RECORDS_BYTES, _RECORDS_S = 256 << 10, 0.1
+_RECORDS_BYTES = 1 << 20  # received over TLS before the time is compared with its limits
 _END = b"\r\n\r\n"
 _STATUS_LINE = re.compile(r"(HTTP/1\.[01]) ([1-5]\d\d)(?![^ ])", re.ASCII)
 _LENGTH = re.compile(r"\d{1,18}", re.ASCII)
@@ -346,9 +344,8 @@ def receive_body(
     size = len(body)
     got = min(len(rest), size)
     body[:got] = rest[:got]
-    receive = _receive_records if isinstance(connection, ssl.SSLSocket) else _receive_some
     try:
-        while got < size and (more := receive(connection, body[got:], transfer)):
+        while got < size and (more := _receive_some(connection, body[got:], transfer)):
             got += more
             transfer.receive(more)
     except TimeoutError:
@@ -366,44 +363,36 @@ def _receive_some(connection: socket.socket, body: memoryview, transfer: Transfe
     Raises:
         TimeoutError: If none arrives in time.
     """
-    if len(body) > _WAKE_BYTES:
+    # OpenSSL may hold the beginning of a record, which does not count.
+    if len(body) > _WAKE_BYTES + _RECEIVE_BYTES:
         _set_wake(connection, _WAKE_BYTES)
         connection.settimeout(min(transfer.left_s / 2, _WAKE_AFTER_S))
         try:
-            return connection.recv_into(body)
+            return _receive_present(connection, body)
         except TimeoutError:  # fewer bytes: a slow connection
             pass
         finally:
             _set_wake(connection, 1)
     connection.settimeout(transfer.left_s)
-    return connection.recv_into(body)
+    return _receive_present(connection, body)
+
+
+def _receive_present(connection: socket.socket, body: memoryview) -> int:
+    """Wait for bytes, and receive those that are there."""
+    if not isinstance(connection, ssl.SSLSocket):
+        return connection.recv_into(body)
+    piece = body[:_RECORDS_BYTES]
+    got = connection.recv_into(piece)  # one record, of at most 16 KiB
+    connection.settimeout(0)
+    with suppress(OSError):  # no whole record is there, or the next receive fails, too
+        while 0 < got < len(piece) and (more := connection.recv_into(piece[got:])):
+            got += more
+    return got
 
 
 def _set_wake(connection: socket.socket, nbytes: int) -> None:
     with suppress(OSError):  # a sandbox that does not know it
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-
-
-def _receive_records(connection: socket.socket, body: memoryview, transfer: Transfer) -> int:
-    """Receive the next bytes of a body over TLS; return how many, 0 if the connection has ended.
-
-    Raises:
-        TimeoutError: If none arrives in time.
-    """
-    piece = body[:_RECORDS_BYTES]
-    connection.settimeout(transfer.left_s)
-    got, until = 0, time.monotonic() + _RECORDS_S
-    while got < len(piece):
-        try:
-            more = connection.recv_into(piece[got:])
-        except OSError:
-            if got:  # the next receive fails, too
-                break
-            raise
-        got += more
-        if not more or time.monotonic() > until:
-            break
-    return got
 
 
 def receive_chunks(
@@ -464,7 +453,7 @@ class _ChunkSource:
 
     def take(self, size: int) -> bytes:
         if not self.data:
-            self._receive(min(size, _RECORDS_BYTES))
+            self._receive(min(size, _WAKE_BYTES))
         found, self.data = self.data[:size], self.data[size:]
         return found
 
