@@ -60,11 +60,12 @@ for command in ("verify", "ls", "bench", "doctor"):
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_packing_and_reading_need_nothing_of_linux_alone(tmp_path: Path, workers: int) -> None:
     _run(str(tmp_path), f"{tmp_path}", workers)
 
 
+@pytest.mark.slow
 def test_s3_needs_nothing_of_linux_alone(tmp_path: Path, bucket: str, s3_env: None) -> None:
     _run(str(tmp_path), bucket, 0)
 

@@ -134,7 +134,10 @@ def test_cut_files_that_pyav_reads_are_errors(name: str) -> None:
             ss.decode_sample({name: data + data}, "audio")
 
 
-@pytest.mark.parametrize("name", OF_PYAV)
+@pytest.mark.parametrize(
+    "name",
+    ["aac", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_PYAV if name != "aac")],
+)
 def test_without_pyav_its_formats_are_an_error_that_says_what_to_do(
     name: str, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_files_without_times_of_their_frames_have_those_of_ffmpeg(
     np.testing.assert_array_equal(video.uniform(5), expected[[5, 15, 25, 35, 45]])
 
 
+@pytest.mark.slow
 def test_frames_that_only_pyav_can_number_are_an_error_without_it(tmp_path: Path) -> None:
     code = """if True:
         import sys, pathlib

@@ -94,6 +94,7 @@ def assert_three_epochs(found: dict[str, list[Any]]) -> None:
             assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
+@pytest.mark.slow
 def test_a_rank_that_looked_at_a_batch_alone_doubles_no_samples_in_silence(tmp_path: Path) -> None:
     results = results_of("peeking_checks", tmp_path)
     for way in ("detected", "given"):

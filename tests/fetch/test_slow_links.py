@@ -182,9 +182,9 @@ for batch in ss.ShardLoader(dataset, batch_size=1, num_workers=1, multiprocessin
     ("how", "method", "code"),
     [
         ("break", "fork", 0),
-        ("error", "fork", 1),
+        pytest.param("error", "fork", 1, marks=pytest.mark.slow),
         ("SIGINT", "fork", -signal.SIGINT),
-        ("SIGTERM", "fork", -signal.SIGTERM),
+        pytest.param("SIGTERM", "fork", -signal.SIGTERM, marks=pytest.mark.slow),
         ("SIGKILL", "fork", -signal.SIGKILL),
         pytest.param("SIGKILL", "spawn", -signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("SIGKILL", "forkserver", -signal.SIGKILL, marks=pytest.mark.slow),

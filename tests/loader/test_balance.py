@@ -101,6 +101,7 @@ def test_the_samples_of_some_steps_stay_and_their_costs_are_equal(folder: str, k
     assert shares(after) > shares(before) + 0.2
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_global_batches_are_the_same_on_every_topology_and_after_two_resumes(

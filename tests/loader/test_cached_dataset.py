@@ -164,6 +164,7 @@ def read_node(
     return flat(labels(loader))
 
 
+@pytest.mark.slow
 def test_nodes_that_keep_their_blocks_read_each_byte_once(server: Server, tmp_path: Path) -> None:
     data = np.random.default_rng(0).integers(0, 255, (1024, 16_384), dtype=np.uint8)
     samples = [{"__key__": f"{i:06d}", "cls": i, "npy": one} for i, one in enumerate(data)]

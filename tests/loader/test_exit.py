@@ -67,6 +67,7 @@ for url, client in zip(sys.argv[1:], ("http", "s3fs", None)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
 def test_exit_with_open_remote_iterators_prints_nothing(
     photos: str, bucket: str, tmp_path: Path

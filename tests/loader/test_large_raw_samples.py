@@ -25,7 +25,8 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES, UNCHECKED)
 
 SAMPLES, MANY = 90, 400
 READERS = pytest.mark.parametrize(
-    ("client", "context"), [("http", "fork"), ("http", "spawn"), ("s3fs", "fork")]
+    ("client", "context"),
+    [("http", "fork"), pytest.param("http", "spawn", marks=pytest.mark.slow), ("s3fs", "fork")],
 )
 
 

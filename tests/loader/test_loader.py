@@ -215,7 +215,13 @@ def test_uneven_lanes_cause_a_warning(
 @pytest.mark.parametrize(
     ("lanes", "num_workers", "cuts", "effect"),
     [
-        (8, 3, (1, 130, 249), "some workers read one lane more than others"),
+        pytest.param(
+            8,
+            3,
+            (1, 130, 249),
+            "some workers read one lane more than others",
+            marks=pytest.mark.slow,
+        ),
         (5, 4, (130,), "workers read parts of the same windows"),
     ],
 )

@@ -53,6 +53,7 @@ def write(root: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_64_datasets_on_s3_share_threads_and_connections(
     bucket: str, s3_env: None, workers: int

@@ -249,6 +249,7 @@ def test_a_copy_counts_for_itself(travel: Any, folder: str) -> None:
     assert numbers(list(dataset)) not in (first, second)
 
 
+@pytest.mark.slow
 def test_many_processes_that_share_a_dataset_count_their_own_epochs(folder: str) -> None:
     dataset = make(folder)
     start, said = os.pipe(), os.pipe()
@@ -284,6 +285,7 @@ assert [list(loader), list(loader)] == epochs_of(folder, "fork", range(2))
 """
 
 
+@pytest.mark.slow
 def test_epochs_are_counted_where_the_system_has_no_files_in_memory(folder: str) -> None:
     command = [sys.executable, "-c", NO_FILES_IN_MEMORY, folder]
     subprocess.run(command, check=True, timeout=100)

@@ -168,7 +168,9 @@ def assert_plan_is_what_is_read(loaders: list[ss.ShardLoader], plan: Any) -> Non
     assert in_order == sorted(in_order)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "mix " in name else ()) for name in MADE]
+)
 @settings(max_examples=3)
 @given(
     ranks=st.sampled_from([1, 2, 4]),

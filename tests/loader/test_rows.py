@@ -334,6 +334,7 @@ def _global_rows(
 topologies = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([0, 0, 0, 2]))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -67,6 +67,7 @@ def accepted(batches: list[list[int]], predicate: Any) -> list[list[int]]:
     return [[label for label in batch if predicate({"cls": label})] for batch in batches]
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

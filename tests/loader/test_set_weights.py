@@ -53,6 +53,7 @@ def read(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXES)
 @given(data=st.data())
 @settings(
@@ -90,7 +91,10 @@ def test_two_resumes_elsewhere_give_the_same_samples(
         {},
         {"num_workers": 2},
         {"num_workers": 2, "persistent_workers": True},
-        {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"},
+        pytest.param(
+            {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"},
+            marks=pytest.mark.slow,
+        ),
         {"num_workers": 2, "worker_method": "thread"},
     ],
     ids=str,

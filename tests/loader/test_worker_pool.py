@@ -566,7 +566,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("sent", "to_group"), [(signal.SIGKILL, False), (signal.SIGINT, False), (signal.SIGINT, True)]
 )

@@ -19,8 +19,9 @@ from shardstream.order import (
     WorkerSteps,
 )
 from shardstream.pipeline import group_by_window, plan_steps
+from tests.servers import in_ci
 
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=300 if in_ci() else 50, deadline=None)
 
 
 @st.composite
@@ -45,6 +46,7 @@ def plans(draw: st.DrawFn) -> tuple[EpochPlan, StepBalance]:
     return EpochPlan(order, draw(st.integers(0, 1000))), balance
 
 
+@pytest.mark.slow
 @many
 @given(plans())
 def test_the_samples_of_each_stretch_stay_the_same(made: tuple[EpochPlan, StepBalance]) -> None:
@@ -78,6 +80,7 @@ def test_batches_do_not_depend_on_the_request(
         assert members == np.flatnonzero(windows == window).tolist()
 
 
+@pytest.mark.slow
 @many
 @given(plans(), st.integers(1, 8), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_prefetched_samples_equal_planned_samples(

@@ -75,6 +75,7 @@ def test_without_replacement_each_sample_comes_at_most_once(
     assert not copies[np.array(weights) == 0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
 def test_mean_copies_are_the_exact_shares(replacement: bool) -> None:
     weights = np.array([0, 1, 1, 2, 4, 0.5, 40, 3, 3, 1])

@@ -58,6 +58,7 @@ def test_tars_of_a_folder_that_is_read_only_are_read_by_number(
     assert [("sha256" in shard) for shard in listed] == [sha256] * 3
 
 
+@pytest.mark.slow
 def test_tars_of_a_store_have_their_index_here_or_in_another_bucket_folder(
     s3_theirs: str, tmp_path: Path
 ) -> None:

@@ -488,6 +488,7 @@ class _DeadlyAmongSlow(RecordEncoder):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_dead_process_raises_without_waiting_for_others(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

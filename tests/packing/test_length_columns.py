@@ -85,7 +85,17 @@ def decoded_lengths(folder: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("way", ["writer", "pack", "reshard", "index", "headers", "processes"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "writer",
+        "pack",
+        "reshard",
+        "index",
+        "headers",
+        pytest.param("processes", marks=pytest.mark.slow),
+    ],
+)
 def test_lengths_are_those_of_the_decoded_samples_however_they_are_written(
     tmp_path: Path, way: str
 ) -> None:
@@ -238,6 +248,7 @@ def test_sample_without_the_field_has_no_length(tmp_path: Path) -> None:
         ss.ShardDataset(tmp_path).decode().windows("npy", size=2, lengths="n")
 
 
+@pytest.mark.slow
 def test_remote_headers_of_large_files_are_all_that_is_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, 1 << 20, dtype=np.uint8)

@@ -830,6 +830,7 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
         assert files_of(tmp_path / folder) == files_of(tmp_path / "clean")
 
 
+@pytest.mark.slow
 def test_splits_of_many_rows_are_the_same_here_and_as_tasks(tmp_path: Path) -> None:
     """Splits are looked up in blocks of 65,536 records."""
     table = tmp_path / "t.csv"

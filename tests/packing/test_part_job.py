@@ -277,6 +277,7 @@ def test_part_joins_a_claimed_job_while_others_list_the_folder(source: str, tmp_
     assert ss.merge(new).samples == 12
 
 
+@pytest.mark.slow
 def test_parts_at_the_same_time_on_s3_write_one_dataset(
     source: str, bucket: str, s3_env: None
 ) -> None:

@@ -436,6 +436,7 @@ def test_tasks_are_small_whatever_the_number_of_keys(
     assert max(sizes) < 16_000
 
 
+@pytest.mark.slow
 def test_job_killed_at_any_time_is_resumed_to_the_same_bytes(
     places: dict[str, str], tmp_path: Path
 ) -> None:

@@ -72,7 +72,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", ["table", *(pytest.param(name, marks=pytest.mark.slow) for name in [*SCHEDULES][1:])]
+)
 @given(data=st.data())
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -277,6 +277,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_signatures_are_equal_in_every_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -349,7 +349,9 @@ def run_writers(method: str, url: str, options: dict[str, Any], writers: int, co
         assert mine == [f"{writer}-{number}" for number in range(count)]
 
 
-@pytest.mark.parametrize("method", ["threads", "fork", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["threads", "fork", pytest.param("spawn", marks=pytest.mark.slow)]
+)
 def test_writers_at_the_same_time_lose_no_change(method: str, place: Place) -> None:
     if place[0].startswith("memory") and method != "threads":
         pytest.skip("each process has a memory of its own")

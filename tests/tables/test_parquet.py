@@ -29,6 +29,7 @@ from shardstream.errors import (
 from shardstream.storage import Storage, publish_bytes
 from shardstream.tables import open_table
 from shardstream.testing import check_samples, make_shards
+from tests.servers import in_ci
 from tests.small_datasets import FEW_CORES
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -80,7 +81,7 @@ def keys(batches: Any) -> list[str]:
     return [key for batch in batches for key in batch["__key__"]]
 
 
-@settings(max_examples=12)
+@settings(max_examples=12 if in_ci() else 4)
 @given(files=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4))
 def test_rows_of_any_row_groups_keep_the_promises_of_samples(
     tmp_path_factory: pytest.TempPathFactory, files: list[tuple[int, int]]
