@@ -3,7 +3,7 @@
     python tools/bench.py [--quick] [--only ROW] [--json FILE] [--plot FILE.png]
     python tools/bench.py --render FILE.json
 
-Peers: pip install -e ".[s3,bench]" -c constraints.txt; missing peers and servers are reported. docs/benchmarks-method.md has the method.
+Peers: --peers-env DIR, or pip install -e ".[s3,bench]" -c constraints.txt; missing peers and servers are reported. docs/benchmarks-method.md has the method.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.servers
 
 from benchmarks import plot, report, rows, runner
+from benchmarks.environments import make_environments
 from benchmarks.setting import Setting
 from benchmarks.sizes import FULL, QUICK, TINY, Sizes
 from benchmarks.work import Work
@@ -56,6 +57,12 @@ def parse_arguments() -> argparse.Namespace:
         default=[],
         metavar="PEER=PATH",
         help="Python of a peer that has an environment of its own",
+    )
+    parser.add_argument(
+        "--peers-env",
+        type=Path,
+        metavar="DIR",
+        help="make environments of the peers here, unless they are there",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write every repetition, after each setting"
@@ -109,7 +116,8 @@ def measure(arguments: argparse.Namespace, console: Console) -> runner.Document:
             folder.resolve(),
             latency_ms=arguments.latency_ms,
             rate=arguments.rate,
-            interpreters=dict(entry.split("=", 1) for entry in arguments.python),
+            interpreters=(make_environments(arguments.peers_env) if arguments.peers_env else {})
+            | dict(entry.split("=", 1) for entry in arguments.python),
         )
         try:
             with console.status("") as status:

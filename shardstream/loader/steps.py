@@ -75,6 +75,11 @@ class ItemSteps:
         """Number of stages so far."""
         raise NotImplementedError
 
+    def _refuse_transform(self, _transform: object) -> None:
+        raise OptionError("a transform set here never runs: append .map_tuple (trainers.md#timm)")
+
+    transform = property(None, _refuse_transform)  # torchvision's datasets have one that can be set
+
     def then(self, stage: Stage) -> Self:
         """Append a custom stage: a frozen dataclass with ``open(source, context)``.
 

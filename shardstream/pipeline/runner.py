@@ -60,7 +60,8 @@ class ItemStage:
         """Open the stage on a stream."""
         function = self.bind(context)
         if self.threads:
-            source, function = _AheadRun(source, function, self.threads), _result
+            source = _AheadRun(source, function, self.threads)
+            return ItemRun(source, lambda future, _: future.result(), context.skips)
         return ItemRun(source, function, context.skips)
 
 
@@ -285,10 +286,6 @@ class _AheadRun(SourceRun):
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         self.source.close()
-
-
-def _result(future: Future[Any], number: int) -> Any:  # noqa: ARG001  (an `ItemFunction`)
-    return future.result()
 
 
 def _open_pool(threads: int) -> ThreadPoolExecutor:

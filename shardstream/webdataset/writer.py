@@ -106,10 +106,6 @@ def _encode_number(value: Any) -> bytes:
     )
 
 
-def _encode_json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
 def _image_encoder(name: str) -> Encoder:
     return lambda image: imageencoder(image, name)
 
@@ -127,7 +123,7 @@ def make_handlers() -> dict[str, Encoder]:
     add("npy", numpy_dumps)
     add("npz", numpy_npz_dumps)
     add("ten tenbin tb", tenbin_dumps)
-    add("json jsn", _encode_json)
+    add("json jsn", lambda value: json.dumps(value).encode())
     add("mp msgpack msg", mp_dumps)
     add("cbor", cbor_dumps)
     add("jpg jpeg img image", _image_encoder("jpg"))

@@ -50,6 +50,13 @@ def test_map_dataset_is_a_sequence(dataset: ss.loader.MapDataset) -> None:
     assert sum(1 for _ in dataset) == 100
 
 
+def test_transform_that_is_set_is_refused(dataset: ss.loader.MapDataset, folder: str) -> None:
+    for one in (dataset, ss.ShardDataset(folder)):  # timm's create_loader sets it
+        with pytest.raises(OptionError, match="never runs: append .map_tuple"):
+            one.transform = str
+        assert not hasattr(one, "transform")
+
+
 @pytest.mark.parametrize("index", [100, -101])
 def test_number_out_of_range_is_refused(dataset: ss.loader.MapDataset, index: int) -> None:
     with pytest.raises(IndexError, match="-100 to 99"):

@@ -1,13 +1,14 @@
 """Data of the benchmark: seeded samples, and the same samples in the format of each contestant.
 
-Formats: "tar" ("tar-200": in 200 shards; with our index; the tars are what webdataset, datasets and the S3 connector read), "litdata", "mds" (MosaicML) and
-"files". Each is made once in the work folder, in its own process.
+Formats: "tar" ("tar-200": in 200 shards; with our index; the tars are what webdataset, datasets, DALI, SPDL and the S3 connector read), "litdata", "mds" (MosaicML),
+"files", and "grain" (ArrayRecord), "datasets_parquet", "lancedb" and "webshart". Each is made once in the work folder, in its own process.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import pickle
 import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from benchmarks.loaders import batched
 
 SHARDS = 15  # of every corpus and format, so that shards can be shuffled and partitioned
 _WIDTH, _HEIGHT = 640, 480
@@ -165,7 +168,58 @@ def write_files(samples: Iterable[Mapping[str, bytes]], folder: Path, _: int) ->
             (part / f"{number:08d}.{name}").write_bytes(data)
 
 
-WRITERS = {"tar": write_tar, "litdata": write_litdata, "mds": write_mds, "files": write_files}
+def write_grain(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write ArrayRecord files of pickled samples, which are read one by one."""
+    from array_record.python.array_record_module import ArrayRecordWriter  # noqa: PLC0415
+
+    for number, shard in enumerate(batched(samples, shard_samples)):
+        writer = ArrayRecordWriter(f"{folder}/{number:05d}.array_record", "group_size:1")
+        for sample in shard:
+            writer.write(pickle.dumps(dict(sample)))
+        writer.close()
+
+
+def write_parquet(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write Parquet files without compression."""
+    import pyarrow  # noqa: PLC0415
+    from pyarrow import parquet  # noqa: PLC0415
+
+    for number, shard in enumerate(batched(samples, shard_samples)):
+        table = pyarrow.Table.from_pylist(shard)
+        parquet.write_table(table, folder / f"{number:05d}.parquet", compression="none")
+
+
+def write_lancedb(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write a table of LanceDB, a fragment for each shard."""
+    import lancedb  # noqa: PLC0415
+    import pyarrow  # noqa: PLC0415
+
+    tables = map(pyarrow.Table.from_pylist, batched(samples, shard_samples))
+    written = lancedb.connect(folder).create_table("samples", next(tables))
+    for table in tables:
+        written.add(table)
+
+
+def write_webshart(
+    samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int
+) -> None:
+    """Write tars with webshart's index."""
+    import webshart  # noqa: PLC0415
+
+    write_tar(samples, folder, shard_samples)
+    webshart.MetadataExtractor().extract_metadata(str(folder), str(folder))
+
+
+WRITERS = {
+    "tar": write_tar,
+    "litdata": write_litdata,
+    "mds": write_mds,
+    "files": write_files,
+    "grain": write_grain,
+    "datasets_parquet": write_parquet,
+    "lancedb": write_lancedb,
+    "webshart": write_webshart,
+}
 
 
 def main() -> None:

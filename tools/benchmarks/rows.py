@@ -23,6 +23,7 @@ from benchmarks.targets import (
 )
 from benchmarks.work import Store
 
+_READERS = ("grain", "grain_shards", "spdl", "datasets_parquet", "lancedb", "lance", "dali")
 _LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
 _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
 # datasets always decodes npy and json, which is not comparable; mosaicml takes 30 s in one process; in one thread all decode
@@ -30,7 +31,8 @@ _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnec
 _ABSENT = {
     ("small-local", 0): ("datasets", "mosaicml"),
     ("small-local", 2): ("datasets",),
-    ("photo-train", 0): ("datasets", "mosaicml", "torchdata"),
+    ("photo-train", 0): ("datasets", "mosaicml", "torchdata", "webshart", *_READERS),
+    ("photo-train", 2): ("dali",),  # which has no workers for Pillow
 }
 _REMOTE_2 = tuple(name for name in _REMOTE if name != "mosaicml")  # it fails, or takes a minute
 _NAMED = (OURS, "webdataset", "litdata", "s3torchconnector")
@@ -72,7 +74,8 @@ def _case(sizes: Sizes, **options: object) -> Case:
 
 def _present(row: str, workers: int) -> tuple[str, ...]:
     absent = _ABSENT.get((row, workers), ())
-    return tuple(name for name in _LOCAL if name not in absent)
+    more = _READERS if workers else (*_READERS, "webshart")  # which has no workers
+    return tuple(name for name in (*_LOCAL, *more) if name not in absent)
 
 
 def _local(sizes: Sizes) -> Iterator[Setting]:
@@ -138,6 +141,15 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
             limits=limits,
             targets=wanted if workers else (),
         )
+    yield Setting(
+        row="photo-train",
+        label="2 workers, each with its own decoder",
+        case=_case(sizes, workers=2, task="train", max_s=0.0, warm=True, prefetch=4),
+        corpus=sizes.photos,
+        contestants=(fast, "spdl+fast", "dali+fast", "datago+fast"),
+        limits=("limit-decode+fast",),
+        targets=(best_peer(1.0, ours=fast),),
+    )
     yield Setting(
         row="photo-train",
         label="2 threads",

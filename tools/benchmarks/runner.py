@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
@@ -38,6 +39,14 @@ _PACKAGES = (
     "datasets",
     "s3torchconnector",
     "torchdata",
+    "grain",
+    "array-record",
+    "spdl",
+    "lancedb",
+    "pylance",
+    "webshart",
+    "datago",
+    "nvidia-dali-cuda130",
 )
 
 
@@ -61,18 +70,18 @@ def describe_machine() -> dict[str, Any]:
 
 def find_versions(work: Work) -> dict[str, str]:
     """Return the versions of all installed packages that take part."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    code = "import importlib.metadata as m; print(m.version('mosaicml-streaming'))"
-    python = work.interpreters.get("mosaicml")
-    if python:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
-        found["mosaicml-streaming"] = done.stdout.strip()
-    return found
+    code = (
+        "import json, sys; from importlib import metadata as m; print(json.dumps("
+        "{name: m.version(name) for name in sys.argv[1:] if any(m.distributions(name=name))}))"
+    )
+    found: dict[str, str] = {}
+    for python in {*work.interpreters.values()} | {sys.executable}:
+        done = subprocess.run(  # noqa: S603
+            [python, "-c", code, *_PACKAGES], capture_output=True, text=True, check=True
+        )
+        versions = json.loads(done.stdout)
+        found = found | versions if python == sys.executable else versions | found
+    return {name: found[name] for name in _PACKAGES if name in found}
 
 
 def run(
@@ -177,7 +186,7 @@ def as_document(setting: Setting, results: dict[str, list[Result]]) -> Document:
         "row": setting.row,
         "label": setting.label,
         "metric": setting.metric,
-        "ours": OURS,
+        "ours": setting.contestants[0],
         "results": {name: [asdict(result) for result in found] for name, found in results.items()},
         "targets": targets,
     }

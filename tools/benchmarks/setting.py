@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.case import Case
-from benchmarks.data import Corpus
+from benchmarks.data import WRITERS, Corpus
 from benchmarks.sizes import Sizes
 from benchmarks.targets import OURS, Metric, Target, is_limit
 from benchmarks.work import Store, Work
 
-_FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
+_FORMATS = {
+    "mosaicml": "mds",
+    "torchdata": "files",
+    "datago": "files",
+    "lance": "lancedb",
+    **{name: name for name in WRITERS},
+}  # others read tars
 _LOOSE = 30_000  # samples as loose files; writing more takes longer than the measurement
 
 

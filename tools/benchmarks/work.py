@@ -192,7 +192,7 @@ class Work:
         return Result(**json.loads(line.removeprefix("RESULT ")))
 
     def _python(self, contestant: str) -> str:
-        return self.interpreters.get(contestant, sys.executable)
+        return self.interpreters.get(contestant.partition("+")[0], sys.executable)
 
     def _run(
         self,

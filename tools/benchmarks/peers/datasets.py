@@ -12,9 +12,8 @@ from typing import Any
 import datasets as hf
 from torch.utils.data import DataLoader
 
-from benchmarks import images
 from benchmarks.case import Case, Epochs
-from benchmarks.loaders import loader_options
+from benchmarks.loaders import decode_batch, loader_options
 from benchmarks.objects import list_tars, presign
 
 FORMAT = "tar"
@@ -25,9 +24,7 @@ def _flat(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _examples(samples: list[dict[str, Any]]) -> Any:
-    from torch.utils.data import default_collate  # noqa: PLC0415
-
-    return tuple(default_collate([images.example(sample) for sample in _flat(samples)]))
+    return decode_batch(_flat(samples))
 
 
 def _urls(location: str) -> list[str]:
