@@ -142,6 +142,8 @@ def replay(
             f"there is no step {number}: from here on epoch {position.epoch} has {end} steps, numbered from 0; "
             "for another epoch pass epoch=, or a later state"
         )
+    if number and batches.placement.world_size == 1:
+        _warn_of_empty_batches(batches, position)
     with closing(batches.read(position, partition.only(number))) as made:
         found = next(made)
     if found.error is not None:
@@ -248,10 +250,26 @@ def _first_uses(batches: BatchDataset, wanted: Ints, last_epoch: int) -> Ints:
     return uses[:, np.argsort(uses[0])]
 
 
+def _refills(batches: BatchDataset) -> bool:
+    """Return whether each sample that is left out is replaced."""
+    budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
+    return budget is not None and budget.refill
+
+
+def _warn_of_empty_batches(batches: BatchDataset, position: LoaderPosition) -> None:
+    """Warn if a single rank may have received fewer batches than there were steps, which a loop that counts batches does not see."""
+    if not (_refills(batches) or batches.epoch_samples(position).is_exact):
+        warnings.warn(
+            "one rank alone receives no batch for a step of which all samples were bad, refused or deleted, but the step counts: a loop that "
+            "counts its batches may call this step by a smaller number; state_dict()['consumed'] counts such samples, too",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
 def _warn_of_replacements(batches: BatchDataset) -> None:
     """Warn if samples may come as replacements, which no plan knows: it depends on the data where they are drawn."""
-    budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
-    refills = budget is not None and budget.refill
+    refills = _refills(batches)
     if refills or batches.placement.world_size > 1:
         which = (
             "for bad or refused samples"

@@ -36,6 +36,7 @@ from shardstream.storage.find_tars import (
     glob_tars,
     no_tars_error,
     tars_of_folder,
+    warn_of_folders,
     warn_of_links,
 )
 from shardstream.storage.listed_shards import (
@@ -416,6 +417,8 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
         )
     tars = tars_of_folder(url, files)
     warn_of_links(url, tars)
+    if tars:
+        warn_of_folders(url, folders, storage)
     if tars and url.startswith(WEB):  # the page has no sizes
         return _from_tars([tar.url for tar in tars], storage, ())
     if tars:

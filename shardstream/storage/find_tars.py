@@ -32,6 +32,7 @@ from shardstream.storage.urls import (
     expand_urls,
     has_glob_signs,
     is_tar,
+    join_url,
     parent_url,
     simplify_glob,
 )
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shardstream.storage.store import FileInfo, Storage
 
 _log = get_logger(__name__)
+LISTED_FOLDERS = 10  # a request each
 
 
 def matching_files(pattern: str, storage: Storage) -> list[FileInfo]:
@@ -144,6 +146,7 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
                 names = [file.url.rsplit("/", 1)[-1] for file in files]
                 raise no_tars_error(folder, names, folders, storage)
             warn_of_links(folder, found)
+            warn_of_folders(folder, folders, storage)
             tars += found
     # The page of a web server has no sizes.
     return [tar if tar.size_or_none is not None else storage.info(tar.url) for tar in tars]
@@ -212,6 +215,23 @@ def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
             url,
             len(tars),
         )
+
+
+def warn_of_folders(url: str, folders: Sequence[str], storage: Storage) -> None:
+    """Warn of tars in the folders of a folder, which are not read with its own; the first folders are looked into."""
+    if url.startswith(WEB):
+        return
+    for name in folders[:LISTED_FOLDERS]:
+        inner = join_url(url, name)
+        with suppress(StorageError):  # that folder may be private
+            if any(is_tar(file.url) for file in storage.list_folder(inner)[0]):
+                _log.warning(
+                    "%s: only the tars right in this folder are read, not those in its folders, such as %s; "
+                    "name each folder in a list, or all tars by a pattern such as '**/*.tar'",
+                    url,
+                    inner,
+                )
+                return
 
 
 def no_tars_error(

@@ -27,6 +27,7 @@ from shardstream.storage import (
     LocatedShards,
     Storage,
     expand_urls,
+    find_tars,
     is_compressed,
     is_tar,
     locate_shards,
@@ -221,6 +222,20 @@ def test_missing_urls_are_reported(folder: str, pattern: str, message: str) -> N
     with pytest.raises(StorageError, match=message) as raised:
         locate_shards(folder + pattern, Storage())
     assert (raised.value.shard or "").startswith(folder)
+
+
+def test_tars_in_folders_of_a_folder_are_named_by_a_warning(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_tars(folder)
+    put(folder, {"notes/a.txt": b"1"})
+    assert len(locate_shards(folder, Storage()).shards) == len(find_tars(folder, Storage())) == 3
+    assert not caplog.messages
+    put(folder, {"validation/00.tar": TARS["00.tar"]})
+    for find in (locate_shards, find_tars):
+        caplog.clear()
+        find(folder, Storage())
+        assert f"not those in its folders, such as {folder}/validation" in caplog.text
 
 
 def test_invalid_manifest_is_reported(folder: str) -> None:
