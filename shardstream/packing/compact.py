@@ -64,6 +64,7 @@ from shardstream.storage import (
     commit_all,
     count_samples,
     encode_numbers,
+    is_part,
     is_part_record,
     join_url,
     locate_shards,
@@ -195,7 +196,7 @@ def _find_replaced(
 
 
 def _tidy(output: OutputFolder, names: set[str]) -> None:
-    """Delete the records of all shards, and the shards that are not published, because more of their samples were deleted meanwhile."""
+    """Delete the records of all shards, half-written files of killed runs, and the shards that are not published, because more of their samples were deleted meanwhile."""
     files = output.list_files()
     tars = {part_record_name(name): name for name in files}
     for record in filter(is_part_record, files):
@@ -204,6 +205,8 @@ def _tidy(output: OutputFolder, names: set[str]) -> None:
             output.remove(ShardInfo(url=name).members_url)
             remove_shard(output, name, files)
         output.remove(record)
+    for name in filter(is_part, files):  # the folder is locked
+        output.remove(name)
 
 
 def _plan(located: LocatedShards, storage: Storage, output: OutputFolder) -> list[CompactShard]:

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import shardstream as ss
@@ -60,6 +61,7 @@ def check(url: str, allowed: list[dict[int, list[int]]]) -> None:
     assert found in allowed, found
     if len(allowed) == 1:
         assert ss.verify(url).errors == ()
+        assert not [*Path(url).glob("compact-*/*.part-*")]
 
 
 def kill_at(number: int) -> None:
