@@ -47,8 +47,8 @@ LIMITS = {
     "first state_dict": (7, 14),
     "next state_dict": (4, 7),
     "with one worker": (30, 132),
-    "ShardWriter, 40 samples": (15, 88),
-    "pack of four photos": (37, 286),
+    "ShardWriter, 40 samples": (15, 85),
+    "pack of four photos": (37, 284),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

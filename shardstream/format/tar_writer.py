@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -14,17 +14,6 @@ _USTAR_SIZE_LIMIT = 8**11
 _ZEROS = tuple(map(bytes, range(BLOCK_BYTES)))
 
 
-def encode_members(key: str, fields: Mapping[str, bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return header, body and padding of each field of a sample, in the order given (see `encode_member`).
-
-    Names are not checked here (see `member_name`).
-
-    >>> b"".join(encode_members("a", {"txt": b"hi", "cls": b"7"}))[1024:1029]
-    b'a.cls'
-    """
-    return _encode(f"{key}.", fields.items())
-
-
 def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | memoryview, bytes]:
     """Return header, body and padding of a member: owner 0, time 0, mode 0644, so equal input gives equal bytes.
 
@@ -33,7 +22,7 @@ def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | m
     >>> b"".join(encode_member("a.txt", b"hi"))[:5]
     b'a.txt'
     """
-    pieces = _encode(name, (("", data),))
+    pieces = encode_members(name, {"": data})
     return cast("tuple[bytes, bytes | memoryview, bytes]", tuple(pieces))
 
 
@@ -49,14 +38,24 @@ def member_bytes(name: str, size: int) -> int:
     return header_bytes + (size + BLOCK_BYTES - 1 & -BLOCK_BYTES)
 
 
-def _encode(name: str, ends: Iterable[tuple[str, bytes | memoryview]]) -> list[bytes | memoryview]:
-    """Return header, body and padding of members whose names have one start."""
+def encode_members(name: str, bodies: Mapping[str, bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return header, body and padding of members whose names have one start, in the order given (see `encode_member`).
+
+    Names are not checked here (see `member_name`).
+
+    Args:
+        name: Start of the names: of a sample its key and a dot.
+        bodies: End of each name -> body.
+
+    >>> b"".join(encode_members("a.", {"txt": b"hi", "cls": b"7"}))[1024:1029]
+    b'a.cls'
+    """
     start = name.encode("utf-8", "surrogateescape")
     start_bytes = len(start)
     is_ascii = start.isascii()
     start_sum = zlib.adler32(start) & 0xFFFF  # less 1, and of a name that ustar can hold
     pieces: list[bytes | memoryview] = []
-    for end, data in ends:
+    for end, data in bodies.items():
         size = len(data)
         rest = _after_start(start_bytes, end, size)
         if rest is None or not is_ascii:

@@ -40,8 +40,8 @@ def encode_field(field: str, value: object) -> bytes:
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
     extension = field.rpartition(".")[2].lower()
-    if extension != "json":  # where what is masked is null
-        _refuse_masked(field, value)
+    if isinstance(value, np.ma.MaskedArray) and extension != "json":  # there it becomes null
+        raise _masked_error(field)
     encoder = _ENCODERS.get(extension)
     if encoder is None:
         advice = (
@@ -199,16 +199,16 @@ def number_array(value: object, dtype: np.dtype[Any] | None) -> object:
     return np.asarray(value, dtype) if is_plain else value
 
 
-def _refuse_masked(field: str, value: object) -> None:
-    if isinstance(value, np.ma.MaskedArray):
-        raise SampleError(
-            "a masked array would lose its mask; fill it, value.filled(0), or store value.data and value.mask as two fields",
-            field=field,
-        )
+def _masked_error(field: str) -> SampleError:
+    return SampleError(
+        "a masked array would lose its mask; fill it, value.filled(0), or store value.data and value.mask as two fields",
+        field=field,
+    )
 
 
 def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
-    _refuse_masked(field, value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise _masked_error(field)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         try:

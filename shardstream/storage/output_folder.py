@@ -198,9 +198,9 @@ class LocalFolder:
 
     def sync(self) -> None:
         """Flush the names of the committed files to the disk."""
+        self._is_synced = True  # first: another thread may commit a file meanwhile
         with translate_errors(self.url):
             sync_folder(self._path)
-        self._is_synced = True
 
 
 class RemoteFolder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -52,7 +53,12 @@ def fill(
     if manifest != "none":
         (path / "index.json").write_bytes(data)
     if journal != "none":
-        Journal(folder=folder, task=TASKS.get(journal, TASK), stale=frozenset({"x.tar"})).write()
+        Journal(
+            folder=folder,
+            task=TASKS.get(journal, TASK),
+            run=uuid.uuid4().hex,
+            stale=frozenset({"x.tar"}),
+        ).write()
         document = json.loads((path / JOURNAL_NAME).read_text())
         if manifest != "none":
             digest = sha256(data if manifest == "of the job" else b"").hexdigest()
@@ -64,7 +70,7 @@ def fill(
 
 def claim(folder: LocalFolder, task: Task = TASK, *, overwrite: bool = False) -> Claim:
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
-    journal = Journal(folder=folder, task=task)
+    journal = Journal(folder=folder, task=task, run=uuid.uuid4().hex)
     return claim_destination(journal, names, overwrite=overwrite)
 
 
@@ -195,7 +201,10 @@ def test_only_what_killed_writers_have_left_is_deleted_at_once(tmp_path: Path) -
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
     extras = frozenset({"classes.json"})
     claim_destination(
-        Journal(folder=folder, task=TASK), names, overwrite=True, extras=extras
+        Journal(folder=folder, task=TASK, run=uuid.uuid4().hex),
+        names,
+        overwrite=True,
+        extras=extras,
     ).take()
     assert set(folder.list_files()) == {*kept, JOURNAL_NAME}
 
@@ -207,7 +216,10 @@ def test_class_names_that_are_not_written_again_are_kept_with_a_warning(
     folder = fill(tmp_path / "out", manifest="another one", files=("classes.json",))
     names = ShardNames(folder=folder.url, template="{shard:06d}.tar")
     claim_destination(
-        Journal(folder=folder, task=TASK), names, overwrite=True, extras=extras
+        Journal(folder=folder, task=TASK, run=uuid.uuid4().hex),
+        names,
+        overwrite=True,
+        extras=extras,
     ).take().check_owner()
     assert set(folder.list_files()) == {"classes.json", JOURNAL_NAME}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (not extras)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -732,7 +733,9 @@ def test_journal_cannot_delete_files_outside_its_folder(files: Path, tmp_path: P
 def test_journal_round_trips(tmp_path: Path) -> None:
     task = Task(source="é\udc80", options={"split": [["a", 0.1]], "key": None})
     folder = LocalFolder(str(tmp_path), str(tmp_path))
-    journal = Journal(folder=folder, task=task, stale=frozenset({"a.tar"}), parts=3)
+    journal = Journal(
+        folder=folder, task=task, run=uuid.uuid4().hex, stale=frozenset({"a.tar"}), parts=3
+    )
     journal.write()
     back = read_journal(folder, os.listdir(tmp_path))
     assert back is not None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import uuid
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -108,21 +107,21 @@ class Journal:
     Args:
         folder: Folder of the dataset.
         task: Source and options of the job.
+        run: Unique name of the run that writes the journal; all processes of a job have one.
         stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
         parts: Number of parts of the job; 0 if it is not known yet.
         published: The dataset, once it is published or about to be.
         others: Of the first of several splits: the other datasets, by name of the split, whose journals are deleted before this one.
-        run: Unique name of the run that writes the journal; all processes of a job have one.
         head: Current bytes of the file; None if it does not exist.
     """
 
     folder: OutputFolder
     task: Task
+    run: str
     stale: frozenset[str] = frozenset()
     parts: int = 0
     published: Published | None = None
     others: Mapping[str, Published] = field(default_factory=dict)
-    run: str = field(default_factory=lambda: uuid.uuid4().hex)
     head: bytes | None = None
 
     @property

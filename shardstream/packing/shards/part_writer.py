@@ -77,7 +77,7 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
         if "__" not in name and len(_plain_fields) < 1024:  # fields may come from a hostile source
             _plain_fields.add(name)
             is_checked = True
-    return encode_members(key, fields)
+    return encode_members(f"{key}.", fields)
 
 
 class TarShard:

@@ -109,7 +109,7 @@ class ShardWriter:
         self._manifest: Manifest | None = None
         self._folder.lock()
         try:
-            journal = Journal(folder=self._folder, task=WRITER_TASK)
+            journal = Journal(folder=self._folder, task=WRITER_TASK, run=uuid.uuid4().hex)
             self._claim = claim_destination(journal, names, overwrite=overwrite).take()
         except BaseException:
             self._folder.unlock()
