@@ -38,6 +38,7 @@ def test_a_dataset_is_measured_with_each_number_of_workers(tmp_path: Path) -> No
     assert report["recommended_workers"] == 0
 
 
+@pytest.mark.slow
 def test_pictures_of_different_sizes_are_measured_and_bad_ones_counted(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path, max_samples=10) as writer:
         for number in range(20):
@@ -53,6 +54,7 @@ def test_pictures_of_different_sizes_are_measured_and_bad_ones_counted(tmp_path:
     assert {trial["bad_samples"] for trial in trials} == {1}
 
 
+@pytest.mark.slow
 def test_a_dataset_of_one_batch_is_measured_over_several_epochs(tmp_path: Path) -> None:
     shown = run(numbered(tmp_path, 8, 8), "--workers", "0", "--batch-size", "8", "--seconds", "0.1")
     assert shown.returncode == 0, shown.stderr

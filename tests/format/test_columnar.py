@@ -87,6 +87,7 @@ def test_plain_samples_are_never_parsed_one_by_one(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 1  # the first sample, whose form is compared
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_any_slices_of_any_shards_are_read(data: st.DataObject) -> None:
     shard_slices = []

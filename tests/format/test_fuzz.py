@@ -43,6 +43,7 @@ compared = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @compared
 @settings(max_examples=150)
 @given(seed=st.integers(0, 1 << 32), tar=st.sampled_from(SEEDS), rounds=st.integers(1, 4))

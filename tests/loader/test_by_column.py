@@ -119,6 +119,7 @@ def test_batches_are_those_of_single_samples(vectors: str, steps: Steps, workers
     assert len(found) == -(-SAMPLES // 16)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(DTYPES),
     st.sampled_from([(), (1,), (5,), (2, 3), (0,), (2, 0, 2), (3000,)]),

@@ -310,6 +310,7 @@ def test_a_clip_fetches_its_part_of_a_video(
         remote.read_bytes = 0
 
 
+@pytest.mark.slow
 def test_windows_of_lazy_fields_read_their_parts_only(
     remote: CountingFileSystem, long_video: bytes
 ) -> None:

@@ -109,6 +109,7 @@ MADE: dict[str, Callable[[str, str, At], Any]] = {
     ),
     "mix of rows and samples": lambda a, b, at: ss.mix([packed(read(a, at)), read(b, at)]),
 }
+QUICK = ("shuffled", "weights", "subset", "mix", "packed rows")
 
 
 def classes_of(item: Any) -> list[int]:
@@ -169,7 +170,7 @@ def assert_plan_is_what_is_read(loaders: list[ss.ShardLoader], plan: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "mix " in name else ()) for name in MADE]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MADE]
 )
 @settings(max_examples=3)
 @given(

@@ -63,6 +63,7 @@ def test_the_samples_of_each_stretch_stay_the_same(made: tuple[EpochPlan, StepBa
     assert everything[after.size :] == plan.rest(order.num_batches).tolist()
 
 
+@pytest.mark.slow
 @many
 @given(plans(), st.data())
 def test_batches_do_not_depend_on_the_request(

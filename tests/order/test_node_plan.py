@@ -94,6 +94,7 @@ def test_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
     assert len(found.numbers) == batches.size
 
 
+@pytest.mark.slow
 @many
 @given(order=orders(), config=topologies, epoch=epochs, data=st.data())
 def test_steps_have_the_same_samples_on_every_topology(

@@ -427,6 +427,7 @@ def classes_of(folder: Path) -> set[bytes]:
     return {sample["cls"] for sample in ss.ShardDataset(str(folder)).by_number()}
 
 
+@pytest.mark.slow
 def test_stopped_job_with_functions_and_no_version_begins_again_with_a_warning(
     source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_task_has_the_shards_of_its_rows_only_and_is_small(tmp_path: Path) -> 
         assert max(sizes) < 16_000
 
 
+@pytest.mark.slow
 def test_a_shuffled_task_of_large_shards_is_small(tmp_path: Path) -> None:
     shards = []
     for number in range(100):

@@ -469,6 +469,7 @@ def test_memory_and_pickles_do_not_grow_with_the_shards(
     assert located.shards[123_456].url == f"{tmp_path}/0123456.tar"
 
 
+@pytest.mark.slow
 def test_a_new_process_opens_a_pickled_dataset(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
     (tmp_path / "dataset.pkl").write_bytes(pickle.dumps(ss.ShardDataset(folder).decode()))

@@ -688,6 +688,7 @@ WRITE_FOR_EVER = """
 """
 
 
+@pytest.mark.slow
 def test_processes_killed_during_a_write_leave_no_files(folder: Path) -> None:
     for wait_s in (0.05, 0.1, 0.02, 0.07):
         with subprocess.Popen(

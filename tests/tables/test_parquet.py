@@ -81,6 +81,7 @@ def keys(batches: Any) -> list[str]:
     return [key for batch in batches for key in batch["__key__"]]
 
 
+@pytest.mark.slow
 @settings(max_examples=12 if in_ci() else 4)
 @given(files=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), min_size=1, max_size=4))
 def test_rows_of_any_row_groups_keep_the_promises_of_samples(

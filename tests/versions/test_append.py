@@ -305,12 +305,13 @@ def append_some(url: str, me: int, count: int, barrier: Any, way: str) -> None:
             ss.pack(samples(first, first + 10), url, append=True, max_samples=5)
 
 
-@pytest.mark.parametrize("how", ["spawn", "fork"])
+@pytest.mark.parametrize("how", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
 def test_two_processes_append_at_once(url: str, how: str) -> None:
     append_at_once(url, how)
     assert version(url)["number"] == 11
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
 def test_two_processes_append_at_once_to_s3(bucket: str) -> None:
     url = make_shards(f"{bucket}/data", samples=samples(0, N), per_shard=7)

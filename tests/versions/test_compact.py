@@ -105,6 +105,7 @@ def stored(url: str, text: str) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_replaced_fields_stay_and_those_of_deleted_samples_are_gone(url: str) -> None:
     ss.replace_fields(url, {"txt": [f"all {n:02d}" for n in range(N)]}, max_bytes=20_480)
     ss.replace_fields(url, {"txt": {f"{n:06d}": f"some {n:02d}" for n in range(0, N, 7)}})

@@ -89,6 +89,7 @@ def test_shards_without_an_index_are_refused(url: str) -> None:
         ss.delete(url, numbers=[3])
 
 
+@pytest.mark.slow
 def test_deletions_of_many_shards_are_left_out(tmp_path: Path) -> None:
     url = numbered(tmp_path / "data", 4200, 1, columns=["cls"])  # a manifest with records
     ss.delete(url, numbers=[0, 4100])

@@ -11,10 +11,8 @@ import pytest
 pytest.importorskip("pyarrow")
 
 
-@pytest.mark.parametrize(
-    "operation",
-    ["delete", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compact", "tag", "gc"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", ["delete", "compact", "tag", "gc"])
 def test_a_killed_change(operation: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.versions.killed_changes_job", str(tmp_path), operation]
     done = subprocess.run(command, check=False, capture_output=True, text=True)

@@ -128,6 +128,7 @@ def check(url: str, model: Model) -> None:
     assert ss.verify(url).problems == ()
 
 
+@pytest.mark.slow
 @given(changes=st.lists(CHANGES, min_size=1, max_size=7))
 @settings(max_examples=12, deadline=None)
 def test_each_version_reads_its_samples(

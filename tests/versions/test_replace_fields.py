@@ -55,6 +55,7 @@ def test_all_samples_get_new_values_in_their_order(url: str) -> None:
     assert sorted(pairs) == [(i, f"new {i}") for i in range(N)]
 
 
+@pytest.mark.slow
 @given(
     changes=st.lists(
         st.tuples(st.sampled_from("rdn"), st.sets(st.integers(0, N - 1), min_size=1, max_size=20)),

@@ -445,7 +445,11 @@ def test_first_use_needs_the_version_of_the_run(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"multiprocessing_context": "spawn"}, {"worker_method": "thread"}]
+    "options",
+    [
+        pytest.param({"multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
+        {"worker_method": "thread"},
+    ],
 )
 def test_other_workers_read_the_rest_and_the_next_epoch(url: str, options: Any) -> None:
     state = saved(url)

@@ -59,6 +59,7 @@ def test_small_fields_are_drawn_in_little_memory(
     assert found in ("image/png", "image/jpeg")
 
 
+@pytest.mark.slow
 def test_large_pictures_are_decoded_one_after_the_other(tmp_path: Path) -> None:
     with ss.ShardWriter(str(tmp_path / "data")) as writer:
         for number in range(6):

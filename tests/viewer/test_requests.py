@@ -271,6 +271,7 @@ def test_a_wrong_function_is_an_error(name: str, message: str) -> None:
         load_function(name, "--decode")
 
 
+@pytest.mark.slow
 def test_a_dataset_of_the_user_is_shown_by_the_command(tmp_path: Path) -> None:
     folder = datasets.pictures(tmp_path / "data", 60)
     (tmp_path / "train.py").write_text(

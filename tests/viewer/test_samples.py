@@ -140,6 +140,7 @@ def test_exact_histograms_count_all_samples(shapes: str) -> None:
         assert viewed.page(0, 200, Choice(where=bar["where"]))["total"] == bar["count"]
 
 
+@pytest.mark.slow
 def test_a_bar_counts_the_samples_of_its_condition(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     columns = {

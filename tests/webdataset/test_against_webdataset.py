@@ -200,6 +200,7 @@ def test_several_ranks_need_a_node_splitter(shards: str, monkeypatch: pytest.Mon
     assert len(numbers(dataset)) == SHARDS * SAMPLES // 2
 
 
+@pytest.mark.slow
 def test_spawned_workers_of_a_rank_know_the_rank(
     shards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -364,6 +364,7 @@ for open_command in (gopen, wds.gopen, wds.WebDataset):
 """
 
 
+@pytest.mark.slow
 def test_shim_leaves_nothing_of_webdataset_that_opens_commands() -> None:
     program = SHADOWED.format(shim=str(upstream.SHIM))
     done = subprocess.run(

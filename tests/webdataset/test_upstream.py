@@ -56,6 +56,7 @@ def test_only_tests_of_what_is_refused_fail(tmp_path: Path) -> None:
     assert passed == PASSED
 
 
+@pytest.mark.slow
 def test_page_lists_the_tests_that_fail_and_the_counts() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -77,6 +78,7 @@ def test_page_lists_the_tests_that_fail_and_the_counts() -> None:
         assert counts[name] == f"{passed} of {total}"
 
 
+@pytest.mark.slow
 def test_examples_of_the_page_run(tmp_path: Path) -> None:
     blocks = re.findall(
         r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
