@@ -192,7 +192,7 @@ def test_messages_on_the_page_of_errors_exist() -> None:
     """Word for word; ``...`` stands for what is computed."""
     found = literals()
     messages = re.findall(
-        r"^- `(.+?)`(?: \(|,?:)", ERRORS.read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| `(.+?)`(?: \(|,? \|)", ERRORS.read_text(encoding="utf-8"), re.MULTILINE
     )
     assert len(messages) >= 60
     parts = [(part.strip(), message) for message in messages for part in message.split("...")]
@@ -201,6 +201,6 @@ def test_messages_on_the_page_of_errors_exist() -> None:
 
 def test_each_error_has_messages() -> None:
     sections = re.split(r"::: shardstream\.(?:errors\.)?", ERRORS.read_text(encoding="utf-8"))[1:]
-    rows = {section.partition("\n")[0]: section.count("\n- `") for section in sections}
+    rows = {section.partition("\n")[0]: section.count("\n| `") for section in sections}
     assert set(rows) == set(errors())
     assert [name for name, count in rows.items() if not count] == ["ShardStreamError"]
