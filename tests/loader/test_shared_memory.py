@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -88,13 +89,40 @@ def test_full_ring_falls_back_to_the_pipe_until_space_is_freed(
     assert ring.unpack(ring.pack([b"x" * 3 * _LEAST])) == [b"x" * 3 * _LEAST]
 
 
-def test_messages_of_similar_size_reuse_the_same_pages() -> None:
+def test_a_message_takes_a_place_of_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring, batch = RingBuffer(), [b"x" * _LEAST]
+    size = ring.pack(batch).nbytes
+    ring.reset(give_back=False)
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * size, RING_STEP_BYTES=1)
+    first, second = ring.pack(batch), ring.pack(batch)
+    assert (first.start, second.start, ring.pack(batch).pieces) == (0, size, [batch[0], ANY])
+    assert ring.unpack(first) == batch
+    third = ring.pack(batch)
+    assert (third.start, third.is_in_ring) == (0, True)
+    assert ring.unpack(second) == ring.unpack(third) == batch
+
+
+def test_reset_frees_the_places_of_messages_that_were_not_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=3 * _LEAST)
+    ring, batch = RingBuffer(), [b"x" * 2 * _LEAST]
+    for give_back in (False, True, False):
+        message = ring.pack(batch)
+        assert message.is_in_ring
+        assert not ring.pack(batch).is_in_ring
+        ring.reset(give_back=give_back)
+    assert ring.unpack(ring.pack(batch)) == batch
+
+
+@pytest.mark.parametrize(("most", "room"), [(3 << 18, 1 << 20), (3 << 20, 3 << 20)])
+def test_messages_of_similar_size_reuse_the_same_pages(most: int, room: int) -> None:
     ring, rng = RingBuffer(), random.Random(0)
     on_way: deque[Any] = deque()
     for _ in range(100):
-        message = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)])
+        message = ring.pack([b"x" * rng.randrange(most * 5 // 6, most)])
         on_way.append(message)
-        assert message.start + message.nbytes <= 3 * (3 << 20)
+        assert message.start + message.nbytes <= 3 * room
         if len(on_way) == 3:
             ring.unpack(on_way.popleft())
 
