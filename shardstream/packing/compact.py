@@ -268,15 +268,11 @@ class CompactShard:
         offsets = catalog.offsets(0)
         is_kept = np.ones(len(offsets) - 1, dtype=bool)
         is_kept[self.deleted] = False
-        fields = self._count_fields(offsets)
-        result = ShardResult(nsamples=0, fields=fields)
+        result = ShardResult(nsamples=0, fields=self._count_fields(offsets))
         if is_kept.any():
             info = self._write(offsets, is_kept)
-            result = ShardResult(
-                nsamples=info.nsamples,
-                nbytes=info.filesize or 0,
-                sha256=info.sha256,
-                fields=fields,
+            result = replace(
+                result, nsamples=info.nsamples, nbytes=info.filesize or 0, sha256=info.sha256
             )
         self.output.write(record, json.dumps(result.encode()).encode())
         return result.encode()

@@ -52,7 +52,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
         return TableSource([metadata], storage, options, file_column=FILE_COLUMN)
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
-    if not storage.exists(url):
+    if options.kind is not None and not storage.exists(url):  # `guess_kind` has looked
         raise SourceError(broken_link(url) or "not found; check the path", shard=url)
     return folder_source(url, storage, kind=options.kind, key=options.key)
 
