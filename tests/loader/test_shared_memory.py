@@ -238,9 +238,22 @@ def test_numpy_arrays_are_writable_as_with_torch() -> None:
     ring.unpack(ring.pack(array))[0] = 1
 
 
-def test_unpicklable_value_raises_at_once() -> None:
-    with pytest.raises(ss.errors.SampleError, match="cannot be sent to the main process"):
-        RingBuffer().pack({"x": lambda: None})
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (TypeError("cannot pickle it"), "convert unpicklable values to arrays"),
+        (RuntimeError("unable to allocate shared memory(shm)"), r"docker run --shm-size"),
+        (RuntimeError("storage is gone"), "convert unpicklable values to arrays"),
+        (OSError(errno.EMFILE, "Too many open files"), r"ulimit -n"),
+    ],
+)
+def test_unpicklable_value_raises_at_once(error: Exception, remedy: str) -> None:
+    class Unsendable:
+        def __reduce__(self) -> str:
+            raise error
+
+    with pytest.raises(ss.errors.SampleError, match=rf"cannot be sent to the main .*{remedy}"):
+        RingBuffer().pack({"x": Unsendable()})
 
 
 def test_packing_creates_no_reference_cycles() -> None:
