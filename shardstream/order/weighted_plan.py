@@ -98,7 +98,7 @@ def _of_layers(copies: Ints, layers: Ints, num_layers: int) -> Ints:
     """Return which part of expected copies is in layers: at most one, but in the last layer."""
     most = np.where(layers == num_layers - 1, _MAX_DRAWS + 1, 1) << _COPY_BITS
     found: Ints = np.maximum(copies - (layers << _COPY_BITS), 0)
-    found = np.minimum(found, most, out=found)
+    np.minimum(found, most, out=found)
     return found
 
 

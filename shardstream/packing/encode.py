@@ -95,10 +95,7 @@ def _encode_int(field: str, value: object) -> bytes:
 
 def _encode_json(field: str, value: object) -> bytes:
     try:
-        text = json.dumps(
-            value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_to_json
-        )
-        return text.encode()
+        return _JSON.encode(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SampleError(
             f"JSON cannot hold this value: {error}; give numbers, text, lists and dicts, None for a missing number",
@@ -161,6 +158,12 @@ def _to_json(value: object) -> object:
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     raise TypeError(f"{type(value).__name__} is not JSON serialisable")
+
+
+# `json.dumps` makes one for each value, which takes as long as to encode a short one.
+_JSON = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_to_json
+)
 
 
 def _encode_npy(field: str, value: object) -> bytes:

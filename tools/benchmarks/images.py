@@ -43,6 +43,15 @@ def load(data: bytes) -> Image.Image:
         return image.convert("RGB")
 
 
+def scale_down(data: bytes, max_side: int) -> bytes:
+    """Decode a JPEG at a fraction of its size, make it smaller, and encode it, all with Pillow, as ``ss.pack(max_side=…)`` does."""
+    out = io.BytesIO()
+    with Image.open(io.BytesIO(data)) as image:
+        image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=3.0)
+        image.save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
 def crop_pixels(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
     """Return a random part of an image, shape (3, 224, 224), uint8, with torch's resize.
 

@@ -240,7 +240,7 @@ def _map_over_connections(
 
 
 def decode_all(case: Case) -> Callable[[], int]:
-    """Decode and crop all photos of the tars from memory, with one process per worker, or with threads."""
+    """Decode and crop all photos of the tars from memory, with one process per worker, or with threads; or scale and encode them."""
     import multiprocessing  # noqa: PLC0415
 
     import torch  # noqa: PLC0415  (the other limits do without)
@@ -262,7 +262,9 @@ def decode_all(case: Case) -> Callable[[], int]:
 
     def part(worker: int, of: int) -> None:
         for data in photos[worker::of]:
-            if case.decoder == "fast":
+            if case.max_side:
+                images.scale_down(data, case.max_side)
+            elif case.decoder == "fast":
                 images.example_fast(data)
             else:
                 images.crop(images.load(data))

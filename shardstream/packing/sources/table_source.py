@@ -412,7 +412,7 @@ def convert_cell(field: str, row: Row, column: str, root: str) -> object:
 
 def _unwrapped(value: object) -> object:
     """Return the bytes or the path in a cell that Hugging Face wrote for an image or a sound."""
-    if isinstance(value, Mapping) and "bytes" in value and value.keys() <= {"bytes", "path"}:
+    if isinstance(value, dict) and "bytes" in value and value.keys() <= {"bytes", "path"}:
         return value["bytes"] if value["bytes"] is not None else value.get("path")
     return value
 
