@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -239,6 +240,19 @@ def _map_over_connections(
         return sum(one.result() for one in [pool.submit(go) for _ in range(connections)])
 
 
+def _read_photos(location: str) -> list[bytes]:
+    photos = []
+    for name, _ in list_files(location):
+        if name.endswith(".tar"):
+            with tarfile.open(name) as tar:
+                photos += [
+                    tar.extractfile(member).read()  # type: ignore[union-attr]
+                    for member in tar.getmembers()
+                    if Path(member.name).suffix == ".jpg"
+                ]
+    return photos
+
+
 def decode_all(case: Case) -> Callable[[], int]:
     """Decode and crop all photos of the tars from memory, with one process per worker, or with threads; or scale and encode them."""
     import multiprocessing  # noqa: PLC0415
@@ -247,27 +261,20 @@ def decode_all(case: Case) -> Callable[[], int]:
 
     from benchmarks import images  # noqa: PLC0415
 
-    photos = []
-    for name, _ in list_files(case.location):
-        if name.endswith(".tar"):
-            with tarfile.open(name) as tar:
-                photos += [
-                    tar.extractfile(member).read()  # type: ignore[union-attr]
-                    for member in tar.getmembers()
-                    if Path(member.name).suffix == ".jpg"
-                ]
+    photos = _read_photos(case.location)
     random.seed(0)
     torch.set_num_threads(1)  # as in loader workers
     bytes(31 << 20)  # from now on malloc keeps the memory of freed images, as in a training
 
+    make: Callable[[bytes], Any] = images.example_fast
+    if case.max_side:
+        make = partial(images.scale_down, max_side=case.max_side)
+    elif case.decoder != "fast":
+        make = images.example_pillow
+
     def part(worker: int, of: int) -> None:
         for data in photos[worker::of]:
-            if case.max_side:
-                images.scale_down(data, case.max_side)
-            elif case.decoder == "fast":
-                images.example_fast(data)
-            else:
-                images.crop(images.load(data))
+            make(data)
 
     def work() -> int:
         context = multiprocessing.get_context("fork")
