@@ -15,6 +15,7 @@ from shardstream.catalog.columns import find_keys as find_keys
 from shardstream.catalog.columns import find_where as find_where
 from shardstream.catalog.columns import iter_keys as iter_keys
 from shardstream.catalog.columns import samples_with_keys as samples_with_keys
+from shardstream.catalog.columns import warn_of_numbers as warn_of_numbers
 from shardstream.catalog.doctor import examine_dataset as examine_dataset
 from shardstream.catalog.doctor import examine_machine as examine_machine
 from shardstream.catalog.inspect import Listing as Listing

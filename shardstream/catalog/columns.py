@@ -200,8 +200,8 @@ def choose_samples(
         return samples if matching is None else Subset(samples, matching)
     if _are_keys(subset):
         subset = find_keys(samples, cast("Keys", subset))
-    elif version is not None and version.has_other_numbers and not isinstance(subset, slice):
-        _warn_of_numbers(version)
+    elif not isinstance(subset, slice):
+        warn_of_numbers("subset= has numbers", version)
     chosen = select_subset(samples, cast("Choice", subset))
     if matching is None:
         return chosen
@@ -232,13 +232,15 @@ def _are_keys(subset: object) -> bool:
     return isinstance(first, str)
 
 
-def _warn_of_numbers(version: DatasetVersion) -> None:
-    warnings.warn(
-        f"subset= has numbers of samples, and others have other numbers since samples were deleted: they count in version {version.number}; pass version= of "
-        "the dataset in which they were chosen, or choose by keys",
-        UserWarning,
-        stacklevel=4,
-    )
+def warn_of_numbers(what: str, version: DatasetVersion | None) -> None:
+    """Warn of numbers of samples that may have been found in an earlier version, where other samples had them."""
+    if version is not None and version.has_other_numbers:
+        warnings.warn(
+            f"{what} of samples, and others have other numbers since samples were deleted: they count in version {version.number}; pass version= of "
+            "the dataset in which they were chosen, or use keys or a column",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def find_keys(samples: Samples, keys: Keys, option: str = "subset=") -> Numbers:

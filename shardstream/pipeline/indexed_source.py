@@ -10,9 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from shardstream.catalog import warn_of_numbers
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, redact
-from shardstream.format import Rows, Sample
+from shardstream.format import DatasetVersion, Rows, Sample
 from shardstream.order import (
     BalancedEpochPlan,
     EpochOrder,
@@ -35,6 +36,7 @@ from shardstream.pipeline.options import (
     ReadOptions,
     SampleWeights,
     Weights,
+    are_by_number,
     balance_of,
     draw_of,
     refuse_options,
@@ -241,11 +243,14 @@ def numbered_source(source: Source) -> IndexedSource:
 class SamplesSource(IndexedSource):
     """The samples of one dataset, as they are stored."""
 
-    def drawn(self, weights: SampleWeights | Weights | None) -> SamplesSource:
+    def drawn(
+        self, weights: SampleWeights | Weights | None, version: DatasetVersion | None = None
+    ) -> SamplesSource:
         """Return the source, with samples drawn by weight if there are weights, and with costs if its order has ``balance=``.
 
         Args:
             weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class.
+            version: The version of the dataset, if the weights may be of another one.
 
         Raises:
             OptionError: If the options of the order or the weights are not possible.
@@ -255,6 +260,8 @@ class SamplesSource(IndexedSource):
         if weights is not None:
             reason = "with weights=, which draw other samples in each epoch"
             refuse_options(options, ["nodes", "exchange"], reason)
+            if are_by_number(weights):
+                warn_of_numbers("weights= has weights by the numbers", version)
             source = replace(source, draw=draw_of(source.samples, weights))
         source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
         if options.balance is not None:

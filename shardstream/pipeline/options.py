@@ -380,6 +380,14 @@ class WeightSchedule:
 MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]] | WeightSchedule
 
 
+def are_by_number(weights: SampleWeights | Weights | None) -> bool:
+    """Return whether weights are given in the order of the samples, not by class or column."""
+    values = weights.values if isinstance(weights, Weights) else weights
+    if isinstance(values, str | os.PathLike):
+        return os.fspath(values).endswith(".npy")
+    return values is not None and not isinstance(values, Mapping)
+
+
 def draw_of(samples: Samples, weights: SampleWeights | Weights) -> WeightedDraw:
     """Return how often each sample is expected in an epoch, for the value of ``weights=``.
 

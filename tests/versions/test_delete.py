@@ -103,6 +103,9 @@ def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     with pytest.warns(UserWarning, match=r"subset= has numbers .* they count in version 4; pass"):
         assert numbers(ss.ShardDataset(url, subset=[0, 3, 4])) == [0, 4, 6]
     assert numbers(ss.ShardDataset(url, subset=[0, 3, 4], version=4)) == [0, 4, 6]
+    with pytest.warns(UserWarning, match=r"weights= has .* they count in version 4; pass"):
+        ss.ShardDataset(url, weights=ss.Weights(np.ones(len(expected))))
+    ss.ShardDataset(url, weights="cls")
     pattern = f"{url}/{{000003..000006}}.tar"
     assert numbers(ss.ShardDataset(pattern)) == [n for n in expected if n >= 45]
     assert numbers(ss.ShardDataset(f"{url}/index.json")) == expected

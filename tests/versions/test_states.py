@@ -25,7 +25,7 @@ from shardstream.versions import next_version, publish_version
 from tests.small_datasets import FEW_CORES, numbered
 
 pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=", "ignore:subset= has numbers")
+pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=", "ignore:(subset=|weights=) has")
 N = 72
 Make = Callable[[str, ss.Placement | None], Any]
 
