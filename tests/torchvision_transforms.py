@@ -7,6 +7,7 @@ transforms do not use them. It is installed apart from the environment, because 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ _libraries: list[Any] = []  # an operator lives as long as its library
 
 
 def install_torchvision(folder: Path) -> str:
-    """Install torchvision alone in a folder and return it; skip the test if there is no network."""
+    """Install torchvision alone in a folder and return it, or that of this environment; skip the test if there is no network."""
+    found = importlib.util.find_spec("torchvision")
+    if found is not None and found.origin:  # two would define their operators twice
+        return str(Path(found.origin).parent.parent)
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
     done = subprocess.run(
         [*command, _REQUIREMENT], capture_output=True, text=True, check=False, timeout=300
