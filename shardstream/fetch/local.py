@@ -56,29 +56,40 @@ class Readahead:
         self.has_waited = False
         """Whether the thread had a major page fault."""
 
-    def record_read(self, extents: Extents) -> None:
-        """Count used bytes, and request the next groups within the budget."""
-        self.used_bytes += int((extents.ends - extents.starts).sum())
+    def request(self, extents: Extents) -> None:
+        """Request samples that are read next, if not yet done, and the next groups within the budget, if the disk is waited for."""
+        if len(extents.shards):
+            start = int(extents.starts[0])
+            self._catalog.map_shard(int(extents.shards[0]))[start : start + 1]  # may wait
         faults = page_faults()
         self.has_waited = self.has_waited or faults > self._page_faults
         self._page_faults = faults
-        while self.has_waited and self._requested_bytes < self.used_bytes + self._budget:
+        if not self.has_waited:
+            return
+        if self._requested_bytes <= self.used_bytes:  # page faults would read one after the other
+            for shard, start, end in zip(*extents, strict=True):
+                self._will_need(int(shard), int(start), int(end))
+        ahead = min(self._budget, 4 * self.used_bytes)  # less at first: asking takes time, too
+        while self._requested_bytes <= self.used_bytes + ahead and self._budget:
             numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
-            if not len(numbers):
+            if len(numbers):
+                self._request_group(numbers)
+            else:
                 self._budget = 0
-                return
-            self._advise(numbers)
 
-    def _advise(self, numbers: Numbers) -> None:
+    def _request_group(self, numbers: Numbers) -> None:
         extents = self._catalog.extents(numbers % max(1, len(self._catalog)))
         self._requested_bytes += int((extents.ends - extents.starts).sum())
         if self._requested_bytes <= self.used_bytes:  # used already, before the first page fault
             return
         for span in coalesce(extents):
-            tar = self._catalog.map_shard(span.shard)
-            first = span.start // mmap.PAGESIZE * mmap.PAGESIZE
-            if isinstance(tar, mmap.mmap) and first < len(tar):
-                tar.madvise(mmap.MADV_WILLNEED, first, span.end - first)
+            self._will_need(span.shard, span.start, span.end)
+
+    def _will_need(self, shard: int, start: int, end: int) -> None:
+        tar = self._catalog.map_shard(shard)
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if isinstance(tar, mmap.mmap) and first < len(tar):
+            tar.madvise(mmap.MADV_WILLNEED, first, end - first)
 
 
 def page_faults() -> int:
@@ -104,6 +115,7 @@ class LocalFetcher(Fetcher):
         if not len(numbers):
             return []
         extents = self._catalog.extents(numbers % self._nsamples)
+        self._readahead.request(extents)
         shards = set(extents.shards.tolist())
         if is_worth_vectorizing(len(numbers), len(shards)):
             by_shard = np.argsort(extents.shards, kind="stable")
@@ -111,7 +123,7 @@ class LocalFetcher(Fetcher):
         else:
             found = self._read_each(*extents)
         self._catalog.check_unchanged(shards)
-        self._readahead.record_read(extents)
+        self._readahead.used_bytes += int((extents.ends - extents.starts).sum())
         return found
 
     def _read_each(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Rows:
@@ -131,11 +143,12 @@ class LocalFetcher(Fetcher):
         if not len(numbers):
             return None
         extents = self._catalog.extents(numbers % self._nsamples)
+        self._readahead.request(extents)
         by_shard = np.argsort(extents.shards, kind="stable")
         found = find_samples(self._shard_slices(extents, by_shard))
         if found is None:
             return None
-        self._readahead.record_read(extents)
+        self._readahead.used_bytes += int((extents.ends - extents.starts).sum())
         found = found.restore_order(by_shard)
         return MappedSamples(found, extents.shards, self._catalog.check_unchanged)
 
