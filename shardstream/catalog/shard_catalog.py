@@ -397,16 +397,13 @@ class ShardCatalog(Catalog):
         info = self.shards[chunk.shard]
         is_large = (info.nsamples or 0) > INDEX_CHUNK_SAMPLES
         offsets = self._read_index(info, _chunk_slice(chunk) if is_large else None)
-        self._keep(chunk, offsets)
-        return offsets
-
-    def _keep(self, chunk: IndexChunk, offsets: Offsets) -> None:
         with _lock:
             if chunk not in self._kept:
                 self._kept[chunk] = offsets
                 self._kept_bytes += offsets.nbytes
             while self._kept_bytes > OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return offsets
 
     def _read_index(self, shard: ShardInfo, places: slice | None = None) -> Offsets:
         """Read an index, or a part of a large one; one that does not match is read again, as it may have been damaged in transfer."""
