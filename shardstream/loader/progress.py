@@ -30,6 +30,10 @@ Opened = tuple[Iterator[WorkerBatch], PoolIteration | None]
 """The batches of an iteration, and its workers if there are any."""
 
 _START = LoaderPosition()
+_SAY_EMPTY = (
+    "select or on_error= left out all samples of this epoch, so no batch came (loader.stats() counts them); before decode() fields "
+    "are bytes, which a predicate may not expect"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +268,12 @@ class Progress:
             begin, worker_batches, received = self.cursor, iter(()), None
             stopwatch.resume()
             opened = open_batches()
+        self._end(begin)
+
+    def _end(self, begin: Cursor) -> None:
+        """Move to the next epoch; an epoch without a batch is worth a warning."""
+        if self.stopwatch.batches and not (self.cursor.is_left or begin.position.consumed):
+            warnings.warn(_SAY_EMPTY, UserWarning, stacklevel=3)
         self.cursor = self.cursor.at_end()
         if self.agreement is not None:
             self.agreement.end()
