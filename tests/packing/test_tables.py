@@ -336,6 +336,15 @@ def test_long_cell_of_a_csv_is_read(tmp_path: Path) -> None:
 ROWS = [["img/1.jpg", "a, cat", "0"], ["img/2.jpg", "a dog", "1"]]
 
 
+def test_a_column_of_keys_is_named_by_key_not_by_fields(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,caption\nx,one\n")
+    pack: Any = lambda **options: ss.pack(str(tmp_path / "a.csv"), tmp_path / "out", **options)
+    with pytest.raises(OptionError, match=r"key='\{id\}' \(--key '\{id\}'\)"):
+        pack(fields={"__key__": "id", "txt": "caption"})
+    pack(fields={"txt": "caption"}, key="{id}")
+    assert [sample["__key__"] for sample in ss.ShardDataset(tmp_path / "out")] == ["x"]
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 @pytest.mark.parametrize("executor", [None, LocalExecutor()], ids=["", "executor"])
 def test_table_without_names_takes_those_that_are_given(

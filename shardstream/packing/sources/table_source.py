@@ -90,7 +90,12 @@ class TableSource(SequentialSource):
         self.may_name_files = has_files or file_column is not None
         # Tables whose beginning was looked at: they are read more than once.
         self._looked_at: set[str] = set()
-        for field in self._fields:
+        for field, column in self._fields.items():
+            if field == "__key__":
+                raise OptionError(
+                    f"the key of a row is no field; name its column by key='{{{column}}}' (--key '{{{column}}}')",
+                    field=field,
+                )
             if field != field.lower() or not field or "/" in field:
                 raise OptionError(
                     f"{field!r} is not a field name; use lower case, e.g. jpg=path", field=field
