@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,13 +18,12 @@ from shardstream.format import (
     KEY_COLUMN,
     MANIFEST_NAME,
     ReplacedFields,
-    Sample,
-    as_rows,
     columns_in_file,
     count_fields,
     import_parquet,
 )
 from shardstream.packing.reshard import AddedUrls, open_added_part
+from shardstream.packing.sample_range import read_rows
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, ShardWriter
 from shardstream.samples import Numbers, Samples, match_keys
 from shardstream.storage import (
@@ -39,8 +38,6 @@ from shardstream.storage import (
 from shardstream.versions import AnyManifest, dataset_folder, next_version, publish_version
 
 _log = get_logger(__name__)
-
-_READ_TOGETHER = 256
 
 
 def replace_fields(
@@ -203,18 +200,14 @@ def _added(current: _Current, add: AddedUrls, options: Mapping[str, Any] | None)
 def _read(
     samples: Samples, numbers: Numbers, names: Mapping[str, str]
 ) -> Iterator[Mapping[str, Any]]:
-    with closing(samples.open_fetcher()) as fetcher:
-        for first in range(0, len(numbers), _READ_TOGETHER):
-            for found in as_rows(fetcher.samples(numbers[first : first + _READ_TOGETHER])):
-                if isinstance(found, Exception):
-                    raise found
-                row = cast("Sample", found)
-                missing = [one for one in names.values() if one not in row]
-                if missing:
-                    raise SampleError(
-                        "its sample or row has no such field", field=missing[0], key=row[KEY_COLUMN]
-                    )
-                yield {KEY_COLUMN: row[KEY_COLUMN], **{n: row[one] for n, one in names.items()}}
+    with closing(read_rows(samples, numbers, is_sparse=True)) as rows:
+        for row in rows:
+            missing = [one for one in names.values() if one not in row]
+            if missing:
+                raise SampleError(
+                    "its sample or row has no such field", field=missing[0], key=row[KEY_COLUMN]
+                )
+            yield {KEY_COLUMN: row[KEY_COLUMN], **{n: row[one] for n, one in names.items()}}
 
 
 def _check_columns(located: LocatedShards, names: Collection[str], storage: Storage) -> None:

@@ -27,6 +27,7 @@ from shardstream.packing.sample_range import (
     SampleRange,
     encoded_samples,
     is_described,
+    read_rows,
     user_stages,
 )
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
@@ -400,8 +401,9 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
     if not is_join and (is_mapped or (fields is None and not records.stages)):
         return _Sizes(1.0, 0)
     numbers = np.unique(np.linspace(0, len(samples) - 1, _PROBES).astype(np.int64))
-    own = _read(samples.first if isinstance(samples, Join) else samples, numbers)
-    found = _read(samples, numbers) if is_join else own
+    source = samples.first if isinstance(samples, Join) else samples
+    own = [*read_rows(source, numbers, is_sparse=True)]
+    found = [*read_rows(samples, numbers, is_sparse=True)] if is_join else own
     known = set(samples.fields or ())
     before = after = added = 0
     for mine, sample in zip(own, found, strict=True):
@@ -425,15 +427,6 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
         )
     kept_fraction = 1.0 if after == before else round(after / before, _DECIMALS)
     return _Sizes(max(kept_fraction, 10.0**-_DECIMALS), round(added / len(numbers)))
-
-
-def _read(samples: Samples, numbers: Numbers) -> list[Sample]:
-    with closing(samples.open_fetcher()) as fetcher:
-        found = list(fetcher.samples(numbers))
-    bad = next((one for one in found if isinstance(one, Exception)), None)
-    if bad is not None:
-        raise bad
-    return cast("list[Sample]", found)
 
 
 def _stepped(sample: Sample, stages: Sequence[Stage]) -> Sample:

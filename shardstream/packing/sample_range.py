@@ -112,26 +112,9 @@ class SampleRange:
     is_part: bool = False
 
     def rows(self) -> Generator[Sample]:
-        """Yield the samples as field -> bytes; 4 MiB of them are in memory, and 64 MiB are prefetched.
-
-        Raises:
-            ShardError: If one is damaged.
-            SampleError: If a joined sample lacks a field.
-            StorageError: If they cannot be read.
-        """
-        samples, numbers = self.samples, self.order.numbers()
-        size = max(1, min(_CHUNK_SAMPLES, int(_CHUNK_BYTES / samples.mean_bytes)))
-        chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        options = FetchOptions(
-            prefetch_bytes=_PREFETCH_BYTES, is_sparse=self.order.seed is not None
-        )
-        opened = samples.open_fetcher(chunks, options)
-        with closing(opened) as fetcher:
-            for chunk in chunks:
-                for row in fetcher.samples(chunk):
-                    if isinstance(row, Exception):
-                        raise row
-                    yield row
+        """Yield the samples (see `read_rows`)."""
+        is_sparse = self.order.seed is not None
+        return read_rows(self.samples, self.order.numbers(), is_sparse=is_sparse)
 
     def __reduce__(self) -> tuple[Any, ...]:
         samples = self.samples.restrict_to(self.order.numbers())
@@ -303,6 +286,30 @@ class _RangeRun:
 
     def close(self) -> None:
         self.rows.close()
+
+
+def read_rows(samples: Samples, numbers: Numbers, *, is_sparse: bool) -> Generator[Sample]:
+    """Yield samples as field -> bytes; 4 MiB of them are in memory, and 64 MiB are prefetched.
+
+    Args:
+        samples: All samples.
+        numbers: Which of them.
+        is_sparse: As in `FetchOptions`.
+
+    Raises:
+        ShardError: If one is damaged.
+        SampleError: If a joined sample lacks a field.
+        StorageError: If they cannot be read.
+    """
+    size = max(1, min(_CHUNK_SAMPLES, int(_CHUNK_BYTES / samples.mean_bytes)))
+    chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+    options = FetchOptions(prefetch_bytes=_PREFETCH_BYTES, is_sparse=is_sparse)
+    with closing(samples.open_fetcher(chunks, options)) as fetcher:
+        for chunk in chunks:
+            for row in fetcher.samples(chunk):
+                if isinstance(row, Exception):
+                    raise row
+                yield row
 
 
 def encoded_samples(

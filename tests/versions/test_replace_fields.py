@@ -125,6 +125,17 @@ def test_values_of_a_table_and_of_shards(url: str, tmp_path: Path) -> None:
     assert texts(url) == expected
 
 
+def test_values_of_shards_of_many_samples(tmp_path: Path) -> None:
+    url, captions = str(tmp_path / "data"), str(tmp_path / "captions")
+    for folder, numbers in ((url, range(600)), (captions, reversed(range(600)))):
+        with ss.ShardWriter(folder) as writer:
+            for n in numbers:
+                writer.write({"__key__": f"{n:06d}", "txt": f"caption {n}"})
+    assert ss.replace_fields(url, add={captions: ["txt"]}) == 600
+    found = [sample["txt"] for sample in ss.ShardDataset(url)]
+    assert found == [f"caption {n}".encode() for n in range(600)]
+
+
 def test_bytes_of_replaced_fields_are_compared_with_their_checksums(url: str) -> None:
     ss.replace_fields(url, {"txt": ["new text"] * N})
     tar = next(Path(url).glob("fields-*/000000.tar"))
