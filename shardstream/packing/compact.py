@@ -55,6 +55,7 @@ from shardstream.packing.shards.shard_scan import (
 )
 from shardstream.samples import Numbers
 from shardstream.storage import (
+    LocalFolder,
     LocatedShards,
     OutputFolder,
     PendingFile,
@@ -205,8 +206,9 @@ def _tidy(output: OutputFolder, names: set[str]) -> None:
             output.remove(ShardInfo(url=name).members_url)
             remove_shard(output, name, files)
         output.remove(record)
-    for name in filter(is_part, files):  # the folder is locked
-        output.remove(name)
+    if isinstance(output, LocalFolder):  # locked; elsewhere they may be of a run at the same time
+        for name in filter(is_part, files):
+            output.remove(name)
 
 
 def _plan(located: LocatedShards, storage: Storage, output: OutputFolder) -> list[CompactShard]:

@@ -218,13 +218,14 @@ def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
 
 
 def warn_of_folders(url: str, folders: Sequence[str], storage: Storage) -> None:
-    """Warn of tars in the folders of a folder, which are not read with its own; the first folders are looked into."""
+    """Warn of tars in the folders of a folder, which are not read with its own; the first page of the first folders is listed."""
     if url.startswith(WEB):
         return
     for name in folders[:LISTED_FOLDERS]:
         inner = join_url(url, name)
         with suppress(StorageError):  # that folder may be private
-            if any(is_tar(file.url) for file in storage.list_folder(inner)[0]):
+            files, _ = next(storage.folder_pages(inner), ([], []))
+            if any(is_tar(file.url) for file in files):
                 _log.warning(
                     "%s: only the tars right in this folder are read, not those in its folders, such as %s; "
                     "name each folder in a list, or all tars by a pattern such as '**/*.tar'",

@@ -121,7 +121,7 @@ class LocalFolder:
         self.url = url
         self._path = Path(path)
         self._unlock: weakref.finalize[..., LocalFolder] | None = None
-        self._is_synced = True
+        self._renamed = self._flushed = object()
 
     def lock(self) -> None:
         """Create the folder and lock it until `unlock` or the end of this process (see `try_lock`).
@@ -168,7 +168,7 @@ class LocalFolder:
         try:
             file.write(data)
             file.end()
-            if not self._is_synced:
+            if self._flushed is not self._renamed:
                 self.sync()
             file.commit()
         finally:
@@ -191,16 +191,17 @@ class LocalFolder:
 
     def commit(self, *files: PendingFile) -> None:
         """Flush and rename files; their folder is flushed later, once for several files."""
-        self._is_synced = False
         for file in files:
             assert isinstance(file, LocalFile)  # noqa: S101  (`open` returns no other)
             file.rename()
+            self._renamed = object()
 
     def sync(self) -> None:
         """Flush the names of the committed files to the disk."""
-        self._is_synced = True  # first: another thread may commit a file meanwhile
+        renamed = self._renamed  # another thread may rename a file meanwhile
         with translate_errors(self.url):
             sync_folder(self._path)
+        self._flushed = renamed
 
 
 class RemoteFolder:

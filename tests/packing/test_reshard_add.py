@@ -60,6 +60,13 @@ def write_parquet(path: Path, keys: Iterable[str], *, key: str = "key", rows: in
     return str(path)
 
 
+def write_repeated(path: Path) -> str:
+    """Write a table that has two columns of one name."""
+    columns = [pa.array(KEYS)] * 3
+    pq.write_table(pa.Table.from_arrays(columns, ["key", "score", "score"]), path)
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Samples, and captions, scores and tags of the same keys in other orders."""
@@ -83,6 +90,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "scores": write_parquet(folder / "scores.parquet", shuffled(2)),
         "tags": str(folder / "tags.csv"),
         "tag lines": str(folder / "tags.jsonl"),
+        "repeated": write_repeated(folder / "repeated.parquet"),
     }
 
 
@@ -396,6 +404,8 @@ def test_added_source_that_changes_between_parts_is_an_error(
         ({"scores": {"__key__": "id", "txt": "score"}}, "no column id for the keys"),
         ({"tags": {"txt": "tag"}}, "no column __key__ or key for the keys.*'id', 'tag', 'other'"),
         ({"tags": {"__key__": "id", "jpg": "tag"}}, "holds text, but 'jpg' takes bytes"),
+        ({"repeated": {"txt": "score"}}, "two columns are named 'score'; rename one"),
+        ({"repeated": {"__key__": "score", "txt": "key"}}, "two columns are named 'score'"),
         ({"scores": {"TXT": "score"}}, "'TXT' is not a field name"),
         ({}, "add names no source"),
     ],

@@ -52,6 +52,13 @@ def png(shade: int = 0) -> bytes:
     return out.getvalue()
 
 
+def two_columns_of_one_name() -> bytes:
+    out = io.BytesIO()
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], list("aba"))
+    parquet.write_table(table, out)
+    return out.getvalue()
+
+
 def put(folder: Path, files: Mapping[str, bytes]) -> str:
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -488,6 +495,7 @@ def test_invalid_row_becomes_a_record_with_an_error(
         ("t.csv", b'a\n"x\n', "line 2"),
         ("t.csv", b"a\nok\n\xff\n", "not UTF-8"),
         ("t.parquet", b"no parquet", r"t\.parquet"),
+        ("t.parquet", two_columns_of_one_name(), "two columns are named 'a'; rename one"),
     ],
 )
 def test_malformed_table_is_an_error(name: str, data: bytes, message: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardstream.errors import StorageError, UnfinishedError
 from shardstream.storage import (
+    LocalFolder,
     Storage,
     is_part,
     locate_shards,
@@ -420,6 +422,30 @@ def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after_each_change
     flushed.clear()
     remove(Storage(), str(url))
     assert flushed == [(True, False)]
+
+
+@pytest.mark.parametrize("happens", ["commit", "error"])
+def test_a_small_file_follows_flushed_names_whatever_happens_during_an_earlier_flush(
+    happens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, really_sync = LocalFolder(str(tmp_path), str(tmp_path)), os.fsync
+    flushed = list[set[str]]()
+
+    def sync(handle: int) -> None:
+        really_sync(handle)
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            flushed.append({name for name in os.listdir(tmp_path) if not is_part(name)})
+            if len(flushed) == 1 and happens == "commit":  # by another thread
+                folder.commit(folder.open("b.tar"))
+            elif len(flushed) == 1:
+                raise OSError(errno.EIO, "disk")
+
+    folder.commit(folder.open("a.tar"))
+    monkeypatch.setattr(os, "fsync", sync)
+    with nullcontext() if happens == "commit" else pytest.raises(StorageError, match="disk"):
+        folder.sync()
+    folder.write("index.json", b"1")
+    assert flushed[1:2] == [{"a.tar", "b.tar"} if happens == "commit" else {"a.tar"}]
 
 
 @pytest.mark.parametrize("exists", [True, False])

@@ -7,6 +7,7 @@ import re
 import threading
 import uuid
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardstream.errors import (
 )
 from shardstream.format import Manifest, ShardInfo, encode_manifest
 from shardstream.storage import (
+    FileInfo,
     LocatedShards,
     Storage,
     expand_urls,
@@ -236,6 +238,20 @@ def test_tars_in_folders_of_a_folder_are_named_by_a_warning(
         caplog.clear()
         find(folder, Storage())
         assert f"not those in its folders, such as {folder}/validation" in caplog.text
+
+
+def test_looking_for_tars_in_folders_lists_a_page_of_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class LargeFolder(Storage):
+        def folder_pages(self, url: str) -> Iterator[tuple[list[FileInfo], list[str]]]:
+            yield from islice(super().folder_pages(url), 1)
+            assert not url.endswith("photos"), "a second page"
+
+    put_tars(str(tmp_path))
+    put(str(tmp_path), {"photos/a.jpg": b"1", "validation/00.tar": TARS["00.tar"]})
+    assert len(find_tars(str(tmp_path), LargeFolder())) == 3
+    assert f"such as {tmp_path}/validation" in caplog.text
 
 
 def test_invalid_manifest_is_reported(folder: str) -> None:

@@ -198,7 +198,7 @@ def _read_parquet(
             file = parquet.ParquetFile(stream)
             names: list[str] = file.schema_arrow.names
             key = _key_column(names, named, url)
-            check_columns(names, columns.values(), url)
+            check_columns(names, [*columns.values(), key], url)
             # The column of keys gets this name.
             if key != KEY_COLUMN and KEY_COLUMN in columns.values():
                 raise OptionError(

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -260,7 +261,7 @@ def iter_parquet(
 
     Raises:
         OptionError: If pyarrow is not installed.
-        SourceError: If a column is missing, or the rows hold 1 GiB and 100 times the bytes of the file.
+        SourceError: If a column is missing, or two have its name, or the rows hold 1 GiB and 100 times the bytes of the file.
         StorageError: If it cannot be read.
     """
     with storage.open(url) as stream:
@@ -431,17 +432,24 @@ def _batch_rows(chunks: Sequence[Any], num_rows: int) -> int:
 
 
 def check_columns(names: Sequence[str], columns: Iterable[str] | None, url: str) -> None:
-    """Refuse columns that a table lacks.
+    """Refuse columns that a table lacks, or has twice: one would be lost.
+
+    Args:
+        names: Columns of the table.
+        columns: Columns that are needed; None for all.
+        url: URL of the table, for messages.
 
     Raises:
-        SourceError: If it lacks one; names those that there are.
+        SourceError: If it lacks one, and names those that there are, or has two of one name.
     """
-    missing = next((name for name in columns or () if name not in names), None)
-    if missing is not None:
-        raise SourceError(
-            f"no column {missing!r}; there are: {', '.join(map(repr, names))}",
-            shard=f"{url}, row 1",
-        )
+    counts = Counter(names)
+    wrong = next(
+        (name for name in (names if columns is None else columns) if counts[name] != 1), None
+    )
+    if wrong is not None:
+        listed = f"no column {wrong!r}; there are: {', '.join(map(repr, names))}"
+        message = f"two columns are named {wrong!r}; rename one" if counts[wrong] else listed
+        raise SourceError(message, shard=f"{url}, row 1")
 
 
 def _check_size(size: int, limit_bytes: int, url: str) -> None:
