@@ -61,12 +61,13 @@ class Readahead:
         if len(extents.shards):
             start = int(extents.starts[0])
             self._catalog.map_shard(int(extents.shards[0]))[start : start + 1]  # may wait
-        faults = page_faults()
-        self.has_waited = self.has_waited or faults > self._page_faults
-        self._page_faults = faults
+        before, self._page_faults = self._page_faults, page_faults()
+        waits = self._page_faults > before
+        self.has_waited = self.has_waited or waits
         if not self.has_waited:
             return
-        if self._requested_bytes <= self.used_bytes:  # page faults would read one after the other
+        # Page faults would read one after the other; of data that a former epoch left in memory nothing is requested.
+        if waits and self._requested_bytes <= self.used_bytes:
             for shard, start, end in zip(*extents, strict=True):
                 self._will_need(int(shard), int(start), int(end))
         ahead = min(self._budget, 4 * self.used_bytes)  # less at first: asking takes time, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from pathlib import Path
@@ -103,6 +104,17 @@ def test_samples_that_nothing_was_requested_of_are_requested_together(
     for numbers in ([5, 150, 80], [151, 7]):
         assert len(dataset.__getitems__(numbers)) == len(numbers)
     assert len(requested) == (5 if call == 0 else 2)
+
+
+def test_samples_in_memory_are_not_requested_because_others_were_not(
+    requested: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = itertools.chain([0], itertools.repeat(1))
+    monkeypatch.setattr(module_of(Readahead), "page_faults", lambda: next(counts))
+    dataset = ss.ShardDataset(tmp_path).by_number()
+    for _ in range(3):
+        assert len(dataset.__getitems__([5, 150, 80])) == 3
+    assert len(requested) == 3
 
 
 def test_readahead_is_limited_to_budget_plus_one_window(
