@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from shardstream.errors import (
     ManifestError,
     NotFoundError,
     OptionError,
+    ShardError,
     StorageError,
     get_logger,
     how_to_install,
@@ -34,9 +36,12 @@ from shardstream.format import (
     TarDiagnostics,
     decode_column_file,
     import_parquet,
+    is_meta_name,
     is_reserved_column,
+    iter_members,
     key_array,
     scan_shard,
+    split_member_name,
 )
 from shardstream.samples import Choice, Numbers, Samples, Subset, select_subset
 from shardstream.storage import RangeStream, Storage, parent_url
@@ -54,6 +59,8 @@ Keys = Sequence[str] | str | os.PathLike[str]
 _NUMBER = "__number__"  # column of the numbers of samples
 _NAMED = 3  # keys that a message names
 _THREADS = 16
+_COMPARED = 16  # shards whose first key is compared with that of their columns
+_HEADERS_BYTES = 4096
 _SCAN_READ_BYTES = 1 << 20
 _SCANS = 4  # shards whose keys are read at a time; each takes 150 bytes for each of its samples
 
@@ -70,17 +77,22 @@ def read_all_columns(
 
     Raises:
         OptionError: If a shard has no columns, lacks one, or columns of two shards have different types.
-        IndexMismatchError: If columns were made of another shard.
+        IndexMismatchError: If columns were made of another shard; of up to 16 shards the first key is compared.
         ManifestError: If a file of columns is damaged.
         StorageError: If one cannot be read.
     """
     pa, _ = import_parquet()
+    compared = {*np.linspace(0, len(shards) - 1, _COMPARED, dtype=int).tolist()}
 
-    def read(shard: ShardInfo) -> Any:
-        return decode_column_file(_read_file(shard, storage), shard, names)
+    def read(place: int) -> Any:
+        shard = shards[place]
+        data = _read_file(shard, storage)
+        if place in compared:
+            _compare_first_key(data, shard, storage)
+        return decode_column_file(data, shard, names)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-columns") as pool:
-        tables = list(pool.map(read, shards))
+        tables = list(pool.map(read, range(len(shards))))
     try:
         return pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -88,6 +100,29 @@ def read_all_columns(
             f"columns of two shards do not fit together: {error}; run 'shardstream index --columns' on all",
             shard=shards[0].url,
         ) from error
+
+
+def _compare_first_key(data: bytes, shard: ShardInfo, storage: Storage) -> None:
+    """Check that a shard begins with the sample that its columns begin with: it may have been written again, with as many bytes.
+
+    Raises:
+        IndexMismatchError: If it begins with another one.
+    """
+    expected = decode_column_file(data, shard, [KEY_COLUMN])[KEY_COLUMN].slice(0, 1).to_pylist()
+    size = shard.filesize or storage.info(shard.url).size
+    stream = RangeStream(storage, shard.url, size, min_read_bytes=_HEADERS_BYTES)
+    read, found = ForwardReader(stream, chunk_bytes=_HEADERS_BYTES), expected
+    with suppress(ShardError, StorageError):  # an error where its samples are read
+        names = (name for name, *_ in iter_members(read, end=size, shard=shard.url))
+        parts = (split_member_name(name) for name in names if not is_meta_name(name))
+        found = [part[0] for part in itertools.islice(filter(None, parts), len(expected))]
+    if found != expected:
+        raise IndexMismatchError(
+            f"the columns begin with the sample {expected[0]!r}, the shard with {', '.join(map(repr, found)) or 'none'}: it was written again "
+            "after them",
+            remedy="run 'shardstream index --columns' again",
+            shard=shard.url,
+        )
 
 
 def read_column_names(shard: ShardInfo, storage: Storage) -> list[str]:

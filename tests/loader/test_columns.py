@@ -496,6 +496,27 @@ def test_columns_of_a_changed_shard_are_refused(folder: str, tmp_path: Path) -> 
     assert len(ss.verify(copy).errors) == 7
 
 
+def test_columns_of_a_shard_that_was_written_again_with_as_many_bytes_are_refused(
+    folder: str, tmp_path: Path
+) -> None:
+    """By another program: nothing beside the tars has changed."""
+    copy, other = Path(shutil.copytree(folder, tmp_path / "copy")), tmp_path / "other"
+    rows = samples()
+    keys = [str(row["__key__"]) for row in rows]
+    with ss.ShardWriter(f"{other}/{{shard:06d}}.tar", max_samples=15) as writer:
+        for key, row in zip(keys[1:] + keys[:1], rows, strict=True):
+            writer.write(row | {"__key__": key})
+    names = sorted(path.name for path in copy.glob("*.tar"))
+    for name in (names[0], names[-1]):
+        assert (other / name).stat().st_size == (copy / name).stat().st_size
+        shutil.copy(other / name, copy)
+        for choice in ({"where": "cls = 3"}, {"subset": [keys[3]]}):
+            with pytest.raises(IndexMismatchError, match=r"sample 'k\d+', the shard with 'k\d+'"):
+                ss.ShardDataset(copy, **choice)
+        shutil.copy(Path(folder) / name, copy)
+    assert len(ss.ShardDataset(copy, where="cls = 3")) == len(rows) // 10
+
+
 def test_columns_are_part_of_the_commands(folder: str, tmp_path: Path, capsys: Any) -> None:
     from shardstream.cli import main  # noqa: PLC0415
 
