@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardstream.storage.store import FileInfo, Storage
 
 _log = get_logger(__name__)
-LISTED_FOLDERS = 10  # a request each
+_LISTED_FOLDERS = 10  # a request each
 
 
 def matching_files(pattern: str, storage: Storage) -> list[FileInfo]:
@@ -221,7 +221,7 @@ def warn_of_folders(url: str, folders: Sequence[str], storage: Storage) -> None:
     """Warn of tars in the folders of a folder, which are not read with its own; the first page of the first folders is listed."""
     if url.startswith(WEB):
         return
-    for name in folders[:LISTED_FOLDERS]:
+    for name in folders[:_LISTED_FOLDERS]:
         inner = join_url(url, name)
         with suppress(StorageError):  # that folder may be private
             files, _ = next(storage.folder_pages(inner), ([], []))

@@ -487,6 +487,12 @@ def test_invalid_row_becomes_a_record_with_an_error(
         raise record.error or AssertionError
 
 
+def test_key_without_its_closing_brace_is_an_error(tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.csv": b"id,txt\n1,a\n"}) + "/t.csv"
+    with pytest.raises(OptionError, match=r"the key '\{id' is no template: expected '\}'"):
+        opened(url, key="{id")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

@@ -80,7 +80,12 @@ class TableSource(SequentialSource):
         template = "{key}" if self._key_column is not None else key or _RUNNING_KEY
         others = f" and {len(urls) - 1} more" if len(urls) > 1 else ""
         super().__init__(f"rows of {urls[0]}{others}", template, urls, storage)
-        self._key_columns = [column for _, column, _, _ in Formatter().parse(template) if column]
+        try:
+            self._key_columns = [name for _, name, _, _ in Formatter().parse(template) if name]
+        except ValueError as error:
+            raise OptionError(
+                f"the key {template!r} is no template: {error}; write each name as {{name}}"
+            ) from error
         self._urls = urls
         self._options = options
         self._fields = options.fields
