@@ -271,8 +271,14 @@ def make_row(pieces: Sequence[np.ndarray[Any, Any]], field: str, length: int, pa
 
     Raises:
         SampleError: If their integer types have no common one.
+        OptionError: If it does not hold ``pad``.
     """
     dtype = _common_dtype(pieces, field)
+    limits = np.iinfo(dtype)
+    if not limits.min <= pad <= limits.max:
+        raise OptionError(
+            f"pad={pad} is no {dtype}, the type of {field!r}: it holds {limits.min} to {limits.max}; choose another, or convert tokens in a map"
+        )
     row = np.full(length, pad, dtype=dtype)
     segments, positions = np.zeros(length, np.int32), np.zeros(length, np.int32)
     position = 0

@@ -227,6 +227,17 @@ def test_batches_by_cost_have_one_number_of_steps_on_all_ranks(tokens: str) -> N
     assert sorted(seen) == [f"{number:04d}" for number in range(N)]
 
 
+def test_pad_that_is_no_token_is_an_error_and_no_bad_sample(tokens: str) -> None:
+    """It is met at a row with padding."""
+    dataset = opened(tokens, on_error="skip").map(
+        lambda sample: sample | {"npy": sample["npy"].astype(np.uint16)}
+    )
+    for lengths in (LENGTHS, None):
+        rows = dataset.pack_sequences("npy", 64, lengths=lengths, pad=-1)
+        with pytest.raises(OptionError, match="pad=-1 is no uint16, the type of 'npy': it holds 0"):
+            list(rows)
+
+
 def test_bad_batches_by_cost_are_skipped(tokens: str) -> None:
     dataset = ss.ShardDataset(tokens, on_error="skip").decode().batch_by_cost(LENGTHS, 400)
     loader = ss.ShardLoader(dataset.map(_refuse), batch_size=None)
