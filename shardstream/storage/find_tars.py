@@ -221,7 +221,7 @@ def warn_of_folders(url: str, folders: Sequence[str], storage: Storage) -> None:
     """Warn of tars in the folders of a folder, which are not read with its own; the first page of the first folders is listed."""
     if url.startswith(WEB):
         return
-    for name in folders[:_LISTED_FOLDERS]:
+    for name in [*filter(None, folders)][:_LISTED_FOLDERS]:  # that of a//b would be `url`
         inner = join_url(url, name)
         with suppress(StorageError):  # that folder may be private
             files, _ = next(storage.folder_pages(inner), ([], []))

@@ -254,6 +254,20 @@ def test_looking_for_tars_in_folders_lists_a_page_of_each(
     assert f"such as {tmp_path}/validation" in caplog.text
 
 
+def test_folder_without_a_name_is_not_taken_for_one_with_more_tars(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Store(Storage):
+        def folder_pages(self, url: str) -> Iterator[tuple[list[FileInfo], list[str]]]:
+            """As on S3, where a key has two slashes."""
+            for files, folders in super().folder_pages(url):
+                yield files, [*folders, ""]
+
+    put_tars(str(tmp_path))
+    assert len(find_tars(str(tmp_path), Store())) == 3
+    assert not caplog.messages
+
+
 def test_invalid_manifest_is_reported(folder: str) -> None:
     put(folder, {**TARS, "index.json": b"{"})
     with pytest.raises(ManifestError, match=r"not JSON.*'shardstream index'.*index\.json"):
