@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import select
+import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +143,54 @@ def test_cancelled_read_over_tls_returns_no_encrypted_bytes(certificate: tuple[P
             with suppress(StorageError):  # or it was faster
                 found = storage.read_view(url, 0, len(data), on_receive=begin, cancelled=cancelled)
                 assert found == data
+
+
+@contextmanager
+def damaging(server: RawServer, place: int) -> Iterator[RawServer]:
+    """Pass the bytes of a server on; a byte of its first connection is damaged."""
+    host, _, port = server.url.rpartition("/")[2].partition(":")
+    places = itertools.chain([place], itertools.repeat(-1))
+
+    class Relay(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            place = next(places)
+            with socket.create_connection((host, int(port))) as upstream:
+                ready = [self.request, upstream]
+                with suppress(OSError):
+                    while True:
+                        for one in select.select(ready, [], [])[0]:
+                            data = bytearray(one.recv(1 << 16))
+                            if one is upstream:
+                                if 0 <= place < len(data):
+                                    data[place] ^= 1
+                                place -= len(data)
+                            if not data:
+                                return
+                            (self.request if one is upstream else upstream).sendall(data)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Relay) as running:
+        running.daemon_threads = True
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield RawServer(f"https://127.0.0.1:{running.server_address[1]}")
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("place", [700_000, 2_000_000])
+def test_damaged_record_of_tls_is_received_again(
+    place: int, certificate: tuple[Path, Path]
+) -> None:
+    data = os.urandom(2 << 20)
+    with (
+        raw_server(lambda request: file_response(request, data), certificate) as server,
+        damaging(server, place) as relay,
+    ):
+        storage, url = open_file("https", relay)
+        assert storage.read(url, 0, len(data)) == data
+        assert len(server.requests) > 1
 
 
 @pytest.mark.parametrize(
