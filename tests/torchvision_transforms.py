@@ -23,14 +23,16 @@ _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+_of_environment = importlib.util.find_spec("torchvision")  # before a folder is added to the path
 _libraries: list[Any] = []  # an operator lives as long as its library
 
 
 def install_torchvision(folder: Path) -> str:
     """Install torchvision alone in a folder and return it, or that of this environment; skip the test if there is no network."""
-    found = importlib.util.find_spec("torchvision")
-    if found is not None and found.origin:  # two would define their operators twice
-        return str(Path(found.origin).parent.parent)
+    if (
+        _of_environment is not None and _of_environment.origin
+    ):  # two would define their operators twice
+        return str(Path(_of_environment.origin).parent.parent)
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
     done = subprocess.run(
         [*command, _REQUIREMENT], capture_output=True, text=True, check=False, timeout=300
