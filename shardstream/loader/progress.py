@@ -30,7 +30,7 @@ Opened = tuple[Iterator[WorkerBatch], PoolIteration | None]
 """The batches of an iteration, and its workers if there are any."""
 
 _START = LoaderPosition()
-_SAY_EMPTY = (
+_EMPTY_EPOCH = (
     "select or on_error= left out all samples of this epoch, so no batch came (loader.stats() counts them); before decode() fields "
     "are bytes, which a predicate may not expect"
 )
@@ -273,7 +273,7 @@ class Progress:
     def _end(self, begin: Cursor) -> None:
         """Move to the next epoch; an epoch without a batch is worth a warning."""
         if self.stopwatch.batches and not (self.cursor.is_left or begin.position.consumed):
-            warnings.warn(_SAY_EMPTY, UserWarning, stacklevel=3)
+            warnings.warn(_EMPTY_EPOCH, UserWarning, stacklevel=3)
         self.cursor = self.cursor.at_end()
         if self.agreement is not None:
             self.agreement.end()

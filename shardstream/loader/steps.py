@@ -76,7 +76,9 @@ class ItemSteps:
         raise NotImplementedError
 
     def _refuse_transform(self, _transform: object) -> None:
-        raise OptionError("a transform set here never runs: append .map_tuple (trainers.md, timm)")
+        raise OptionError(
+            "a transform that is set on a dataset is not called; append it with map or map_tuple (docs/trainers.md, timm)"
+        )
 
     transform = property(None, _refuse_transform)  # torchvision's datasets have one that can be set
 

@@ -40,16 +40,16 @@ def make_environments(folder: Path) -> dict[str, str]:
 
 
 def _make(place: Path, requirements: list[str]) -> None:
-    venv.create(place, with_pip=True)
-    (packages,) = place.glob("lib/*/site-packages")
-    seen = sysconfig.get_path("purelib")
-    (packages / "seen.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
     constraints = ["-c", str(_ROOT / "constraints.txt")]
     try:
+        venv.create(place, with_pip=True)
+        (packages,) = place.glob("lib/*/site-packages")
+        seen = sysconfig.get_path("purelib")
+        (packages / "seen.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
         subprocess.run(  # noqa: S603
             [place / "bin" / "python", "-m", "pip", "install", "-q", *constraints, *requirements],
             check=True,
         )
     except BaseException:
-        shutil.rmtree(place)  # a later run starts again
+        shutil.rmtree(place, ignore_errors=True)  # a later run starts again
         raise
