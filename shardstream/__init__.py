@@ -18,6 +18,7 @@ from shardstream.errors import ShardStreamError
 
 if TYPE_CHECKING:
     from shardstream import catalog, codecs, ray, tasks, versions
+    from shardstream.display import show
     from shardstream.loader import (
         ObjectDataset,
         ShardDataset,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         plan,
         replay,
         save_checkpoint,
-        show,
     )
     from shardstream.packing import (
         ShardWriter,
@@ -120,7 +120,7 @@ _LAZY = {
     "plan": "loader",
     "reshard": "packing",
     "save_checkpoint": "loader",
-    "show": "loader",
+    "show": "display",
     "verify": "packing",
 }
 _ROOMS = frozenset(

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "catalog": (*BASE, "format", "storage", "samples", "fetch"),
     "versions": (*BASE, "format", "storage", "samples", "fetch", "catalog"),
     "pipeline": (*BASE, "format", "codecs", "order", "storage", "samples", "fetch", "catalog"),
-    "display": (*BASE, "format", "codecs", "pipeline"),
+    "display": (*BASE, "format", "codecs", "samples", "pipeline"),
     "loader": (
         *BASE,
         "format",
@@ -79,7 +79,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "tasks",
         "versions",  # to append, compact and replace fields
     ),
-    "tables": (*BASE, "format", "codecs", "storage", "samples", "fetch", "packing"),
+    "tables": (
+        *BASE,
+        "format",
+        "codecs",
+        "storage",
+        "samples",
+        "fetch",
+        "catalog",
+        "pipeline",
+        "packing",
+    ),
     "integrations": (*BASE, *READING),
     "ray": (*BASE, *READING, "tasks", "packing"),
     "webdataset": (*BASE, *READING, "tasks", "packing"),

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardstream.catalog.class_names import StoredClassNames, read_all_classes
 from shardstream.catalog.columns import samples_with_keys
-from shardstream.catalog.open_samples import lacks_index, open_samples
+from shardstream.catalog.shard_catalog import lacks_index, open_samples
 from shardstream.errors import (
     NotFoundError,
     OptionError,

@@ -1,4 +1,4 @@
-"""Map sample numbers to byte ranges of tar shards, by their indexes."""
+"""Map sample numbers to byte ranges of tar shards, by their indexes, and open the samples of a dataset as its version says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardstream.format import (
     scan_shard,
 )
 from shardstream.process import new_lock
-from shardstream.samples import Numbers, check_numbers
+from shardstream.samples import Join, JoinPart, Numbers, Samples, WithoutDeleted, check_numbers
 from shardstream.storage import (
     AdaptiveLimit,
     FieldPlaces,
@@ -45,9 +45,13 @@ from shardstream.storage import (
     MmapPool,
     Storage,
     check_map,
+    folder_of_manifest,
     hints_of,
     is_compressed,
+    join_url,
+    locate_shards,
     map_file,
+    read_numbers,
 )
 
 if TYPE_CHECKING:
@@ -502,3 +506,93 @@ def _checked(data: bytes, shard: ShardInfo, *, is_whole: bool) -> Offsets:
     filesize = shard.filesize or int(offsets[-1])
     check_extent(offsets, filesize=filesize, nsamples=shard.nsamples if is_whole else None, url=url)
     return offsets
+
+
+def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
+    """Return the first shard that can only be read sequentially; None if all can be read by number."""
+    if isinstance(located.shards, LazyShards):
+        return None
+    for shard in located.shards:
+        if is_compressed(shard.url):
+            return shard.url
+        if shard.url not in located.indexed and storage.local_path(shard.url) is None:
+            return shard.url
+    return None
+
+
+def open_samples(
+    located: LocatedShards,
+    storage: Storage,
+    verify: Verify | None = None,
+    fields: Collection[str] = (),
+    places: FieldPlaces | None = None,
+) -> Samples:
+    """Return the samples of shards by number; for the arguments and errors see `ShardCatalog`.
+
+    Raises:
+        OptionError: If the samples of a replacement are not as many as the manifest says.
+        ManifestError: If a file of numbers is damaged.
+        StorageError: If a replacement cannot be read.
+    """
+    catalog = ShardCatalog(located, storage, verify, fields, places)
+    folder, parts = folder_of_manifest(located.manifest_url or ""), list[JoinPart]()
+    for replaced in () if located.version is None else located.version.replaced:
+        if fields and not {*fields}.intersection(replaced.fields):
+            continue
+        url, numbers = join_url(folder, replaced.url), None
+        found = ShardCatalog(locate_shards(url, storage), storage, verify)
+        if len(found) != replaced.nsamples:
+            raise OptionError(
+                f"the replaced fields are of {len(found)} samples, not of {replaced.nsamples} as the manifest of the dataset says; restore them",
+                shard=found.url_of(0),
+            )
+        if replaced.numbers is not None:
+            url = join_url(folder, replaced.numbers)
+            numbers = read_numbers(url, storage, len(found), len(catalog))
+        parts.append(
+            JoinPart(
+                samples=found,
+                some=numbers,
+                fields={name: name for name in replaced.fields},
+                defaults={},
+                replaces=True,
+                is_strict=True,
+            )
+        )
+    samples: Samples = Join(catalog, parts) if parts else catalog
+    if located.deleted:
+        firsts = catalog.first_samples([place for place, _ in located.deleted])
+        deleted = zip(firsts, located.deleted, strict=True)
+        gone = np.concatenate([numbers + first for first, (_, numbers) in deleted])
+        samples = WithoutDeleted(samples, gone)
+    return samples
+
+
+def refuse_deleted(located: LocatedShards, what: str) -> None:
+    """Refuse a dataset of which samples are left out or fields replaced, where shards are read from start to end.
+
+    Raises:
+        OptionError: If it is one.
+    """
+    is_replaced = located.version is not None and bool(located.version.replaced)
+    if located.deleted or is_replaced:
+        how = "fields were replaced" if is_replaced else "samples were deleted"
+        rewrite = "reshard" if is_replaced else "compact"
+        raise OptionError(
+            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream {rewrite}' first",
+            shard=located.manifest_url or located.shards[0].url,
+        )
+
+
+def deleted_by_shard(located: LocatedShards) -> dict[int, Numbers]:
+    """Return place of a shard -> its deleted samples, by their numbers in it, ascending; of the shards that have some."""
+    found: dict[int, Numbers] = {}
+    if not located.deleted:
+        return found
+    firsts = np.cumsum([0, *(shard.nsamples or 0 for shard in located.shards)])
+    for place, numbers in located.deleted:
+        whole = numbers + firsts[place]
+        cuts = np.searchsorted(whole, firsts)
+        for one in np.flatnonzero(np.diff(cuts)).tolist():
+            found[one] = whole[cuts[one] : cuts[one + 1]] - firsts[one]
+    return found

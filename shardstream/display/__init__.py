@@ -13,8 +13,8 @@ from shardstream.display.field_pictures import render as render
 from shardstream.display.field_pictures import render_value as render_value
 from shardstream.display.field_pictures import statistics as statistics
 from shardstream.display.notebook import Bars as Bars
-from shardstream.display.notebook import Shown as Shown
+from shardstream.display.notebook import SampleView as SampleView
 from shardstream.display.notebook import bars_html as bars_html
-from shardstream.display.notebook import batch_html as batch_html
-from shardstream.display.notebook import dataset_html as dataset_html
-from shardstream.display.notebook import sample_html as sample_html
+from shardstream.display.notebook import samples_html as samples_html
+from shardstream.display.notebook import show as show
+from shardstream.display.notebook import stream_html as stream_html

@@ -1,8 +1,8 @@
 """Read and prefetch samples that are byte ranges of shards."""
 
 from shardstream.fetch.catalog import Catalog as Catalog
-from shardstream.fetch.local import LocalFetcher as LocalFetcher
-from shardstream.fetch.local import Readahead as Readahead
+from shardstream.fetch.catalog import LocalFetcher as LocalFetcher
+from shardstream.fetch.catalog import Readahead as Readahead
 from shardstream.fetch.range_requests import FAR_READ_RATIO as FAR_READ_RATIO
 from shardstream.fetch.range_requests import DaemonThreads as DaemonThreads
 from shardstream.fetch.range_requests import Extents as Extents

@@ -13,8 +13,8 @@ from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, StateError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
-from shardstream.loader.earlier_versions import dataset_of_state
-from shardstream.loader.lightning import is_called_by_lightning
+from shardstream.loader.dataset_versions import dataset_of_state
+from shardstream.loader.epochs import is_called_by_lightning
 from shardstream.loader.rank_consistency import EpochAgreement
 from shardstream.loader.worker import WorkerBatch, WorkerPart, read_steps, read_stream
 from shardstream.order import EpochOrder, PartitionConfig, RankPartition

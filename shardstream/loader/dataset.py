@@ -23,6 +23,7 @@ from shardstream.catalog import (
     open_samples,
     warn_of_difference,
 )
+from shardstream.display import samples_html, stream_html
 from shardstream.distributed import (
     Placement,
     WorkerInfo,
@@ -30,16 +31,20 @@ from shardstream.distributed import (
     is_one_of_several,
 )
 from shardstream.errors import NoIndexWarning, OptionError, redact, shown
-from shardstream.loader.earlier_versions import OnNewVersion, Versions, reopen
-from shardstream.loader.epochs import Epochs
-from shardstream.loader.follow import Follow, FollowSource, as_follow, locate_followed
+from shardstream.loader.dataset_versions import (
+    Follow,
+    FollowSource,
+    OnNewVersion,
+    Versions,
+    as_follow,
+    locate_followed,
+    reopen,
+)
+from shardstream.loader.epochs import Epochs, is_overfit_by_lightning
 from shardstream.loader.iterator import WorkerIterator
-from shardstream.loader.lightning import is_overfit_by_lightning
 from shardstream.loader.map_dataset import MapDataset
-from shardstream.loader.notebook_view import samples_html, stream_html
 from shardstream.loader.rank_consistency import OpenedVersions
 from shardstream.loader.steps import StreamSteps
-from shardstream.loader.table_source import TABLE_SUFFIXES, table_source
 from shardstream.order import RowPlan
 from shardstream.pipeline import (
     IndexedSource,
@@ -72,6 +77,7 @@ from shardstream.pipeline import (
 )
 from shardstream.samples import Choice, Samples, has_rows
 from shardstream.storage import FieldPlaces, Urls, dataset_of_change, locate_shards
+from shardstream.tables import TABLE_SUFFIXES, table_source
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "

@@ -1,8 +1,11 @@
-"""Count the epochs of a dataset, for loops and plain loaders that do not count them themselves.
+"""Find out what training loops do and do not say: the epoch, and what Lightning does with a loader.
 
 torch tells a worker neither its epoch nor its iteration. So all processes append to one file in memory what happens: a call of
 `set_epoch`, the begin of an iteration. Each process reads the same events in the same order, and finds the same epochs. An append is
 atomic, so there is no lock that a killed process could keep.
+
+Lightning takes a batch ahead where the length of a loader is not known, to know which one is the last; and it stops after
+``limit_train_batches``. Its checkpoints ask for the state of the loader in the middle of that. Only the call stack shows it.
 """
 
 from __future__ import annotations
@@ -10,16 +13,21 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
+from shardstream.errors import StateError
+from shardstream.pipeline import LoaderPosition
 from shardstream.process import new_lock
 
 _CHOSEN, _RESUMED, _BEGUN, _REPEATED = range(4)
@@ -28,6 +36,7 @@ _RECORD = struct.Struct(
     "=8q"
 )  # 64 bytes: none lies in two pages of memory, so it is there as a whole or not
 _lock = new_lock()
+LOOP_MODULES = ("lightning.pytorch.loops", "pytorch_lightning.loops")
 
 
 class _Event(NamedTuple):
@@ -228,3 +237,59 @@ def _reading_process() -> int:
     """Return the process that reads: this one, or the one that has started this worker of torch."""
     parent = None if get_worker_info() is None else parent_process()
     return os.getpid() if parent is None or parent.pid is None else parent.pid
+
+
+def received_position(
+    loader: object, position: LoaderPosition, before: LoaderPosition, following: LoaderPosition
+) -> LoaderPosition:
+    """Return the position of a state: after the last batch that the training has received.
+
+    Args:
+        loader: A calling training loop of Lightning may have taken batches from it that it has not used yet.
+        position: Position after the last batch that it has handed out.
+        before: Position before that batch.
+        following: Position where its next iteration begins.
+
+    Raises:
+        StateError: If there are several.
+    """
+    for loop in _calling_loops():
+        fetcher: Any = getattr(loop, "_data_fetcher", None)
+        combined = getattr(fetcher, "_combined_loader", None)
+        if combined is None or not any(one is loader for one in combined.flattened):
+            continue
+        ahead = len(getattr(fetcher, "batches", ()))
+        if ahead > 1:
+            raise StateError(
+                f"Lightning holds {ahead} batches for later steps, which a state would lose; let it fetch one ahead, or set the "
+                "length with .with_length(n), so that it fetches none"
+            )
+        if ahead:
+            return before
+        return following if fetcher.done else position
+    return position
+
+
+def is_called_by_lightning() -> bool:
+    """Return whether a loop of Lightning is on the call stack, which has counted the batches of an epoch."""
+    return next(_calling_loops(), None) is not None
+
+
+def is_overfit_by_lightning() -> bool:
+    """Return whether a calling Trainer has ``overfit_batches``: it takes the same batches in each epoch."""
+    for loop in _calling_loops():
+        trainer = getattr(loop, "trainer", None)
+        if getattr(trainer, "overfit_batches", 0) > 0:
+            return True
+    return False
+
+
+def _calling_loops() -> Iterator[Any]:
+    """Yield the loops of Lightning on the call stack, which a forked worker inherits from its parent."""
+    if sys.modules.keys().isdisjoint(LOOP_MODULES):
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(LOOP_MODULES):
+            yield frame.f_locals.get("self")
+        frame = frame.f_back

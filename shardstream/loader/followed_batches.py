@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from shardstream.errors import OptionError, UnfinishedError, get_logger
 from shardstream.loader.batch_dataset import BatchDataset
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.follow import Follower, FollowSource, Round
+from shardstream.loader.dataset_versions import Follower, FollowSource, Round
 from shardstream.loader.rank_consistency import EpochAgreement
 from shardstream.order import RangePartition, RangePlan, RankPartition
 from shardstream.pipeline import (

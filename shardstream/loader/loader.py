@@ -24,6 +24,7 @@ from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.batch_transfer import new_tensor
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import StreamDataset
+from shardstream.loader.dataset_versions import FollowSource
 from shardstream.loader.device_transfer import (
     PinnedMemory,
     check_device,
@@ -31,11 +32,15 @@ from shardstream.loader.device_transfer import (
     open_pinned_memory,
     place_batches,
 )
-from shardstream.loader.follow import FollowSource
+from shardstream.loader.epochs import LOOP_MODULES, is_overfit_by_lightning, received_position
 from shardstream.loader.followed_batches import FollowedBatches
-from shardstream.loader.lightning import LOOP_MODULES, is_overfit_by_lightning, received_position
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
-from shardstream.loader.progress import Cursor, Opened, Progress, Stopwatch
+from shardstream.loader.progress import (
+    Cursor,
+    Opened,
+    Progress,
+    Stopwatch,
+)
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.stats import LoaderStats
 from shardstream.loader.worker import WorkerBatch, sum_values

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import Dataset
 
 from shardstream.catalog import ClassNames
+from shardstream.display import SampleView, samples_html
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.loader.epochs import Epochs
-from shardstream.loader.notebook_view import SampleView, samples_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     Decode,

@@ -10,7 +10,7 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.follow import FollowSource
+from shardstream.loader.dataset_versions import FollowSource
 from shardstream.order import (
     EpochOrder,
     PartitionConfig,

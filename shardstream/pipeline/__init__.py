@@ -59,10 +59,6 @@ from shardstream.pipeline.rows import SampleWindows as SampleWindows
 from shardstream.pipeline.rows import Windows as Windows
 from shardstream.pipeline.rows import row_pipeline as row_pipeline
 from shardstream.pipeline.rows import rowable_source as rowable_source
-from shardstream.pipeline.runner import ItemFunction as ItemFunction
-from shardstream.pipeline.runner import ItemStage as ItemStage
-from shardstream.pipeline.runner import Runner as Runner
-from shardstream.pipeline.runner import open_runner as open_runner
 from shardstream.pipeline.sample_steps import KeepFields as KeepFields
 from shardstream.pipeline.sample_steps import Map as Map
 from shardstream.pipeline.sample_steps import MapDict as MapDict
@@ -84,7 +80,10 @@ from shardstream.pipeline.sequential_source import SequentialRun as SequentialRu
 from shardstream.pipeline.sequential_source import SequentialSource as SequentialSource
 from shardstream.pipeline.sequential_source import open_sequential_source as open_sequential_source
 from shardstream.pipeline.stage import Context as Context
+from shardstream.pipeline.stage import ItemFunction as ItemFunction
+from shardstream.pipeline.stage import ItemStage as ItemStage
 from shardstream.pipeline.stage import Run as Run
+from shardstream.pipeline.stage import Runner as Runner
 from shardstream.pipeline.stage import Source as Source
 from shardstream.pipeline.stage import SourceRun as SourceRun
 from shardstream.pipeline.stage import Stage as Stage
@@ -92,6 +91,7 @@ from shardstream.pipeline.stage import State as State
 from shardstream.pipeline.stage import check_at_least as check_at_least
 from shardstream.pipeline.stage import check_epoch as check_epoch
 from shardstream.pipeline.stage import check_stage as check_stage
+from shardstream.pipeline.stage import open_runner as open_runner
 from shardstream.pipeline.stage import open_stages as open_stages
 from shardstream.pipeline.stage import whole_number as whole_number
 from shardstream.pipeline.step_signatures import describe as describe

@@ -31,7 +31,7 @@ from shardstream.errors import (
     redact,
 )
 from shardstream.format import INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
-from shardstream.pipeline.runner import ItemStage
+from shardstream.pipeline.stage import ItemStage
 from shardstream.storage import FieldFile
 
 _log = get_logger(__name__)

@@ -41,9 +41,8 @@ from shardstream.pipeline.options import (
     draw_of,
     refuse_options,
 )
-from shardstream.pipeline.runner import Step, StepRun
 from shardstream.pipeline.sample_steps import KeepFields
-from shardstream.pipeline.stage import Context, Run, Source, State
+from shardstream.pipeline.stage import Context, Run, Source, State, Step, StepRun
 from shardstream.samples import Fetcher, FetchOptions, Samples, chunk_steps
 from shardstream.storage import Storage
 

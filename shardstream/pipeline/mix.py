@@ -32,8 +32,7 @@ from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import IndexedSource
 from shardstream.pipeline.options import MOST_SEGMENTS, MixWeights, WeightSchedule
 from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.runner import Moved, Runner, Step
-from shardstream.pipeline.stage import State
+from shardstream.pipeline.stage import Moved, Runner, State, Step
 from shardstream.pipeline.step_signatures import function_name
 from shardstream.samples import Concat, FetchOptions
 

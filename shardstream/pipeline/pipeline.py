@@ -10,9 +10,18 @@ from shardstream.errors import OptionError
 from shardstream.pipeline.bad_samples import BadSampleReport, OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.indexed_source import IndexedSource, numbered_source
-from shardstream.pipeline.runner import ItemStage, Runner, open_runner
 from shardstream.pipeline.sample_steps import KeepFields, OpenFields, Select
-from shardstream.pipeline.stage import Context, Run, Source, Stage, State, open_stages
+from shardstream.pipeline.stage import (
+    Context,
+    ItemStage,
+    Run,
+    Runner,
+    Source,
+    Stage,
+    State,
+    open_runner,
+    open_stages,
+)
 from shardstream.pipeline.step_signatures import describe
 from shardstream.pipeline.stream_steps import Shuffle
 from shardstream.storage import Storage, protocol_of

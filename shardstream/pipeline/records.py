@@ -9,9 +9,8 @@ from shardstream.errors import OptionError
 from shardstream.pipeline.indexed_source import SamplesSource, numbered_source
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.rows import RowSource
-from shardstream.pipeline.runner import ItemStage
 from shardstream.pipeline.sample_steps import MapTuple, OpenFields, ToTuple
-from shardstream.pipeline.stage import Stage
+from shardstream.pipeline.stage import ItemStage, Stage
 from shardstream.samples import Samples
 
 

@@ -25,9 +25,8 @@ from shardstream.pipeline.indexed_source import IndexedSource
 from shardstream.pipeline.mix import EPOCHS_PER_PASS
 from shardstream.pipeline.options import balance_of, refuse_options
 from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.runner import Moved, Runner, Step
 from shardstream.pipeline.sample_steps import find_field
-from shardstream.pipeline.stage import State
+from shardstream.pipeline.stage import Moved, Runner, State, Step
 from shardstream.pipeline.step_signatures import describe
 from shardstream.pipeline.stream_steps import Collate, collated
 from shardstream.samples import RowItem, RowSamples

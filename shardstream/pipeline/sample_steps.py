@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
-from shardstream.pipeline.runner import ItemFunction, ItemStage
-from shardstream.pipeline.stage import Context
+from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
 from shardstream.samples import RefusedError
 from shardstream.storage import FieldFile, FieldPlaces, Storage
 

@@ -26,12 +26,6 @@ from shardstream.samples.lengths import lengths_of as lengths_of
 from shardstream.samples.lengths import row_costs as row_costs
 from shardstream.samples.lengths import run_lengths as run_lengths
 from shardstream.samples.lengths import values_of as values_of
-from shardstream.samples.row_samples import RowItem as RowItem
-from shardstream.samples.row_samples import RowSamples as RowSamples
-from shardstream.samples.row_samples import has_rows as has_rows
-from shardstream.samples.row_samples import parts_in_rows as parts_in_rows
-from shardstream.samples.row_samples import rows_with as rows_with
-from shardstream.samples.row_samples import samples_in_rows as samples_in_rows
 from shardstream.samples.subset import Choice as Choice
 from shardstream.samples.subset import DeletedSince as DeletedSince
 from shardstream.samples.subset import Subset as Subset
@@ -40,6 +34,12 @@ from shardstream.samples.subset import deleted_since as deleted_since
 from shardstream.samples.subset import has_deleted_since as has_deleted_since
 from shardstream.samples.subset import select_subset as select_subset
 from shardstream.samples.view import Concat as Concat
+from shardstream.samples.view import RowItem as RowItem
+from shardstream.samples.view import RowSamples as RowSamples
 from shardstream.samples.view import View as View
+from shardstream.samples.view import has_rows as has_rows
 from shardstream.samples.view import leaves_of as leaves_of
+from shardstream.samples.view import parts_in_rows as parts_in_rows
 from shardstream.samples.view import replace_leaves as replace_leaves
+from shardstream.samples.view import rows_with as rows_with
+from shardstream.samples.view import samples_in_rows as samples_in_rows

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
 from shardstream.samples.base import Numbers, Samples
-from shardstream.samples.row_samples import has_rows, parts_in_rows, samples_in_rows
 from shardstream.samples.subset import read_array
-from shardstream.samples.view import View
+from shardstream.samples.view import View, has_rows, parts_in_rows, samples_in_rows
 
 Lengths = str | os.PathLike[str] | Sequence[float] | npt.NDArray[Any]
 """The name of a column, the path or URL of a ``.npy`` file, or one number for each sample."""

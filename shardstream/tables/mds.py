@@ -31,8 +31,14 @@ from shardstream.errors import (
 )
 from shardstream.samples import Numbers
 from shardstream.storage import FileInfo, FileVersions, Storage, join_url, parent_url
-from shardstream.tables.block_samples import Block, BlockSamples
-from shardstream.tables.naming import Fields, choose_columns, keys_of, names_below
+from shardstream.tables.block_samples import (
+    Block,
+    BlockSamples,
+    Fields,
+    choose_columns,
+    keys_of,
+    names_below,
+)
 
 _log = get_logger(__name__)
 _INDEX_NAME = "index.json"

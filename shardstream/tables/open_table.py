@@ -1,18 +1,54 @@
-"""Choose the reader of a table by its URL."""
+"""Choose the reader of a table by its URL; the source of a dataset that reads tables in place."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardstream.catalog import choose_samples
 from shardstream.errors import NotFoundError, OptionError
+from shardstream.pipeline import SamplesSource, check_fields, refuse_options
 from shardstream.samples import Samples
 from shardstream.storage import FileInfo, Storage, Urls, expand_urls, one_spelling, refuse_repeated
-from shardstream.tables.mds import MdsSamples
-from shardstream.tables.naming import Fields
-from shardstream.tables.parquet import ParquetSamples
+from shardstream.tables.block_samples import Fields
 
-_READERS: dict[str, type[ParquetSamples | MdsSamples]] = {
-    ".parquet": ParquetSamples,
-    **dict.fromkeys((".mds", ".mds.zstd", ".mds.gz", ".mds.bz2"), MdsSamples),
-}
+if TYPE_CHECKING:
+    from shardstream.tables.mds import MdsSamples
+    from shardstream.tables.parquet import ParquetSamples
+
+TABLE_SUFFIXES = (".parquet", ".mds", ".mds.zstd", ".mds.gz", ".mds.bz2")
+"""Ends of the names of files that are read in place."""
+
+
+def table_source(
+    urls: Urls,
+    storage: Storage,
+    fields: Sequence[str] | Mapping[str, str] | None,
+    of_shards: object,
+    choice: Mapping[str, Any],
+    ordered: partial[SamplesSource],
+) -> SamplesSource:
+    """Return the source of tables that are read in place.
+
+    Raises:
+        OptionError: If an option is for shards; or as `open_table`.
+    """
+    if of_shards:
+        raise OptionError("version= and follow= are for shards, not for tables; pack them first")
+    reason = "on tables that are read in place"
+    read = ordered.keywords["reading"]
+    no_index = ["index"] if read.index == "ignore" else []  # row groups are read by number
+    refuse_options(read, ["lazy", "verify", *no_index], reason)
+    if fields is not None and not isinstance(fields, Mapping):
+        check_fields(fields, None, "the table", alternatives=False)
+    samples = open_table(urls, storage, fields)
+    if choice["where"] is not None and not samples.column_names():
+        raise OptionError(
+            "where= compares columns, of which MDS has none; use .select(), which reads all samples, or pack them with columns="
+        )
+    samples = choose_samples(samples, choice["subset"], choice["where"])
+    return ordered(samples=samples).drawn(choice["weights"])
 
 
 def open_table(
@@ -46,7 +82,16 @@ def open_table(
 
 
 def _reader_of(url: str) -> type[ParquetSamples | MdsSamples] | None:
-    return next((one for end, one in _READERS.items() if url.lower().endswith(end)), None)
+    # Imported here: they take 0.1 s, which datasets of shards do not spend.
+    if url.lower().endswith(TABLE_SUFFIXES[0]):
+        from shardstream.tables.parquet import ParquetSamples  # noqa: PLC0415
+
+        return ParquetSamples
+    if url.lower().endswith(TABLE_SUFFIXES):
+        from shardstream.tables.mds import MdsSamples  # noqa: PLC0415
+
+        return MdsSamples
+    return None
 
 
 def _matching(pattern: str, storage: Storage) -> list[FileInfo]:

@@ -7,11 +7,14 @@ from shardstream.versions.history import VersionDiff, VersionRecord, diff, log, 
 from shardstream.versions.publish_version import (
     AnyManifest,
     all_shards,
+    close_writer,
+    close_writers,
     dataset_folder,
     next_version,
+    open_writer,
     publish_version,
+    this_writer,
 )
-from shardstream.versions.writers import close_writer, close_writers, open_writer, this_writer
 
 __all__ = [
     "AnyManifest",

@@ -2,12 +2,17 @@
 
 New files are written before, under names of their own, and the ``index.json`` of before becomes ``versions/N.json``. So a writer that is
 killed leaves the old version, and of two writers at once the second applies its change to the version of the first.
+
+The manifest also lists the writers that go on to append, so that readers that follow the dataset wait for them. A writer is listed from its opening
+until it is closed: one that was killed, or failed, stays, because nobody else knows that it will not go on. That changes no samples, and no version.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +21,9 @@ from shardstream.errors import NotFoundError, OptionError
 from shardstream.format import (
     MANIFEST_NAME,
     BinaryManifest,
+    DatasetVersion,
     Manifest,
+    OpenWriter,
     ShardInfo,
     decode_all_shards,
     decode_manifest,
@@ -146,3 +153,78 @@ def stamp() -> dict[str, Any]:
     """Return the attributes of a `DatasetVersion` that make those of any two writers differ."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created": now, "writer": uuid.uuid4().hex[:12]}
+
+
+def this_writer(token: str) -> OpenWriter:
+    """Return the entry of a writer of this process that publishes now."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return OpenWriter(
+        token=token, host=f"{socket.gethostname()} (process {os.getpid()})", published=now
+    )
+
+
+def open_writer(folder: str, storage: Storage, token: str) -> None:
+    """List a writer of this process in a dataset.
+
+    Raises:
+        ChangedError: If other writers publish again and again.
+        StorageError: If the manifest cannot be read or written.
+    """
+    _change_writers(
+        folder, storage, lambda version: (*version.other_writers(token), this_writer(token))
+    )
+
+
+def close_writer(folder: str, storage: Storage, token: str) -> None:
+    """List a writer no more; errors are those of `open_writer`."""
+    _change_writers(folder, storage, lambda version: version.other_writers(token))
+
+
+def close_writers(
+    url: Urls, writer: str | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> list[OpenWriter]:
+    """Close writers that were killed or have failed, so that readers that follow the dataset do not wait for them.
+
+    What they have published stays. One that still runs goes on, and is listed again by its next publication.
+
+    Args:
+        url: Folder of the dataset.
+        writer: Token of one of them; None for all.
+        storage_options: For fsspec.
+
+    Returns:
+        The writers that were closed.
+
+    Raises:
+        OptionError: If no writer has this token.
+        NotFoundError: If there is no dataset.
+        ChangedError: If other writers publish again and again.
+        StorageError: If the manifest cannot be read or written.
+    """
+    closed: list[OpenWriter] = []
+
+    def left(version: DatasetVersion) -> tuple[OpenWriter, ...]:
+        chosen = [one for one in version.writers if writer in (None, one.token)]
+        if writer is not None and not chosen:
+            known = ", ".join(one.token for one in version.writers) or "none"
+            raise OptionError(
+                f"no open writer is {writer!r}; open writers: {known}", shard=str(url)
+            )
+        closed[:] = chosen
+        return tuple([one for one in version.writers if one not in chosen])
+
+    _change_writers(dataset_folder(url), Storage(storage_options), left)
+    return closed
+
+
+def _change_writers(
+    folder: str, storage: Storage, change: Callable[[DatasetVersion], tuple[OpenWriter, ...]]
+) -> None:
+    def changed(manifest: AnyManifest) -> AnyManifest | None:
+        version = manifest.dataset_version
+        writers = change(version)
+        if writers == version.writers:
+            return None
+        return replace(manifest, dataset_version=replace(version, writers=writers))
+
+    publish_version(folder, storage, changed)

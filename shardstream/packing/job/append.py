@@ -23,7 +23,7 @@ from shardstream.format import (
     encode_classes,
     extend_binary,
 )
-from shardstream.packing.job.dataset_keys import KnownSamples, NewKeys
+from shardstream.packing.job.key_hashes import KnownSamples, NewKeys
 from shardstream.storage import (
     AllIndexed,
     LazyShards,

@@ -247,7 +247,7 @@ class EncoderPool:
         self, chunks: Iterable[tuple[list[T], list[Record]]]
     ) -> Iterator[tuple[T, Encoded]]:
         """Encode chunks in processes, with a bounded number in flight."""
-        # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order.
+        # Not tasks of `tasks`: samples are not JSON, and are needed in order.
         pool = self._pool = self._pool or ProcessPool(self.processes, _begin, (self._encoder,))
         in_flight: deque[tuple[list[T], Future[list[Encoded]]]] = deque()
         try:

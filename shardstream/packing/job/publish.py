@@ -29,7 +29,6 @@ from shardstream.format import (
 )
 from shardstream.packing.job.append import Addition, find_appended
 from shardstream.packing.job.claim import locked, remove_job_files, restore_journal
-from shardstream.packing.job.dataset_keys import KeyList, NewKeys
 from shardstream.packing.job.folder_state import (
     Journal,
     ManifestFiles,
@@ -42,6 +41,8 @@ from shardstream.packing.job.folder_state import (
 )
 from shardstream.packing.job.key_hashes import (
     KeyHashes,
+    KeyList,
+    NewKeys,
     decode_hashes,
     place_of,
     refuse_repeated_keys,

@@ -16,7 +16,6 @@ from shardstream.format import ColumnSources, Manifest
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.job.append import Addition, check_append, read_base
 from shardstream.packing.job.claim import claim_destination
-from shardstream.packing.job.dataset_keys import NewKeys
 from shardstream.packing.job.folder_state import (
     WRITER_TASK,
     Journal,
@@ -24,7 +23,13 @@ from shardstream.packing.job.folder_state import (
     ShardNames,
     shard_of,
 )
-from shardstream.packing.job.key_hashes import Hashes, KeyHashes, Places, refuse_repeated_keys
+from shardstream.packing.job.key_hashes import (
+    Hashes,
+    KeyHashes,
+    NewKeys,
+    Places,
+    refuse_repeated_keys,
+)
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
 from shardstream.storage import Storage, join_url, open_output_folder, parent_url
