@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +26,15 @@ from shardstream.cli.options import (
     parse_version,
 )
 from shardstream.cli.terminal import aligned, printable, terminal_bar
-from shardstream.errors import OptionError, plural
+from shardstream.errors import OptionError, SampleError, plural
 from shardstream.process import num_cores
 
 if TYPE_CHECKING:
-    from shardstream.loader import FirstUse, ShardLoader, Trial
+    from shardstream.loader import FirstUse, LoaderStats, ShardLoader, StreamDataset
     from shardstream.pipeline import EpochSamples, PlannedSamples, State
+
+_CLOSE = 0.95
+"""Share of the best rate that fewer workers must reach to be recommended."""
 
 
 def plan(  # noqa: PLR0913  (the options of a command)
@@ -351,11 +358,7 @@ def bench(  # noqa: PLR0913  (a command's options)
       in_order: Read in the order of the shards, not shuffled.
       plot (FILE): Draw the rates (PNG, SVG); needs matplotlib.
     """
-    from shardstream.loader import (  # noqa: PLC0415  (torch takes over a second)
-        ShardDataset,
-        fewest_workers,
-        run_trials,
-    )
+    from shardstream.loader import ShardDataset  # noqa: PLC0415  (torch takes over a second)
     from shardstream.pipeline import SkipBudget  # noqa: PLC0415
 
     if plot is not None:
@@ -373,10 +376,10 @@ def bench(  # noqa: PLR0913  (a command's options)
         dataset = dataset.decode(*decode)
     trials = []
     with _progress() as update:
-        for trial in run_trials(dataset, workers=numbers, batch_size=batch_size, seconds=seconds):
+        for trial in _run_trials(dataset, workers=numbers, batch_size=batch_size, seconds=seconds):
             trials.append(trial)
             update(completed=len(trials), total=len(numbers))
-    chosen = fewest_workers(trials)
+    chosen = _fewest_workers(trials)
     if as_json:
         typer.echo(json.dumps(_trials_json(trials, chosen), indent=1))
     else:
@@ -450,3 +453,106 @@ def _draw(trials: Sequence[Trial], chosen: Trial, path: Path) -> None:
     axes.set_title(f"{plural(chosen.workers, 'worker')} recommended")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What was measured with a number of workers.
+
+    Args:
+        workers: Worker processes; 0 reads in the main process.
+        samples_per_s: After the first batch.
+        mb_per_s: Of tar members, by their mean size; None if that is unknown.
+        first_batch_s: Seconds until the first batch, with the start of the workers.
+        stats: Timings of the last epoch.
+        bad_samples: Samples that could not be read or decoded, and were skipped.
+    """
+
+    workers: int
+    samples_per_s: float
+    mb_per_s: float | None
+    first_batch_s: float
+    stats: LoaderStats
+    bad_samples: int = 0
+
+
+def _run_trials(
+    dataset: StreamDataset, *, workers: Sequence[int], batch_size: int, seconds: float
+) -> Iterator[Trial]:
+    """Read a dataset with each number of workers in turn, each from the start of another epoch.
+
+    Samples that cannot be collated are put into lists.
+
+    Args:
+        dataset: The dataset with its steps.
+        workers: Numbers of workers.
+        batch_size: Samples of a batch.
+        seconds: Time for each of them, after the first batch.
+
+    Raises:
+        OptionError: If there are fewer samples than a batch has.
+    """
+    epochs = itertools.count()
+    for number in workers:
+        with warnings.catch_warnings():
+            # torch's, about more workers than cores: the numbers show whether they help.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            run = partial(_run, dataset, number, epochs, batch_size=batch_size, seconds=seconds)
+            try:
+                trial = run()
+            except SampleError:  # samples of different sizes: a training has steps that resize them
+                trial = run(collate_fn=list)
+            yield trial
+
+
+def _fewest_workers(trials: Sequence[Trial]) -> Trial:
+    """Return the trial with the fewest workers that is about as fast as the fastest."""
+    best = max(trial.samples_per_s for trial in trials)
+    good = [trial for trial in trials if trial.samples_per_s >= _CLOSE * best]
+    return min(good, key=lambda trial: trial.workers)
+
+
+def _run(
+    dataset: StreamDataset,
+    workers: int,
+    epochs: Iterator[int],
+    *,
+    batch_size: int,
+    seconds: float,
+    **options: Any,
+) -> Trial:
+    from shardstream.loader import ShardLoader  # noqa: PLC0415  (as above)
+
+    if workers:
+        options["persistent_workers"] = True
+    loader = ShardLoader(dataset, batch_size, num_workers=workers, drop_last=True, **options)
+    begin = time.perf_counter()
+    started = first_s = 0.0
+    batches = 0
+    while True:
+        loader.set_epoch(next(epochs))
+        before = batches
+        for _ in loader:
+            batches += 1
+            if not first_s:
+                started = time.perf_counter()
+                first_s = started - begin
+            if time.perf_counter() - started > seconds:
+                break
+        if not first_s:
+            bad = loader.bad_samples
+            found = f", and {len(bad)} bad ones, such as: {bad[0].error}" if bad else ""
+            raise OptionError(f"the dataset has fewer samples than a batch of {batch_size}{found}")
+        passed = time.perf_counter() - started
+        if passed > seconds or batches == before:
+            break
+    rate, source = (batches - 1) * batch_size / passed, dataset.pipeline.indexed_source
+    mean_bytes = None if source is None else source.samples.total_bytes / len(source.samples)
+    return Trial(
+        workers=workers,
+        samples_per_s=rate,
+        mb_per_s=None if mean_bytes is None else rate * mean_bytes / 1e6,
+        first_batch_s=first_s,
+        stats=loader.stats(),
+        bad_samples=len(loader.bad_samples),
+    )

@@ -43,9 +43,6 @@ from shardstream.loader.past_training import replay as replay
 from shardstream.loader.progress import Cursor as Cursor
 from shardstream.loader.rank_consistency import EpochAgreement as EpochAgreement
 from shardstream.loader.rank_consistency import compare_in_store as compare_in_store
-from shardstream.loader.trial import Trial as Trial
-from shardstream.loader.trial import fewest_workers as fewest_workers
-from shardstream.loader.trial import run_trials as run_trials
 
 if TYPE_CHECKING:
     from shardstream.loader.accelerate import check_data_parallel as check_data_parallel
@@ -57,3 +54,6 @@ def __getattr__(name: str) -> Any:
     from shardstream.loader.accelerate import check_data_parallel  # noqa: PLC0415  (Accelerate is an extra)
 
     return check_data_parallel
+
+
+from shardstream.loader.stats import LoaderStats as LoaderStats

@@ -51,8 +51,7 @@ class ListedFile(NamedTuple):
 class FileRows:
     """Converts files to rows of a `RowFile`, which share the beginning of their URLs, and back."""
 
-    def __init__(self) -> None:
-        self._prefix: str | None = None
+    _prefix: str | None = None
 
     def row(self, file: ListedFile) -> FileRow:
         """Return the row of a file; rows with different paths are in the order of their paths."""

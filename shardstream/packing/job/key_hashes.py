@@ -308,7 +308,8 @@ def find_repeat(keys: Iterable[str], key_at: Callable[[int], str]) -> tuple[int,
         key_at: Returns a key by its number.
     """
     with closing(KeyHashes()) as hashes:
-        for some in batches(keys):
+        iterator = iter(keys)
+        while some := list(itertools.islice(iterator, _BATCH_KEYS)):
             numbers = np.arange(hashes.count, hashes.count + len(some), dtype=np.int64)
             hashes.add(hash_keys(some), numbers)
         found, _ = _equal_keys(hashes, lambda places: {place: key_at(place) for place in places})
@@ -333,13 +334,6 @@ def _equal_keys(
     # Else the hashes are equal by chance.
     same = [(found[one], one, later) for later, one in pairs if found[one] == found[later]]
     return same, total - len(pairs)
-
-
-def batches(keys: Iterable[str]) -> Iterator[list[str]]:
-    """Yield keys in lists of a few thousand."""
-    iterator = iter(keys)
-    while some := list(itertools.islice(iterator, _BATCH_KEYS)):
-        yield some
 
 
 def _sort(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -200,7 +201,7 @@ def _missing(error: NotFoundError, url: str, where: str) -> NotFoundError | Sour
     return error
 
 
-class EncoderPool:
+class EncoderPool(AbstractContextManager["EncoderPool"]):
     """Encodes records in order, in this process or in others, which start when they are first needed; use it as a context manager.
 
     Args:
@@ -212,9 +213,6 @@ class EncoderPool:
         self.processes = processes
         self._encoder = encoder
         self._pool: ProcessPool | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """End the processes; kill them after an error."""

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -245,7 +245,7 @@ class PartFiles:
             StorageError: If another run has taken the folder over.
         """
         check_owner()
-        document = {"run": self.run_id, "part": self.number, "of": self.of, **result.encode()}
+        document = {"run": self.run_id, "part": self.number, "of": self.of, **asdict(result)}
         name, data = part_record_name(self.number), json.dumps(document).encode()
         folder.write(name, data)
         try:
@@ -306,7 +306,7 @@ class PartTask:
             with closing(part.writer) as writer:
                 result = part.end(self.work.write(writer))
         # The hashes are in the record: `publish` compares them.
-        return {**replace(result, key_hashes="").encode(), "kept": is_kept}
+        return {**asdict(replace(result, key_hashes="")), "kept": is_kept}
 
 
 def read_record(folder: OutputFolder, name: str, run: str) -> tuple[int, PartResult] | None:

@@ -8,7 +8,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -33,7 +33,6 @@ from shardstream.packing.shards.column_builder import ColumnBuilder, ColumnSumma
 from shardstream.packing.sources.source import named
 from shardstream.process import keep_freed_memory
 from shardstream.storage import FileInfo, OutputFolder, PendingFile
-from shardstream.tasks import JSON
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4
@@ -474,13 +473,9 @@ class PartResult(ShardTotals):
                     return name
         return None
 
-    def encode(self) -> dict[str, JSON]:
-        """Return the result as JSON values."""
-        return asdict(self)
-
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
-        """Read what `encode` has returned."""
+        """Read the result from its fields, as JSON values."""
         return cls(
             shards=tuple(ShardInfo(**one) for one in document["shards"]),
             fields=dict(document["fields"]),

@@ -101,7 +101,8 @@ class FolderSource(Source):
 
     def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
         """Yield the records with these numbers."""
-        return (self._record(number, self._items[number]) for number in numbers)
+        for number in numbers:
+            yield self._record(number, self._items[number])
 
     def in_any_order(self) -> Self:
         """Return this source."""
