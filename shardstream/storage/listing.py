@@ -115,9 +115,9 @@ class FileList(Sequence[ListedFile]):
         """Yield the files from a number on."""
         return map(self._file, self._rows.iter_from(first))
 
-    def paths(self, first: int = 0) -> Iterator[str]:
-        """Yield the paths from a number on, in order."""
-        return map(itemgetter(0), self._rows.iter_from(first))
+    def paths(self) -> Iterator[str]:
+        """Yield the paths in order."""
+        return map(itemgetter(0), self._rows.iter_from(0))
 
 
 _log = get_logger(__name__)
