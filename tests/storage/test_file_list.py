@@ -28,4 +28,3 @@ def test_file_list_has_the_files_of_a_sorted_list(
     first, last = sorted(data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20))))
     assert found[first:last] == expected[first:last]
     assert list(found.iter_from(first)) == expected[first:]
-    assert list(found.paths(first)) == [file.path for file in expected[first:]]
