@@ -35,6 +35,11 @@ _EMPTY_EPOCH = (
     "are bytes, which a predicate may not expect"
 )
 
+_SECOND_ITERATION = (
+    "the loader was iterated again, or its position set, before the first batch of this iteration, so a later one may read the same "
+    "epoch, and only the later one counts in states; for pairs of batches, as in zip(loader, loader), make two loaders with other seeds"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
@@ -246,6 +251,8 @@ class Progress:
             with self._ending(received):
                 for steps, worker_batch in enumerate(worker_batches, start=1):
                     is_current = self.cursor.iteration == begin.iteration
+                    if not is_current and steps == 1:
+                        warnings.warn(_SECOND_ITERATION, UserWarning, stacklevel=2)
                     if is_current and self.cursor.partition is not begin.partition:
                         break
                     waited_s = time.perf_counter() - requested_at

@@ -26,7 +26,7 @@ class OpenedVersions(NamedTuple):
     """The versions of a dataset that a rank has opened."""
 
     name: str
-    """Of the folder of the dataset, the same for all versions."""
+    """Of the folder of the dataset, the same for all versions and all choices of its samples."""
     versions: Sequence[int | None]
 
 
@@ -67,7 +67,7 @@ def compare_ranks(
         numbers: JSON values that must be the same on all ranks.
         placement: Of the loader.
         call: As in `compare_in_store`.
-        opened: Versions of the dataset: a rank that has opened others has another fingerprint, and waits in vain.
+        opened: Versions of the dataset: a rank that has opened others, or chosen other samples, has another fingerprint, and waits in vain.
 
     Returns:
         Comparison of the iterations that follow; None if there is nothing to compare with.
@@ -92,16 +92,16 @@ def compare_ranks(
     if opened is not None:
         _begun[opened.name] += 1
         name = f"shardstream/versions/{opened.name}/{_begun[opened.name]}"
-        store.set(f"{name}/{placement.rank}", json.dumps(opened.versions))
+        store.set(f"{name}/{placement.rank}", json.dumps([dataset, opened.versions]))
     if not compare_in_store(store, key, numbers, placement, call=call) and opened is not None:
-        _check_versions(store, name, opened.versions, placement)
+        _check_opened(store, name, dataset, opened, placement)
     return EpochAgreement(store, key, placement.rank)
 
 
-def _check_versions(
-    store: KeyValueStore, name: str, own: Sequence[int | None], placement: Placement
+def _check_opened(
+    store: KeyValueStore, name: str, dataset: str, own: OpenedVersions, placement: Placement
 ) -> None:
-    """Check that no neighbour has opened other versions of the dataset: one may be published while ranks open it.
+    """Check that no neighbour has opened other versions of the dataset, one of which may be published meanwhile, or chosen other samples of it.
 
     Raises:
         OptionError: If one has.
@@ -109,10 +109,18 @@ def _check_versions(
     rank, size = placement.rank, placement.world_size
     for other in sorted({(rank - 1) % size, (rank + 1) % size}):
         found = _wait_for(store, f"{name}/{other}", time.monotonic() + _ARRIVAL_S)
-        if found not in (None, json.dumps(own)):
+        if found is None:
+            continue
+        other_dataset, versions = json.loads(found)
+        if versions != [*own.versions]:
             raise OptionError(
-                f"ranks read different versions of the dataset: rank {rank} has {[*own]}, rank {other} has {found}; open the same one on all, such as "
-                "version= of rank 0 (its dataset.versions), sent by torch.distributed.broadcast_object_list"
+                f"ranks read different versions of the dataset: rank {rank} has {[*own.versions]}, rank {other} has {versions}; open the same one on all, such "
+                "as version= of rank 0 (its dataset.versions), sent by torch.distributed.broadcast_object_list"
+            )
+        if other_dataset != dataset:
+            raise OptionError(
+                f"ranks {rank} and {other} read different samples of {own.name!r}, and each would read a part of its own only; give all ranks the same "
+                "shards, subset= and where=, which the dataset distributes over them, or placement=ss.Placement() to parts that you chose for each rank"
             )
 
 

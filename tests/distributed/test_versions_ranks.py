@@ -1,4 +1,4 @@
-"""A version that is published while the ranks open a dataset is an error: each would read other samples."""
+"""Ranks that open different versions of a dataset, or parts of it that each has chosen, are an error: each would read other samples."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ JOB = Path(__file__).with_name("versions_job.py")
 
 
 @pytest.mark.slow
-def test_ranks_that_opened_different_versions_do_not_read(tmp_path: Path) -> None:
+def test_ranks_that_opened_different_versions_or_samples_do_not_read(tmp_path: Path) -> None:
     url = make_shards(tmp_path / "data", samples=20, per_shard=5)
     run_two_ranks(JOB, url, tmp_path)
-    texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    texts = [(tmp_path / f"versions-{rank}.txt").read_text() for rank in range(2)]
     assert "rank 0 has [1], rank 1 has [2]; open the same one on all" in texts[0]
     assert "rank 1 has [2], rank 0 has [1]; open the same one on all" in texts[1]
+    for rank in range(2):
+        text = (tmp_path / f"samples-{rank}.txt").read_text()
+        assert f"ranks {rank} and {1 - rank} read different samples of 'data'" in text

@@ -1,4 +1,4 @@
-"""The program of test_versions_ranks.py: two ranks, of which one opens a dataset before and one after a deletion."""
+"""The program of test_versions_ranks.py: two ranks that open different versions of a dataset, then different samples of it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ import shardstream as ss
 def read(rank: int, url: str, port: int, out: Path) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    text, dataset = "", ss.ShardDataset(url)
+    dataset = ss.ShardDataset(url)
     dist.barrier()
     if rank == 0:
         ss.delete(url, numbers=[3])
     dist.barrier()
     if rank == 1:
         dataset = ss.ShardDataset(url)
-    try:
-        next(iter(ss.ShardLoader(dataset.decode(), batch_size=4)))
-    except ss.errors.OptionError as error:
-        text = str(error)
-    (out / f"{rank}.txt").write_text(text)
-    dist.barrier()
+    part = ss.ShardDataset(url, subset=range(rank, 19, 2))
+    for name, one in (("versions", dataset), ("samples", part)):
+        text = ""
+        try:
+            next(iter(ss.ShardLoader(one.decode(), batch_size=4)))
+        except ss.errors.OptionError as error:
+            text = str(error)
+        (out / f"{name}-{rank}.txt").write_text(text)
+        dist.barrier()
 
 
 if __name__ == "__main__":
