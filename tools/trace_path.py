@@ -47,8 +47,8 @@ LIMITS = {
     "first state_dict": (7, 14),
     "next state_dict": (4, 7),
     "with one worker": (29, 132),
-    "ShardWriter, 40 samples": (15, 85),
-    "pack of four photos": (37, 279),
+    "ShardWriter, 40 samples": (15, 84),
+    "pack of four photos": (37, 278),
 }
 SAMPLES, PACKED, BATCH_SIZE = 40, 4, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

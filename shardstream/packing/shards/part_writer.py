@@ -266,7 +266,14 @@ class PartWriter:
                 or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._limits.max_bytes
             ):
                 self._end_shard()
-            (self._shard or self._begin_shard()).add(key, fields, pieces)
+            if self._shard is None:
+                name = self._name(self._begun)
+                self._pending = self._folder.open(name)
+                self._shard = TarShard(
+                    self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
+                )
+                self._begun += 1
+            self._shard.add(key, fields, pieces)
         except SampleError:  # nothing of it was written: the shard is as it was
             raise
         except BaseException as error:  # a shard is missing: later calls must fail, too
@@ -346,15 +353,6 @@ class PartWriter:
             raise OptionError("the writer is closed; open another one")
         if self._error is not None:
             raise self._error
-
-    def _begin_shard(self) -> TarShard:
-        name = self._name(self._begun)
-        self._pending = self._folder.open(name)
-        self._shard = TarShard(
-            self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
-        )
-        self._begun += 1
-        return self._shard
 
     def _end_shard(self, *, adds_keys: bool = True) -> None:
         """Finish the current shard, if there is one, and hand it over to be published; wait while two others are in flight."""
