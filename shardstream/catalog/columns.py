@@ -362,7 +362,7 @@ def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any], option: s
 
 def _read_keys(url: str, storage: Storage) -> list[str]:
     try:
-        lines = storage.read_bounded(url).decode().split("\n")
+        lines = storage.read_bounded(url).decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise OptionError(f"not a text file in UTF-8: {error}", shard=url) from error
     return [line.removesuffix("\r") for line in lines if line.removesuffix("\r")]

@@ -15,7 +15,7 @@ import numpy as np
 from shardstream.catalog.columns import read_all_columns, read_column_names, scan_keys
 from shardstream.catalog.integrity import VerifiedReader, Verify, check_manifests
 from shardstream.catalog.member_indexes import MIN_MEAN_BYTES, Layout, MemberIndexes
-from shardstream.errors import ChangedError, IndexMismatchError, OptionError, plural
+from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.fetch import FAR_READ_RATIO, Catalog, Extents, IndexChunk
 from shardstream.format import (
     BLOCK_BYTES,
@@ -225,14 +225,11 @@ class ShardCatalog(Catalog):
         ):
             return kept
         self._files.version(shard)
-        tar = map_file(path, url)  # a new map: the kept one may be of the file before a replacement
+        expected = self.shards[shard].filesize if self._verified_reader is None else None
+        # A new map: the kept one may be of the file before a replacement.
+        tar = map_file(path, url, expected)
         if self._verified_reader is not None:
             self._verified_reader.check_file(shard, path, tar)
-        elif (size := self.shards[shard].filesize) not in (None, len(tar)):
-            raise ChangedError(
-                f"the file changed: it has {len(tar)} bytes, the manifest says {size}; fetch it again, or run 'shardstream index' again",
-                shard=url,
-            )
         self._mmap_pool.keep(shard, tar)
         return tar
 

@@ -190,7 +190,7 @@ def delete(  # noqa: PLR0913  (the options of a command)
       shardstream delete data/train/ --where "width < 64" --dry-run
 
     Options:
-      keys (FILE|KEY): A text file (.txt) with a key on each line, or a key; may be repeated.
+      keys (FILE|KEY): A text file (.txt) with a key on each line, or a key, which may be repeated.
       where (SQL): A condition on columns, such as "cls = 3".
       numbers (N,N-N): Numbers of samples, and ranges with both ends.
       version (N): The version in which the numbers were found; needed once samples were deleted.
@@ -201,7 +201,9 @@ def delete(  # noqa: PLR0913  (the options of a command)
 
     if missing not in ("error", "ignore"):
         raise typer.BadParameter("error or ignore", param_hint="--missing")
-    is_file = keys is not None and len(keys) == 1 and keys[0].lower().endswith(".txt")
+    is_file = any(key.lower().endswith(".txt") for key in keys or ())
+    if keys and is_file and len(keys) > 1:
+        raise typer.BadParameter("give one file, or keys", param_hint="--keys")
     report = ss.delete(
         url,
         keys=keys[0] if keys and is_file else keys or None,

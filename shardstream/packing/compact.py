@@ -82,6 +82,7 @@ from shardstream.versions import (
     dataset_folder,
     next_version,
     publish_version,
+    read_current,
 )
 
 _TRIES = 20  # deletions by others meanwhile
@@ -158,6 +159,8 @@ def compact(
         if executor is None:
             tasks = [replace(task, meter=meter) for task in tasks]
         with locked(output_folder_in(storage, output.url)), closing(KeyHashes()) as no_keys:
+            if read_current(folder, storage).dataset_version.renumbered != version.renumbered:
+                continue  # a run that held the lock has published these shards
             found = scan_shards(tasks, no_keys, executor, threads=threads, meter=meter)
             results = iter(zip(tasks, found.values(), strict=True))
             written = [_Written(output, dict(islice(results, len(plan)))) for plan in plans]

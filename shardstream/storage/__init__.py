@@ -101,6 +101,7 @@ from shardstream.storage.urls import TAR_SUFFIXES as TAR_SUFFIXES
 from shardstream.storage.urls import Urls as Urls
 from shardstream.storage.urls import absolute_url as absolute_url
 from shardstream.storage.urls import check_names as check_names
+from shardstream.storage.urls import check_parts as check_parts
 from shardstream.storage.urls import expand_braces as expand_braces
 from shardstream.storage.urls import expand_urls as expand_urls
 from shardstream.storage.urls import folder_of_manifest as folder_of_manifest

@@ -31,7 +31,7 @@ from shardstream.storage.find_tars import relative_paths
 from shardstream.storage.publish import check_finished, is_journal, is_part
 from shardstream.storage.row_file import RowFile, sort_rows
 from shardstream.storage.store import LISTED_TWICE, FileInfo, Storage
-from shardstream.storage.urls import is_tar, join_url, parent_url
+from shardstream.storage.urls import check_parts, is_tar, join_url, parent_url
 
 FileRow: TypeAlias = Sequence[Any]
 """Path, size, URL ("": the prefix and the path) and, if there is one, version: None cannot be compared with text."""
@@ -189,7 +189,9 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
 
     Raises:
         NotFoundError: If there is none.
+        OptionError: As in `check_parts`.
     """
+    check_parts(prefix)
     folder, start = parent_url(prefix), prefix.rpartition("/")[2]
     files, folders = storage.list_folder(folder)
     if not start or start in folders:

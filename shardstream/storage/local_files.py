@@ -144,12 +144,18 @@ def read_range(path: str, start: int, end: int | None, max_bytes: int | None) ->
     return None if end is not None and len(data) < end - start else data
 
 
-def map_file(path: str, url: str) -> mmap.mmap:
+def map_file(path: str, url: str, expected: int | None = None) -> mmap.mmap:
     """Map a local file to memory, for reading.
+
+    Args:
+        path: Its path.
+        url: Its URL, for messages.
+        expected: Its bytes, by the manifest; None if they are not compared.
 
     Raises:
         StorageError: If it cannot be opened.
         ShardError: If it is empty.
+        ChangedError: If it has not the bytes that are expected.
     """
     check_regular(path)
     try:
@@ -161,6 +167,11 @@ def map_file(path: str, url: str) -> mmap.mmap:
         size = os.fstat(handle).st_size
         if size == 0:
             raise empty_tar(url)
+        if expected not in (None, size):
+            raise ChangedError(
+                f"the file changed: it has {size} bytes, the manifest says {expected}; fetch it again, or run 'shardstream index' again",
+                shard=url,
+            )
         return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
     finally:
         os.close(handle)

@@ -46,7 +46,14 @@ from shardstream.storage.retry import (
     retry_call,
 )
 from shardstream.storage.s3_http_client import S3HttpReader
-from shardstream.storage.urls import WEB, check_slashes, has_glob_signs, is_chain, simplify_glob
+from shardstream.storage.urls import (
+    WEB,
+    check_parts,
+    check_slashes,
+    has_glob_signs,
+    is_chain,
+    simplify_glob,
+)
 
 _log = get_logger(__name__)
 _VERSIONS_KEPT = 1 << 16
@@ -356,6 +363,7 @@ class Storage:
 
     def _remote_pages(self, url: str, *, recursive: bool) -> Iterator[Page]:
         """Yield the pages of a listing; none if the client only lists all at once."""
+        check_parts(url)
         filesystem, path = self._clients.filesystem(url, reading=True)
         listing = open_listing(filesystem, path, url=url, recursive=recursive)
         num_empty = 0

@@ -59,13 +59,16 @@ def expand_urls(urls: Urls) -> list[str]:
     ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
 
     Raises:
-        OptionError: If there is no URL, a brace is not closed, or the patterns expand to too many URLs (see `expand_braces`).
+        OptionError: If there is no URL, a brace is not closed, the patterns expand to too many URLs (see `expand_braces`), or as in `check_parts`.
     """
     expanded: list[str] = []
     for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
         text = os.fspath(part)
         patterns = _split_join(text) if "::" in text and not _is_path(text) else [text]
         expanded += expand_braces(*patterns) if "{" in text else patterns
+    for url in expanded:
+        if "://" in url and (has_glob_signs(url) or not is_tar(url)):
+            check_parts(url)
     if not expanded:
         raise OptionError("no shards: the list of URLs is empty")
     return expanded
@@ -217,6 +220,19 @@ def check_slashes(path: str) -> None:
         raise OptionError(
             f"{path} is a path of this machine, not a URL: a URL begins with {match[0]}//; "
             f"for a folder of that name, write ./{path}"
+        )
+
+
+def check_parts(url: str) -> None:
+    """Refuse a folder of a bucket with an empty part in its URL: clients list another folder in its place.
+
+    Raises:
+        OptionError: If it has one, as ``s3://b//train`` and ``s3://b/train//`` do.
+    """
+    if protocol_of(url) in {*ALIASES, *ALIASES.values()} and "//" in url.partition("://")[2]:
+        raise OptionError(
+            "the URL has an empty part ('//'), so that another folder would be listed; remove a slash, or copy the files to another prefix",
+            shard=url,
         )
 
 

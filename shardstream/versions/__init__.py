@@ -3,7 +3,15 @@
 from shardstream.format import OpenWriter
 from shardstream.versions.delete import DeleteReport, delete
 from shardstream.versions.gc import GcReport, files_of_versions, gc
-from shardstream.versions.history import VersionDiff, VersionRecord, diff, log, tag, untag
+from shardstream.versions.history import (
+    VersionDiff,
+    VersionRecord,
+    diff,
+    log,
+    read_current,
+    tag,
+    untag,
+)
 from shardstream.versions.publish_version import (
     AnyManifest,
     all_shards,
@@ -35,6 +43,7 @@ __all__ = [
     "next_version",
     "open_writer",
     "publish_version",
+    "read_current",
     "tag",
     "this_writer",
     "untag",

@@ -121,8 +121,8 @@ def gc(
             return None
         return replace(manifest, dataset_version=replace(version, kept=kept))
 
+    before, times, now = read_current(folder, storage), dict[str, float](), time.time()
     with nullcontext() if dry_run else _probe(folder, storage) as probe:
-        before, times, now = read_current(folder, storage), dict[str, float](), time.time()
         if keep_days:
             times = _times(_list(join_url(folder, VERSIONS_FOLDER), storage, folder))
             now = times.get(probe or "", now)

@@ -181,7 +181,7 @@ def test_mapped_shard_that_is_cut_is_an_error_in_a_map_dataset(
 def test_local_shard_of_another_length_than_in_the_manifest_is_an_error(
     left: int, folder: Path
 ) -> None:
-    last = sorted(folder.glob("*.tar"))[-1]
+    last = max(folder.glob("*.tar"))
     with tarfile.open(last) as tar:
         header = tar.getmembers()[-1].offset
     os.truncate(last, header if left < 0 else last.stat().st_size + left)

@@ -75,3 +75,13 @@ def test_repeated_double_stars_are_simplified(tmp_path: Path) -> None:
     assert len(Storage().glob(f"{tmp_path}/****/*.tar")) == 1
     with pytest.raises(OptionError, match=r"has 12 times '\*\*', the limit is 4"):
         ss.ShardDataset(f"{tmp_path}/{'**/x*/' * 12}*.tar")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b//train", "s3://b/train//", "s3://b/train//*.tar", "gs://b//"]
+)
+def test_folders_of_buckets_with_an_empty_part_are_refused(url: str) -> None:
+    readers = ss.ShardDataset, ss.ObjectDataset.from_prefix, ss.compact
+    for use in (*readers, lambda url: ss.pack([{"txt": "a"}], url), ss.ShardWriter):
+        with pytest.raises(OptionError, match="the URL has an empty part"):
+            use(url)

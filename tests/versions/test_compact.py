@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,23 @@ def test_another_compaction_meanwhile(url: str) -> None:
     shutil.copytree(copy, url, dirs_exist_ok=True, ignore=lambda *_: ["index.json"])
     assert ss.compact(url, threads=1, progress=compact_too).samples == 0
     assert len(numbers(url)) == N - 2
+
+
+def test_two_compactions_at_once_write_the_shards_once(url: str) -> None:
+    ss.delete(url, numbers=[3, 90])
+    others: list[Future[Any]] = []
+
+    def compact_too(_: object) -> None:
+        if not others:
+            others.append(pool.submit(ss.compact, url))
+            time.sleep(0.2)  # so that it has usually read the version, and waits for the lock
+
+    with ThreadPoolExecutor(1) as pool:
+        first = ss.compact(url, threads=1, progress=compact_too)
+        second = others[0].result()
+    assert (first.samples, second.samples) == (2, 0)
+    assert first.version == second.version
+    assert ss.verify(url).problems == ()
 
 
 def test_refusals(url: str) -> None:

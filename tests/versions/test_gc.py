@@ -230,6 +230,9 @@ def test_two_at_once_do_not_warn(
 def test_wrong_options(url: str) -> None:
     with pytest.raises(OptionError, match="the current version always stays"):
         ss.versions.gc(url, keep=0)
+    with pytest.raises(NotFoundError):
+        ss.versions.gc(f"{url}-with-another-name", dry_run=False)
+    assert not Path(f"{url}-with-another-name").exists()
 
 
 def test_diff_follows_compactions(url: str) -> None:

@@ -102,11 +102,13 @@ def test_deletions_of_many_shards_are_left_out(tmp_path: Path) -> None:
 
 def test_commands(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "takedown.txt"
-    file.write_text("000003\nnone\n")
+    file.write_text("000003\nnone\n", encoding="utf-8-sig")
     assert main(["delete", url, "--keys", str(file), "--missing", "ignore", "--dry-run"]) == 0
     assert (
         "would delete 1 sample of version 1\nno sample has 1 key: none" in capsys.readouterr().out
     )
+    assert main(["delete", url, "--keys", str(file), "--keys", str(file)]) == 2
+    assert "give one file, or keys" in capsys.readouterr().err
     assert main(["delete", url, "--keys", "000003", "--keys", "000004"]) == 0
     out = capsys.readouterr().out
     assert "deleted 2 samples: version 2" in out

@@ -41,6 +41,7 @@ from shardstream.storage import (
     JOURNAL_NAME,
     OutputFolder,
     Storage,
+    check_parts,
     final_name,
     is_journal,
     join_url,
@@ -400,6 +401,8 @@ class ShardNames:
             OptionError: If the pattern does not give each shard its own name in one folder.
         """
         text = os.fspath(url)
+        if "://" in text:
+            check_parts(text)
         if "{" not in text and not text.lower().endswith(".tar"):
             return cls(folder=text.rstrip("/") or "/", template=DEFAULT_NAME)
         names = cls(folder=parent_url(text), template=text.rpartition("/")[2])
