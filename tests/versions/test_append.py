@@ -624,3 +624,17 @@ def test_the_command_takes_relative_paths(
     assert "warning" not in capsys.readouterr().err
     assert main(["pack", "new.jsonl", "data", "--append", *options]) == 1
     assert "appended already" in capsys.readouterr().err
+
+
+def test_shards_of_an_open_writer_are_compacted_and_removed(url: str) -> None:
+    with ss.ShardWriter(url, append=True, publish_s=60) as writer:
+        for first in (N, N + 10):
+            for sample in samples(first, first + 10):
+                writer.write(sample)
+            writer.publish()
+            ss.delete(url, keys=[f"{first:06d}"])
+            ss.compact(url)
+            ss.versions.gc(url, keep=1, dry_run=False)
+        writer.write(samples(N + 20, N + 21)[0])
+    assert numbers(url) == [*range(N), *range(N + 1, N + 10), *range(N + 11, N + 21)]
+    assert ss.verify(url).problems == ()

@@ -451,14 +451,17 @@ class PartResult(ShardTotals):
         self,
         look_up: Callable[[str], FileInfo | None],
         etags: Mapping[str, str] = MappingProxyType({}),
+        first: int = 0,
     ) -> str | None:
         """Return the name of the first file of the shards that is missing or another one; None if all are in place.
 
         Args:
             look_up: Returns a file of the folder by its name; None if it is missing.
             etags: Name -> ETag of a file, if it is known.
+            first: The first of the shards that are looked up.
         """
-        for shard, column_bytes in itertools.zip_longest(self.shards, self.column_bytes):
+        shards, sizes_of_columns = self.shards[first:], self.column_bytes[first:]
+        for shard, column_bytes in itertools.zip_longest(shards, sizes_of_columns):
             index_bytes = OFFSET_BYTES * ((shard.nsamples or 0) + 1)
             sizes = {shard.url: shard.filesize, shard.url + INDEX_SUFFIX: index_bytes}
             if column_bytes is not None:

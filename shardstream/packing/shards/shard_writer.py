@@ -276,9 +276,10 @@ class ShardWriter:
         self._keys.add(hashes, places)
 
     def _check_in_place(self) -> None:
-        """Compare the folder with the published files: sizes, and the ETags of S3 servers."""
+        """Compare the folder with the files that were written: sizes, and the ETags of S3 servers; `compact` and `gc` may have removed listed ones."""
         look_up = self._folder.list_files().get
-        name = self._part.result().changed_file(look_up, self._part.etags)
+        listed = 0 if self._added is None else len(self._added.shards)
+        name = self._part.result().changed_file(look_up, self._part.etags, listed)
         if name is not None:
             raise StorageError(
                 "the shard or its index was replaced or deleted while others were written, by another pack or "
