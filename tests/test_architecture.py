@@ -141,7 +141,7 @@ HOMES = {
         "loader/loader.py",
         "loader/collation.py",
         "loader/device_transfer.py",
-        "loader/seeded_function.py",
+        "loader/steps.py",
         "ray/read_dataset.py",
         "webdataset/",
     ),

@@ -23,7 +23,7 @@ from shardstream.loader.dataset import begin_epoch as begin_epoch
 from shardstream.loader.dataset import current_worker_info as current_worker_info
 from shardstream.loader.dataset import refuse_placement as refuse_placement
 from shardstream.loader.dataset_versions import Follow as Follow
-from shardstream.loader.decode_sample import decode_sample as decode_sample
+from shardstream.loader.decoding import decode_sample as decode_sample
 from shardstream.loader.device_transfer import DeviceCopies as DeviceCopies
 from shardstream.loader.device_transfer import PinnedMemory as PinnedMemory
 from shardstream.loader.device_transfer import check_same_device as check_same_device

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from shardstream.codecs import AudioDecoder, VideoDecoder
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch.utils.data import get_worker_info
+
 from shardstream.errors import OptionError
-from shardstream.format import check_masks
 from shardstream.loader.collation import collate
-from shardstream.loader.decoder_tables import (
-    KNOWN_FIELDS,
-    PixelOptions,
-    check_decoder,
-    decoder_tables,
-)
-from shardstream.loader.seeded_function import SeededFunction
+from shardstream.loader.decoding import DecodeStep, as_list
 from shardstream.order import (
     BatchLimits,
     BestFitRows,
@@ -30,10 +28,7 @@ from shardstream.pipeline import (
     Batched,
     Batches,
     Compose,
-    Decode,
-    Decoder,
     GroupBatched,
-    Handler,
     IndexedSource,
     Map,
     MapDict,
@@ -48,7 +43,6 @@ from shardstream.pipeline import (
     Select,
     Shuffle,
     Slice,
-    Stage,
     ToTuple,
     Unbatched,
     Windows,
@@ -67,7 +61,7 @@ from shardstream.samples import (
 )
 
 
-class ItemSteps:
+class ItemSteps(DecodeStep):
     """Steps that yield one item per item, or none of it."""
 
     @property
@@ -81,92 +75,6 @@ class ItemSteps:
         )
 
     transform = property(None, _refuse_transform)  # torchvision's datasets have one that can be set
-
-    def then(self, stage: Stage) -> Self:
-        """Append a custom stage: a frozen dataclass with ``open(source, context)``.
-
-        An `ItemStage` has ``bind(context)`` instead, yields one item per item, and keeps positions exact on any number of ranks
-        and workers. See docs/extending.md.
-
-        Args:
-            stage: Picklable stage. If steps change counts, its fields are compared when a state is loaded.
-
-        Raises:
-            OptionError: If it is not a stage, or changes counts in a map-style dataset.
-        """
-        raise NotImplementedError
-
-    def decode(  # noqa: PLR0913  (the public door)
-        self,
-        *handlers: str | AudioDecoder | VideoDecoder | Handler,
-        only: str | Sequence[str] | None = None,
-        fields: dict[str, str | Decoder] | None = None,
-        max_side: int | None = None,
-        upright: bool = False,
-        scale_16_bits: bool = False,
-        masks: Sequence[str] | None = None,
-        threads: int = 0,
-    ) -> Self:
-        """Decode fields by extension: txt, cls, json, npy, npz, pt, …; images, sound and others if their name is given.
-
-        Image names: "l8", "rgb8", "rgba8" are uint8 arrays, shape (H, W) or (H, W, C); without the 8 float32 from 0 to 1; with
-        the prefix "torch" tensors, shape (H, W) or (C, H, W); "pil" PIL images. "raw" gives the stored numbers in their own
-        depth; "mask" one integer per pixel, shape (H, W). If a name cannot hold the numbers of a file, such as 16 bits or
-        fractions for "rgb8", a `DecodeError` is raised. Of an animation the first frame is decoded, with an `ImageWarning`.
-
-        "audio" decodes sound (wav, flac, mp3, ogg, opus, ...) to an `Audio`: samples (float32, shape (C, T)) and rate;
-        "torch_audio" the same with a tensor; ``ss.codecs.AudioDecoder(rate=16000, mono=True)`` resamples. "video" (mp4, mkv,
-        webm, avi, ...) gives a `Video`, whose frames and sound are decoded when they are asked for; "torch_video" a `VideoClip`
-        of all frames and the sound, as tensors. The name of a decoder of an installed package (entry point
-        ``shardstream.decoders``) decodes the fields of that extension.
-
-        Args:
-            handlers: Names, at most one each for images, sound and video, and WebDataset's functions ``handler(".jpg", data)``.
-            only: Fields to decode; the others stay bytes.
-            fields: Decoders of single fields, by name or extension: a name, or ``function(data)``.
-            max_side: Limit of the longest side, in pixels; larger images are shrunk with their aspect ratio. A JPEG decodes at
-                least twice as fast if that halves it. Masks, palette images and fields decoded as "mask" or "raw" keep their
-                numbers: they are resized to the nearest pixel. Images with another name in ``fields`` keep their size.
-            upright: Apply the EXIF orientation. By default pixels stay in stored order, as in torchvision and WebDataset: boxes
-                and masks must match this choice.
-            scale_16_bits: Scale images of 9 to 16 bits to the 8 bits of names such as "rgb8": the high bits of their full range are
-                kept. Masks, "mask" and "raw" keep all.
-            masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before the extension,
-                and a png (or another lossless format) next to a jpg of the same name.
-            threads: Number of decoding threads, in order; image decoders release the GIL.
-
-        Raises:
-            OptionError: If a name is unknown, a mask is no image field, or an argument is invalid.
-        """
-        check_at_least(0, threads=threads)
-        check_at_least(1, max_side=max_side)
-        mask_names = None if masks is None else frozenset(_as_list(masks))
-        check_masks(mask_names or ())
-        named = [one for one in handlers if isinstance(one, str | AudioDecoder | VideoDecoder)]
-        functions = tuple(
-            one for one in handlers if not isinstance(one, str | AudioDecoder | VideoDecoder)
-        )
-        for function in functions:
-            check_decoder(function)
-        tables = decoder_tables(
-            named,
-            fields or {},
-            max_side=max_side,
-            pixels=PixelOptions(upright, scale_16_bits),
-        )
-        given = {"images": named, "max_side": max_side, "upright": upright, "fields": fields}
-        given |= {"scale_16_bits": scale_16_bits}
-        stage = Decode(
-            table=tables.table,
-            mask_table=tables.mask_table,
-            masks=mask_names,
-            handlers=functions,
-            only=None if only is None else frozenset(_as_list(only)),
-            threads=threads,
-            given={name: value for name, value in given.items() if value} or None,
-            known=KNOWN_FIELDS,
-        )
-        return self.then(stage)
 
     def map(
         self,
@@ -381,8 +289,8 @@ class StreamSteps(ItemSteps):
         Raises:
             OptionError: If an option is invalid, or the lengths are: null, negative, not one for each sample.
         """
-        fields = tuple(_as_list(field))
-        kept = tuple(_as_list(keep))
+        fields = tuple(as_list(field))
+        kept = tuple(as_list(keep))
         check_at_least(1, length=length, open_rows=open_rows)
         check_row_fields((*fields, *kept), labels=labels)
         whole_number("pad", pad)
@@ -447,7 +355,7 @@ class StreamSteps(ItemSteps):
                 follow each other.
         """
         check_at_least(1, size=size, stride=stride)
-        fields = () if field is None else tuple(_as_list(field))
+        fields = () if field is None else tuple(as_list(field))
         if bool(fields) != (lengths is not None) or bool(fields) == (group is not None):
             raise OptionError(
                 "windows takes a field with lengths=, or group= for windows of samples that follow each other"
@@ -550,6 +458,50 @@ class StreamSteps(ItemSteps):
         return changed
 
 
+@dataclass(frozen=True, slots=True)
+class SeededFunction:
+    """Seed the global generators of torch (CPU), NumPy and Python from the sample's, call a function, and restore them.
+
+    torchvision's transforms draw from torch's. Other threads of the process must not draw while the function runs.
+    """
+
+    function: Callable[[Any], Any]
+
+    @property
+    def __wrapped__(self) -> Callable[[Any], Any]:
+        return self.function
+
+    def __call__(self, item: Any, generator: np.random.Generator) -> Any:
+        """Return ``function(item)``.
+
+        Raises:
+            OptionError: In a worker that is a thread.
+        """
+        if getattr(get_worker_info(), "worker_method", "") == "thread":
+            raise OptionError(
+                "rng='torch' seeds generators that all threads of the process share; use worker_method='multiprocessing', or "
+                "rng=True, with which the function gets a generator of its own"
+            )
+        torch_seed, python_seed, numpy_seed = generator.integers(1 << 63, size=3).tolist()
+        python_state = random.getstate()
+        bit_generator = mtrand.get_bit_generator()
+        # The generator is exchanged, as set_state takes 0.15 ms; that forgets the second number of a pair of Gaussians.
+        numpy_state: Any = np.random.get_state(legacy=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(
+                torch_seed
+            )  # torch.manual_seed would seed GPUs, too
+            mtrand.set_bit_generator(np.random.MT19937(numpy_seed))
+            random.seed(python_seed)
+            try:
+                return self.function(item)
+            finally:
+                mtrand.set_bit_generator(bit_generator)
+                if numpy_state["has_gauss"]:
+                    np.random.set_state(numpy_state)
+                random.setstate(python_state)
+
+
 def _seeding(rng: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return what changes the function of a step with ``rng``.
 
@@ -559,10 +511,6 @@ def _seeding(rng: object) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     if rng not in (True, False, "torch"):
         raise OptionError(f"rng must be True, False or 'torch', not {rng!r}")
     return SeededFunction if rng == "torch" else lambda function: function
-
-
-def _as_list(names: str | Sequence[str]) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names
 
 
 @dataclass(frozen=True, slots=True)

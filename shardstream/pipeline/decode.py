@@ -70,7 +70,7 @@ BASIC: dict[str, Decoder] = {
     **dict.fromkeys(("mp", "msg", "msgpack"), decode_msgpack),
     "cbor": decode_cbor,
 }
-"""Decoders without torch; ``loader/decoder_tables.py`` adds those of tensors, images, sound and video."""
+"""Decoders without torch; ``loader/decoding.py`` adds those of tensors, images, sound and video."""
 
 _BY_COLUMN = frozenset(map(id, (*BASIC.values(), None)))
 """Decoders that may be called in another order, and again, by id, because decoders of users may have no hash; None keeps the bytes."""
