@@ -60,6 +60,7 @@ OTHER_FILES: dict[str, bytes] = {  # times of packets are missing, or are those 
 }
 
 
+@functools.cache
 def loads_torchcodec() -> bool:
     """Return whether torchcodec finds an FFmpeg of the system."""
     try:
@@ -69,7 +70,8 @@ def loads_torchcodec() -> bool:
     return True
 
 
-WITH_FFMPEG = pytest.mark.skipif(not loads_torchcodec(), reason="no FFmpeg for torchcodec")
+# As text it is evaluated when a test runs: torchcodec has a thousand memory areas, which each fork would copy.
+WITH_FFMPEG = pytest.mark.skipif("not loads_torchcodec()", reason="no FFmpeg for torchcodec")
 LIBRARIES = (pytest.param("torchcodec", marks=WITH_FFMPEG), "pyav")
 # The FFmpeg of the system and that of PyAV's wheel round the inverse transforms of these codecs differently.
 TOLERANCES = {("avi", "torchcodec"): 3, ("mov", "torchcodec"): 3}
