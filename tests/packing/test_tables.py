@@ -185,16 +185,27 @@ def test_rows_that_cannot_be_encoded_are_skipped_when_shuffled(tmp_path: Path) -
     assert len(reasons[0]) == 2
 
 
+SPLIT = {"train": 0.5, "val": 0.25, "test": 0.25}
+
+
 def table_text(name: str, rows: int) -> str:
     if name.endswith(".csv"):
         return "txt\n" + "".join(f"caption {number}\n" for number in range(rows))
     return "".join(f'{{"txt": "caption {number}"}}\n' for number in range(rows))
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
-@pytest.mark.parametrize("split", [None, {"train": 0.5, "val": 0.25, "test": 0.25}])
-@pytest.mark.parametrize("key", [None, "txt"])
-@pytest.mark.parametrize("executor", [None, LocalExecutor()], ids=["here", "tasks"])
+@pytest.mark.parametrize(
+    ("name", "split", "key", "executor"),
+    [  # each pair of options
+        ("t.csv", None, None, LocalExecutor()),
+        ("t.csv", SPLIT, "txt", None),
+        ("t.jsonl", None, "txt", None),
+        ("t.jsonl", SPLIT, None, LocalExecutor()),
+        ("t.jsonl", SPLIT, "txt", LocalExecutor()),
+        ("t.parquet", None, "txt", LocalExecutor()),
+        ("t.parquet", SPLIT, None, None),
+    ],
+)
 def test_parts_of_a_table_read_it_a_few_times_in_all(
     name: str, split: Any, key: str | None, executor: Any, tmp_path: Path
 ) -> None:

@@ -121,8 +121,14 @@ KINDS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("place", ["local", "memory"])
-@pytest.mark.parametrize("kind", KINDS)
+# Views call the same samples wherever the bytes are: one of each kind at a store.
+AT_STORES = ("shards", "large samples", "files", "table", "subset of a concat of joins")
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*((kind, "local") for kind in KINDS), *((kind, "memory") for kind in AT_STORES)],
+)
 def test_samples_pass_the_contract(kind: str, place: str, tmp_path: Path) -> None:
     at = str(tmp_path) if place == "local" else f"memory://test-{uuid.uuid4().hex}"
     made = KINDS[kind](at)
