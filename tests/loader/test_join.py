@@ -85,9 +85,10 @@ def test_samples_get_the_fields_of_the_same_key(parts: dict[str, str]) -> None:
     assert sorted(joined) == expected(range(COUNT), 2)
 
 
-@pytest.mark.parametrize("where", ["local", "store"])
-@pytest.mark.parametrize("order", ["same", "other"])
-@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "order", "kept"),
+    [("local", "same", 1), ("local", "other", 2), ("store", "same", 2), ("store", "other", 1)],
+)
 def test_samples_that_are_read_as_columns_are_joined(
     tmp_path: Path, request: pytest.FixtureRequest, where: str, order: str, kept: int
 ) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -89,12 +90,15 @@ def loader_of(name: str, dataset: ss.ShardDataset) -> Any:
 
 def epochs_of(folder: str, name: str, epochs: Iterable[int]) -> list[list[list[int]]]:
     """Return the batches of epochs that were chosen."""
-    found = []
-    for epoch in epochs:
-        dataset = make(folder)
-        dataset.set_epoch(epoch)
-        found.append(list(loader_of(name, dataset)))
-    return found
+    fresh = "fork" if name == "persistent" else name
+    return [epoch_of(folder, fresh, epoch) for epoch in epochs]
+
+
+@cache
+def epoch_of(folder: str, name: str, epoch: int) -> list[list[int]]:
+    dataset = make(folder)
+    dataset.set_epoch(epoch)
+    return list(loader_of(name, dataset))
 
 
 @pytest.mark.parametrize("name", EITHER)
