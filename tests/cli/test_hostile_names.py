@@ -40,12 +40,11 @@ def _folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize(
-    "command",
-    [["ls"], ["ls", "--json"], ["cat"], ["cat", "--field", "txt"], ["cat", "--key", "none"],
-     ["cat", "--field", "none"], ["index"], ["verify"]],
-    ids=" ".join,
+    ("command", "is_terminal"),
+    [(["ls"], False), (["ls"], True), (["ls", "--json"], True), (["cat"], False), (["cat"], True),
+     (["cat", "--field", "txt"], True), (["cat", "--key", "none"], False),
+     (["cat", "--field", "none"], True), (["index"], True), (["verify"], True)],
 )  # fmt: skip
 def test_output_contains_only_printable_characters(
     command: list[str], is_terminal: bool, folder: str,

@@ -31,20 +31,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 # -- each sample once ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
-    ("nsamples", "batch_size", "num_workers", "world_size"),
+    ("nsamples", "batch_size", "num_workers", "world_size", "shuffle"),
     [
-        (1, 1, 0, 1),
-        (1, 4, 2, 1),
-        (1, 4, 0, 3),
-        (7, 3, 2, 2),
-        (61, 8, 3, 1),
-        (61, 8, 2, 3),
-        (61, 5, 0, 4),
-        (61, 100, 2, 1),
-        (16, 4, 2, 2),
-        (10, 1, 3, 3),
+        (1, 1, 0, 1, True),
+        (1, 4, 2, 1, False),
+        (1, 4, 0, 3, True),
+        (7, 3, 2, 2, False),
+        (7, 3, 2, 2, True),
+        (61, 8, 3, 1, True),
+        (61, 8, 2, 3, False),
+        (61, 8, 2, 3, True),
+        (61, 5, 0, 4, False),
+        (61, 5, 0, 4, True),
+        (61, 100, 2, 1, False),
+        (16, 4, 2, 2, True),
+        (10, 1, 3, 3, True),
     ],
 )
 def test_each_sample_is_returned_once(

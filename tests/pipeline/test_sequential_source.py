@@ -70,8 +70,7 @@ def test_index_can_be_required(bare: str) -> None:
         ss.ShardDataset(bare, read=ss.ReadOptions(index="require"))
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("num_workers", "shuffle"), [(0, False), (0, True), (2, True)])
 def test_each_sample_is_returned_once_for_any_compression(
     num_workers: int,
     shuffle: bool,
@@ -85,8 +84,7 @@ def test_each_sample_is_returned_once_for_any_compression(
         assert first == list(range(60))
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("num_workers", "shuffle"), [(0, True), (2, False), (2, True)])
 def test_sequential_dataset_resumes_on_the_same_topology(
     num_workers: int,
     shuffle: bool,
