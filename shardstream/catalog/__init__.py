@@ -34,10 +34,8 @@ from shardstream.catalog.object_catalog import LabelFunction as LabelFunction
 from shardstream.catalog.object_catalog import ObjectCatalog as ObjectCatalog
 from shardstream.catalog.object_catalog import folder_label as folder_label
 from shardstream.catalog.shard_catalog import ShardCatalog as ShardCatalog
-from shardstream.catalog.shard_catalog import deleted_by_shard as deleted_by_shard
 from shardstream.catalog.shard_catalog import lacks_index as lacks_index
 from shardstream.catalog.shard_catalog import open_samples as open_samples
-from shardstream.catalog.shard_catalog import refuse_deleted as refuse_deleted
 from shardstream.fetch import Catalog as Catalog
 from shardstream.fetch import Extents as Extents
 from shardstream.samples import check_numbers as check_numbers

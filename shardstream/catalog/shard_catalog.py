@@ -568,33 +568,3 @@ def open_samples(
         gone = np.concatenate([numbers + first for first, (_, numbers) in deleted])
         samples = WithoutDeleted(samples, gone)
     return samples
-
-
-def refuse_deleted(located: LocatedShards, what: str) -> None:
-    """Refuse a dataset of which samples are left out or fields replaced, where shards are read from start to end.
-
-    Raises:
-        OptionError: If it is one.
-    """
-    is_replaced = located.version is not None and bool(located.version.replaced)
-    if located.deleted or is_replaced:
-        how = "fields were replaced" if is_replaced else "samples were deleted"
-        rewrite = "reshard" if is_replaced else "compact"
-        raise OptionError(
-            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream {rewrite}' first",
-            shard=located.manifest_url or located.shards[0].url,
-        )
-
-
-def deleted_by_shard(located: LocatedShards) -> dict[int, Numbers]:
-    """Return place of a shard -> its deleted samples, by their numbers in it, ascending; of the shards that have some."""
-    found: dict[int, Numbers] = {}
-    if not located.deleted:
-        return found
-    firsts = np.cumsum([0, *(shard.nsamples or 0 for shard in located.shards)])
-    for place, numbers in located.deleted:
-        whole = numbers + firsts[place]
-        cuts = np.searchsorted(whole, firsts)
-        for one in np.flatnonzero(np.diff(cuts)).tolist():
-            found[one] = whole[cuts[one] : cuts[one + 1]] - firsts[one]
-    return found

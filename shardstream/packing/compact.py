@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.catalog import ShardCatalog, deleted_by_shard, open_headers
+from shardstream.catalog import ShardCatalog, open_headers
 from shardstream.errors import ChangedError, IndexMismatchError, OptionError
 from shardstream.format import (
     END_OF_ARCHIVE,
@@ -64,6 +64,7 @@ from shardstream.storage import (
     change_folder,
     commit_all,
     count_samples,
+    deleted_by_shard,
     encode_numbers,
     is_part,
     is_part_record,

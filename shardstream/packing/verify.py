@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import deleted_by_shard, open_headers, read_classes
+from shardstream.catalog import open_headers, read_classes
 from shardstream.errors import (
     AccessDeniedError,
     ChangedError,
@@ -68,6 +68,7 @@ from shardstream.storage import (
     absolute_url,
     absolute_urls,
     dataset_of_change,
+    deleted_by_shard,
     folder_of_manifest,
     is_compressed,
     is_journal,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import check_manifests, refuse_deleted
+from shardstream.catalog import check_manifests
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
 from shardstream.format import (
@@ -33,6 +33,7 @@ from shardstream.storage import (
     SeenManifest,
     Storage,
     is_compressed,
+    refuse_deleted,
 )
 
 _SHARD_ORDER = 4

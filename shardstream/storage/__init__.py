@@ -41,10 +41,12 @@ from shardstream.storage.listed_shards import LazyShards as LazyShards
 from shardstream.storage.listed_shards import change_folder as change_folder
 from shardstream.storage.listed_shards import count_samples as count_samples
 from shardstream.storage.listed_shards import dataset_of_change as dataset_of_change
+from shardstream.storage.listed_shards import deleted_by_shard as deleted_by_shard
 from shardstream.storage.listed_shards import encode_numbers as encode_numbers
 from shardstream.storage.listed_shards import find_version as find_version
 from shardstream.storage.listed_shards import read_deleted as read_deleted
 from shardstream.storage.listed_shards import read_numbers as read_numbers
+from shardstream.storage.listed_shards import refuse_deleted as refuse_deleted
 from shardstream.storage.listed_shards import version_url as version_url
 from shardstream.storage.listing import FileList as FileList
 from shardstream.storage.listing import FileRows as FileRows

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 from uuid import uuid4
 
 import numpy as np
@@ -46,6 +46,9 @@ from shardstream.format import (
 from shardstream.process import new_lock
 from shardstream.storage.store import Storage
 from shardstream.storage.urls import folder_of_manifest, join_url, parent_url
+
+if TYPE_CHECKING:
+    from shardstream.storage.discover import LocatedShards
 
 CHUNKS_KEPT = 128  # of 64 KiB with short names: 8 MB
 _TRIES = 4
@@ -393,6 +396,36 @@ def deleted_of_some(manifest: Manifest, deleted: Numbers, places: Mapping[str, i
             found += [(place, mine - first)] if len(mine) else []
         first = end
     return tuple(found)
+
+
+def refuse_deleted(located: LocatedShards, what: str) -> None:
+    """Refuse a dataset of which samples are left out or fields replaced, where shards are read from start to end.
+
+    Raises:
+        OptionError: If it is one.
+    """
+    is_replaced = located.version is not None and bool(located.version.replaced)
+    if located.deleted or is_replaced:
+        how = "fields were replaced" if is_replaced else "samples were deleted"
+        rewrite = "reshard" if is_replaced else "compact"
+        raise OptionError(
+            f"{how} in this dataset, and {what} would return the old ones; read it by its index, or run 'shardstream {rewrite}' first",
+            shard=located.manifest_url or located.shards[0].url,
+        )
+
+
+def deleted_by_shard(located: LocatedShards) -> dict[int, Numbers]:
+    """Return place of a shard -> its deleted samples, by their numbers in it, ascending; of the shards that have some."""
+    found: dict[int, Numbers] = {}
+    if not located.deleted:
+        return found
+    firsts = np.cumsum([0, *(shard.nsamples or 0 for shard in located.shards)])
+    for place, numbers in located.deleted:
+        whole = numbers + firsts[place]
+        cuts = np.searchsorted(whole, firsts)
+        for one in np.flatnonzero(np.diff(cuts)).tolist():
+            found[one] = whole[cuts[one] : cuts[one + 1]] - firsts[one]
+    return found
 
 
 def find_listed(

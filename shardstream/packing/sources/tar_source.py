@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import BinaryIO, cast
 
-from shardstream.catalog import StoredClassNames, refuse_deleted
+from shardstream.catalog import StoredClassNames
 from shardstream.errors import (
     AccessDeniedError,
     IndexMismatchError,
@@ -35,7 +35,14 @@ from shardstream.format import (
     open_decompressed,
 )
 from shardstream.packing.sources.source import Record, SequentialSource, fingerprint_of
-from shardstream.storage import RangeStream, Storage, is_compressed, locate_shards, parent_url
+from shardstream.storage import (
+    RangeStream,
+    Storage,
+    is_compressed,
+    locate_shards,
+    parent_url,
+    refuse_deleted,
+)
 
 _log = get_logger(__name__)
 
