@@ -40,7 +40,7 @@ from shardstream.loader.dataset_versions import (
     locate_followed,
     reopen,
 )
-from shardstream.loader.epochs import Epochs, is_overfit_by_lightning
+from shardstream.loader.epochs import Epochs, epoch_of_reloading_lightning, is_overfit_by_lightning
 from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.map_dataset import MapDataset
 from shardstream.loader.rank_consistency import OpenedVersions
@@ -489,6 +489,8 @@ def begin_epoch(dataset: StreamDataset, placement: Placement) -> int:
     worker = get_worker_info()
     if worker is not None and not _is_served(dataset, worker.dataset):
         return dataset._epochs.chosen[0]
+    if dataset._epochs.chosen == (0, 0) and (made_in := epoch_of_reloading_lightning()):
+        dataset.set_epoch(made_in)
     has_several_ranks = placement.world_size > 1 or dataset._has_several_ranks()
     repeats = has_several_ranks or dataset._has_to_overfit()
     epoch, is_repeated = dataset._epochs.begin(counts=not repeats)

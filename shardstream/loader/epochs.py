@@ -284,6 +284,15 @@ def is_overfit_by_lightning() -> bool:
     return False
 
 
+def epoch_of_reloading_lightning() -> int:
+    """Return the epoch of a calling Trainer that makes its loaders again after some epochs, so that each of them begins at 0; else 0."""
+    for loop in _calling_loops():
+        trainer: Any = getattr(loop, "trainer", None)
+        if getattr(trainer, "reload_dataloaders_every_n_epochs", 0) > 0:
+            return int(trainer.current_epoch)
+    return 0
+
+
 def _calling_loops() -> Iterator[Any]:
     """Yield the loops of Lightning on the call stack, which a forked worker inherits from its parent."""
     if sys.modules.keys().isdisjoint(LOOP_MODULES):

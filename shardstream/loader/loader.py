@@ -32,7 +32,12 @@ from shardstream.loader.device_transfer import (
     open_pinned_memory,
     place_batches,
 )
-from shardstream.loader.epochs import LOOP_MODULES, is_overfit_by_lightning, received_position
+from shardstream.loader.epochs import (
+    LOOP_MODULES,
+    epoch_of_reloading_lightning,
+    is_overfit_by_lightning,
+    received_position,
+)
 from shardstream.loader.followed_batches import FollowedBatches
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
 from shardstream.loader.progress import (
@@ -353,6 +358,9 @@ class ShardLoader(DataLoader[Any]):
         progress = self._progress
         progress.cursor = replace(progress.cursor, partition=None)
         self._follow_dataset()
+        is_new = progress.cursor.iteration == 1  # neither read nor at a state
+        if is_new and _has_lightning() and (made_in := epoch_of_reloading_lightning()):
+            progress.cursor = progress.cursor.in_epoch(made_in)
         begin = progress.cursor.next_position
         if self._batches.following is not None:
             self._pool = None  # its workers read the earlier versions

@@ -26,6 +26,10 @@ def make_loader():
     dataset = dataset.shuffle(1) if "unknown" in way else dataset
     return ss.ShardLoader(dataset, batch_size=8)
 
+def plain_loader():
+    dataset = ss.ShardDataset(folder, shuffle=True).decode().to_tuple("npy", "cls")
+    return torch.utils.data.DataLoader(dataset, batch_size=8)
+
 loader = make_loader()
 whole = [[ids.tolist() for _, ids in loader] for _ in range(3)]
 """
@@ -48,7 +52,11 @@ class Model(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-6)
 
-limits = {"limited": {"limit_train_batches": 5}}
+    def train_dataloader(self):
+        return make_loader() if way == "reloaded" else plain_loader()
+
+reloading = {"reload_dataloaders_every_n_epochs": 1}
+limits = {"limited": {"limit_train_batches": 5}, "reloaded": reloading, "reloaded plain": reloading}
 
 def fit(checkpoint=None):
     saving = ModelCheckpoint(dirpath=out, every_n_train_steps=5, save_top_k=-1)
@@ -58,6 +66,7 @@ def fit(checkpoint=None):
         accelerator="cpu", max_epochs=3, callbacks=[saving], limit_val_batches=0, **quiet, **limits.get(way, {})
     )
     loaders = {"one": make_loader(), "two": make_loader()} if way == "zipped" else make_loader()
+    loaders = None if "reloaded" in way else loaders
     try:
         trainer.fit(model, loaders, ckpt_path=checkpoint, weights_only=False)
     except InterruptedError:
@@ -67,11 +76,19 @@ def fit(checkpoint=None):
 logging.disable(logging.CRITICAL)
 stop = None
 uninterrupted = fit()
-resumed = {step: fit(glob.glob(f"{out}/*step={step}.ckpt")[0]) for step in (5, 10, 15) if step < len(uninterrupted)}
+steps = () if way == "reloaded plain" else (5, 10, 15)  # has no state
+resumed = {step: fit(glob.glob(f"{out}/*step={step}.ckpt")[0]) for step in steps if step < len(uninterrupted)}
 print(json.dumps([uninterrupted, resumed, whole]))
 """
 
-LENGTHS = {"whole": 12, "limited": 5, "zipped": 12, "unknown": 12}
+LENGTHS = {
+    "whole": 12,
+    "limited": 5,
+    "zipped": 12,
+    "unknown": 12,
+    "reloaded": 12,
+    "reloaded plain": 12,
+}
 """Batches of an epoch of Lightning."""
 
 
@@ -87,6 +104,12 @@ def test_lightning_reads_another_order_in_each_epoch_and_resumes(way: str, tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
     seen, resumed, whole = json.loads(done.stdout.splitlines()[-1])
     length = LENGTHS[way]
+    if (
+        way == "reloaded plain"
+    ):  # Lightning begins an iteration twice, and a plain loader counts both
+        orders = [seen[first : first + length] for first in (0, length, 2 * length)]
+        assert orders[0] != orders[1] != orders[2] != orders[0]
+        return
     batches = [batch * (1 + (way == "zipped")) for epoch in whole for batch in epoch[:length]]
     assert seen == batches
     assert resumed
