@@ -254,8 +254,9 @@ END_S = 1.0
 BATCH_COST = 64
 """Cost of a batch that counts in full for ``prefetch_factor``; the smallest and fastest cost 1."""
 _FULL_COST_S, _FULL_COST_BYTES = 0.016, 1 << 21
-# Batches share a message up to this cost and delay: a message costs as much as a small batch if it wakes up the main process.
-_MESSAGE_COST, _MESSAGE_S = BATCH_COST // 2, 0.008
+# Batches share a message up to this cost and delay: a message costs as much as a small batch if it wakes up the main process. Half of both
+# is a tenth slower for small decoded samples (docs/decisions/optimisations.md).
+_MESSAGE_COST, _MESSAGE_S = 3 * BATCH_COST // 4, 0.016
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,11 +216,48 @@ def test_tensors_own_aligned_memory() -> None:
 
 def test_very_large_tensor_is_left_to_torch() -> None:
     ring = RingBuffer()
-    message = ring.pack(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8))
+    tensor = torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8)
+    message = ring.pack(tensor)
     assert isinstance(message, RingMessage)
     assert message.nbytes < 10_000
     [left] = message.rest
+    tensor[0] = 1  # a step uses its memory again
     assert ring.unpack(message) is left
+    assert left[0] == 0
+    shared = tensor.share_memory_()
+    assert ring.pack(shared).rest[0] is shared
+    assert ring.pack(tensor[1:].clone()).rest == []
+
+
+def test_objects_that_torch_sends_keep_their_places() -> None:
+    ring = RingBuffer()
+    sent = [torch.full((2,), n).to_sparse() for n in range(1, 4)]
+    assert [one.to_dense().tolist() for one in ring.unpack(ring.pack(sent))] == [
+        [n, n] for n in range(1, 4)
+    ]
+
+
+_LARGE, _SMALL = b"x" * _LEAST, b"x" * (_LEAST - 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "large"),
+    [
+        (_LARGE, 1),
+        (_SMALL, 0),
+        ({"jpg": _LARGE, "cls": _SMALL}, 1),
+        ([_LARGE, _SMALL, _LARGE], 2),
+        ((_LARGE, _LARGE + b"y"), 2),
+        ([_LARGE, None], 1),
+        ([{"jpg": _LARGE}, {"jpg": _SMALL, "cls": 1}], 1),
+        ([{"jpg": [_LARGE] * 3}], 3),
+    ],
+)
+def test_large_bytes_are_not_pickled_wherever_they_are(value: Any, large: int) -> None:
+    ring = RingBuffer()
+    message = ring.pack(value)
+    assert len(message.places) == large + 1
+    assert ring.unpack(message) == value
 
 
 def test_memory_format_of_tensors_is_kept() -> None:
