@@ -26,7 +26,9 @@ from shardstream.format import (
     Sample,
     ShardInfo,
     TarDiagnostics,
+    check_end,
     check_extent,
+    check_index_size,
     checksum,
     decode_index,
     empty_tar,
@@ -212,6 +214,7 @@ class ShardCatalog(Catalog):
             StorageError: If it cannot be opened.
             ShardError: If it is empty, or does not match its checksum, with ``verify``.
             ChangedError: If it has another length than the manifest says, or was cut since it was mapped.
+            IndexMismatchError: If it goes on after the end of its index, where there is no manifest.
         """
         kept, url = self._mmap_pool.get(shard), self.shards[shard].url
         if kept is not None and self._verified_reader is None:
@@ -228,6 +231,11 @@ class ShardCatalog(Catalog):
         expected = self.shards[shard].filesize if self._verified_reader is None else None
         # A new map: the kept one may be of the file before a replacement.
         tar = map_file(path, url, expected)
+        if not self._manifests and shard not in self._scanned:  # only its index tells its end
+            info = self.shards[shard]
+            at = OFFSET_BYTES * (info.nsamples or 0)
+            end = self._storage.read(info.index_url, at, at + OFFSET_BYTES)
+            check_end(tar, int.from_bytes(end, "little"), url)
         if self._verified_reader is not None:
             self._verified_reader.check_file(shard, path, tar)
         self._mmap_pool.keep(shard, tar)
@@ -419,7 +427,7 @@ class ShardCatalog(Catalog):
         hints: Any = {"max_bytes": size + OFFSET_BYTES + 1}
         if places is not None:
             if not self._storage.is_s3(url):  # whose responses have the size
-                _check_index_size(self._storage.info(url).size, size, url)
+                check_index_size(self._storage.info(url).size, size, url)
             start, end = OFFSET_BYTES * places.start, min(OFFSET_BYTES * places.stop, size)
             hints = {"size": size}
         for attempts_left in reversed(range(_INDEX_TRIES)):
@@ -469,15 +477,6 @@ def _chunk_slice(chunk: IndexChunk) -> slice:
     """Return the places of a chunk's offsets in those of its shard; the last is the end of its last sample."""
     first = chunk.number * INDEX_CHUNK_SAMPLES
     return slice(first, first + INDEX_CHUNK_SAMPLES + 1)
-
-
-def _check_index_size(found: int, size: int, url: str) -> None:
-    if found != size:
-        raise IndexMismatchError(
-            f"the index has {found} bytes, {size} are needed for the number of samples in the manifest; "
-            "run 'shardstream index' again",
-            shard=url,
-        )
 
 
 def _check_count(shard: ShardInfo) -> None:

@@ -40,7 +40,9 @@ from shardstream.format.forward_reader import open_decompressed as open_decompre
 from shardstream.format.index import OFFSET_BYTES as OFFSET_BYTES
 from shardstream.format.index import Offsets as Offsets
 from shardstream.format.index import ShardScan as ShardScan
+from shardstream.format.index import check_end as check_end
 from shardstream.format.index import check_extent as check_extent
+from shardstream.format.index import check_index_size as check_index_size
 from shardstream.format.index import decode_index as decode_index
 from shardstream.format.index import decode_member_index as decode_member_index
 from shardstream.format.index import encode_index as encode_index

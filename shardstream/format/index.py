@@ -18,7 +18,15 @@ import numpy.typing as npt
 from shardstream.errors import IndexMismatchError, SampleError, plural
 from shardstream.format.names import is_meta_name, split_member_name
 from shardstream.format.samples import iter_groups
-from shardstream.format.tar_reader import Member, ReadAt, TarDiagnostics, iter_whole
+from shardstream.format.tar_reader import (
+    BLOCK_BYTES,
+    Buffer,
+    Member,
+    ReadAt,
+    TarDiagnostics,
+    iter_members,
+    iter_whole,
+)
 
 Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""
@@ -85,6 +93,34 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
             f"the index ends at byte {offsets[-1]}, but the tar ends at {filesize}: the tar was cut or written again",
             url,
             "fetch it again, or run 'shardstream index' again",
+        )
+
+
+def check_end(tar: Buffer, end: int, url: str) -> None:
+    """Check that a tar has no members of samples after the end of its index.
+
+    Raises:
+        IndexMismatchError: If it has.
+        ShardError: If it is damaged there.
+    """
+    if any(tar[end : end + BLOCK_BYTES]):  # seldom: such as a README
+        members = iter_members(
+            lambda at, size: bytes(tar[at : at + size]), start=end, end=len(tar), shard=url
+        )
+        if next(iter_groups(members, shard=url), None) is not None:
+            raise _mismatch("the tar has more samples than its index, or was written again", url)
+
+
+def check_index_size(found: int, size: int, url: str) -> None:
+    """Check the length of an index.
+
+    Raises:
+        IndexMismatchError: If it is another one.
+    """
+    if found != size:
+        raise _mismatch(
+            f"the index has {found} bytes, {size} are needed for the number of samples in the manifest",
+            url,
         )
 
 

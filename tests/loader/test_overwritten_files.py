@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.errors import ChangedError
+from shardstream.errors import ChangedError, IndexMismatchError
 from shardstream.storage import FileVersions
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES
@@ -189,6 +189,17 @@ def test_local_shard_of_another_length_than_in_the_manifest_is_an_error(
     for read_last in (lambda: [*dataset], lambda: dataset.by_number()[NSAMPLES - 1]):
         with pytest.raises(ChangedError, match=r"bytes, the manifest says \d+.*\.tar"):
             read_last()
+
+
+def test_local_shard_that_grew_after_its_index_is_an_error_without_a_manifest(folder: Path) -> None:
+    (folder / "index.json").unlink()
+    last = max(folder.glob("*.tar"))
+    for name in ("README", "new.txt"):  # the first is no field of a sample
+        assert len([*ss.ShardDataset(folder)]) == NSAMPLES
+        with tarfile.open(last, "a") as tar:
+            tar.add(__file__, name)
+    with pytest.raises(IndexMismatchError, match=r"more samples than its index.*\.tar"):
+        list(ss.ShardDataset(folder))
 
 
 def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:
