@@ -36,7 +36,7 @@ def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int
             writer.write({"__key__": f"{number}", "bin": bytes([number]) * 40_000})
     found: list[tuple[int, int]] = []
 
-    def map_file(path: str, _: str) -> mmap.mmap:
+    def map_file(path: str, *_: object) -> mmap.mmap:
         handle = os.open(path, os.O_RDONLY)
         tar = Spy(handle, 0, access=mmap.ACCESS_READ)
         os.close(handle)
