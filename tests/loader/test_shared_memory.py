@@ -224,7 +224,7 @@ def test_very_large_tensor_is_left_to_torch() -> None:
     tensor[0] = 1  # a step uses its memory again
     assert ring.unpack(message) is left
     assert left[0] == 0
-    shared = tensor.share_memory_()
+    shared = tensor.share_memory_()  # type: ignore[no-untyped-call]
     assert ring.pack(shared).rest[0] is shared
     assert ring.pack(tensor[1:].clone()).rest == []
 
