@@ -211,8 +211,7 @@ def _tidy(output: OutputFolder, names: set[str]) -> None:
             remove_shard(output, name, files)
         output.remove(record)
     if isinstance(output, LocalFolder):  # locked; elsewhere they may be of a run at the same time
-        for name in filter(is_part, files):
-            output.remove(name)
+        output.remove(*filter(is_part, files))
 
 
 def _plan(located: LocatedShards, storage: Storage, output: OutputFolder) -> list[CompactShard]:

@@ -58,8 +58,8 @@ class OutputFolder(Protocol):
     def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
         """Publish a small file if ``old`` is still there (see `replace_if`)."""
 
-    def remove(self, name: str) -> None:
-        """Delete a file; a missing one is no error."""
+    def remove(self, *names: str) -> None:
+        """Delete files, in any order; a missing one is no error."""
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
@@ -178,12 +178,17 @@ class LocalFolder:
         """Publish a small file; the lock has kept other writers of this machine away from the old one."""
         self.write(name, data)
 
-    def remove(self, name: str) -> None:
-        """Delete a file; a missing one is no error."""
-        path = self._path / name
-        with translate_errors(str(path)), suppress(FileNotFoundError):
-            os.unlink(path)
-            sync_folder(self._path)
+    def remove(self, *names: str) -> None:
+        """Delete files, and flush their folder once; a missing one is no error."""
+        is_changed = False
+        for name in names:
+            path = self._path / name
+            with translate_errors(str(path)), suppress(FileNotFoundError):
+                os.unlink(path)
+                is_changed = True
+        if is_changed:
+            with translate_errors(self.url):
+                sync_folder(self._path)
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
@@ -248,9 +253,11 @@ class RemoteFolder:
             raise ChangedError("the file was replaced meanwhile", shard=url)
         replace_if(self._storage, url, data, token)
 
-    def remove(self, name: str) -> None:
-        """Delete a file; a missing one is no error."""
-        remove(self._storage, join_url(self.url, name))
+    def remove(self, *names: str) -> None:
+        """Delete files, several at the same time: each waits for the server; a missing one is no error."""
+        with ThreadPoolExecutor(16, thread_name_prefix="shardstream-remove") as pool:
+            for done in [pool.submit(remove, self._storage, join_url(self.url, n)) for n in names]:
+                done.result()
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed; unfinished uploads of it are dropped.

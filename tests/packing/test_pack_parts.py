@@ -806,13 +806,16 @@ def test_publication_of_python_samples_that_was_stopped_is_completed_by_merge(
             original = getattr(LocalFolder, method)
 
             def call(
-                self: LocalFolder, name: str, *args: Any, original: Callable[..., None] = original
+                self: LocalFolder,
+                name: str = "",
+                *args: Any,
+                original: Callable[..., None] = original,
             ) -> None:
                 nonlocal is_killed
                 is_killed |= (original.__name__, name) == last and self.url.endswith("/a")
                 if is_killed:
                     raise StoppedError
-                original(self, name, *args)
+                original(self, *filter(None, (name,)), *args)
 
             patch.setattr(LocalFolder, method, call)
         with pytest.raises(StoppedError):
@@ -910,12 +913,15 @@ def test_records_of_a_replaced_manifest_are_deleted_after_a_kill_that_left_them(
             original = getattr(LocalFolder, method)
 
             def call(
-                self: LocalFolder, name: str, *args: Any, original: Callable[..., None] = original
+                self: LocalFolder,
+                name: str = "",
+                *args: Any,
+                original: Callable[..., None] = original,
             ) -> None:
                 nonlocal is_killed
                 if is_killed:
                     raise StoppedError
-                original(self, name, *args)
+                original(self, *filter(None, (name,)), *args)
                 is_killed = name == "index.json" and bool(args) and self.url.endswith(f"/{split}")
 
             patch.setattr(LocalFolder, method, call)

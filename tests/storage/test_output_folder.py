@@ -52,6 +52,10 @@ def test_files_are_written_replaced_read_listed_and_removed(folder: OutputFolder
     assert sizes(folder) == {"a": 2, "b": 3}
     folder.remove("a")
     assert sizes(folder) == {"b": 3}
+    folder.write("c", b"1")
+    folder.remove("b", "missing", "c")
+    folder.remove()
+    assert sizes(folder) == {}
     folder.unlock()
     folder.unlock()
 

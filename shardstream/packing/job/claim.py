@@ -197,8 +197,7 @@ class Claim:
                 is_free = not (self.journal.stale or JOURNAL_NAME in before)
                 is_as_before = is_free and not any(map(is_deletable, files))
             if is_as_before:
-                for name in filter(is_part_record, files):  # of parts without samples
-                    folder.remove(name)
+                folder.remove(*filter(is_part_record, files))  # of parts without samples
                 self.journal.remove()
 
 
@@ -473,8 +472,9 @@ def remove_job_files(
         names: Names of its shards: files of killed processes are half-written, and no part is left that could write one.
         extras: Names of the small files next to the manifest.
     """
+    folder.remove(*filter(is_part_record, files))
     for name in files:
-        if is_part_record(name) or is_half_written(name, names, extras):
+        if is_half_written(name, names, extras):
             folder.remove(name)
     folder.remove(JOURNAL_NAME)
 
