@@ -797,11 +797,12 @@ def test_publication_that_was_stopped_is_completed_with_its_whole_report(
     clean = pack(bad_rows, tmp_path / "clean", **SKIP)
     removed: list[str] = []
 
-    def stop(_: LocalFolder, name: str) -> None:
-        removed.append(name)
-        if len(removed) == 3:  # records are deleted before the journal
-            raise StoppedError
-        (tmp_path / "out" / name).unlink()
+    def stop(_: LocalFolder, *names: str) -> None:
+        for name in names:
+            removed.append(name)
+            if len(removed) == 3:  # records are deleted before the journal
+                raise StoppedError
+            (tmp_path / "out" / name).unlink()
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalFolder, "remove", stop)
