@@ -227,7 +227,7 @@ def _join_added(
         return records, frozenset(), {}
     if records.stages or isinstance(records.samples, Join):
         raise OptionError(
-            "add= joins plain shards; this dataset has steps, or is a join: join first, ss.join(a, b, c), then add the steps"
+            "add= joins plain shards; this dataset has steps or replaced fields, or is a join: join first, ss.join(a, b, c), then add the steps"
         )
     named: Mapping[Any, Collection[str] | None] = add if isinstance(add, Mapping) else {add: None}
     if not named:
