@@ -270,11 +270,12 @@ def test_an_append_whose_records_were_half_deleted_goes_on(
     table, remove = write_table(tmp_path / "new.jsonl", N, 75), LocalFolder.remove
     deleted: list[str] = []
 
-    def fail(folder: LocalFolder, name: str) -> None:
-        deleted.append(name)
-        if len(deleted) == 3:
-            raise StorageError("the disk has failed")
-        remove(folder, name)
+    def fail(folder: LocalFolder, *names: str) -> None:
+        for name in names:
+            deleted.append(name)
+            if len(deleted) == 3:
+                raise StorageError("the disk has failed")
+            remove(folder, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalFolder, "remove", fail)
