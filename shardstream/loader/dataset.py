@@ -76,8 +76,14 @@ from shardstream.pipeline import (
     whole_number,
 )
 from shardstream.samples import Choice, Samples, has_rows
-from shardstream.storage import FieldPlaces, Urls, dataset_of_change, locate_shards
-from shardstream.tables import TABLE_SUFFIXES, table_source
+from shardstream.storage import (
+    TABLE_SUFFIXES,
+    FieldPlaces,
+    Urls,
+    dataset_of_change,
+    locate_shards,
+)
+from shardstream.tables import table_source
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "

@@ -10,15 +10,20 @@ from shardstream.catalog import choose_samples
 from shardstream.errors import NotFoundError, OptionError
 from shardstream.pipeline import SamplesSource, check_fields, refuse_options
 from shardstream.samples import Samples
-from shardstream.storage import FileInfo, Storage, Urls, expand_urls, one_spelling, refuse_repeated
+from shardstream.storage import (
+    TABLE_SUFFIXES,
+    FileInfo,
+    Storage,
+    Urls,
+    expand_urls,
+    one_spelling,
+    refuse_repeated,
+)
 from shardstream.tables.block_samples import Fields
 
 if TYPE_CHECKING:
     from shardstream.tables.mds import MdsSamples
     from shardstream.tables.parquet import ParquetSamples
-
-TABLE_SUFFIXES = (".parquet", ".mds", ".mds.zstd", ".mds.gz", ".mds.bz2")
-"""Ends of the names of files that are read in place."""
 
 
 def table_source(

@@ -101,6 +101,11 @@ def test_rows_on_s3_keep_the_promises_of_samples(bucket: str, s3_env: None) -> N
     check_samples(lambda: open_table(url, Storage(), ALL), expected_rows())
 
 
+def test_a_file_is_read_of_which_the_key_has_two_slashes(bucket: str, s3_env: None) -> None:
+    write(f"{bucket}/table//2026", FILES[:1])
+    assert len(list(ss.ShardDataset(f"{bucket}/table//2026/part-0.parquet"))) == FILES[0][0]
+
+
 def test_without_shuffle_rows_come_in_the_order_of_the_files(table: str) -> None:
     found = list(ss.ShardDataset(table, fields={"cls": "label"}))
     assert [sample["cls"] for sample in found] == [number % 3 for number in range(COUNT)]
