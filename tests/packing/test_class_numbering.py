@@ -362,3 +362,16 @@ def test_folder_of_a_class_without_images_is_named(
     caplog.clear()
     ss.pack(tmp_path / "data", tmp_path / "named", classes=["ant", "bee", "cow"])
     assert not caplog.text
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_classes_that_differ_in_their_spelling_alone_cause_a_warning(
+    append: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = images(tmp_path / "one", {"ant": 1, "cat": 1} | ({} if append else {"Cat": 1}))
+    ss.pack(first, tmp_path / "out")
+    if append:
+        assert not caplog.text
+        ss.pack(images(tmp_path / "two", {"ant": 1, "cat ": 1}), tmp_path / "out", append=True)
+    other = "'cat' and 'cat '" if append else "'Cat' and 'cat'"
+    assert f"{other} are 2 classes; if they are one, correct the labels" in caplog.text

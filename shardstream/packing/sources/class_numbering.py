@@ -86,6 +86,9 @@ def number_classes(
         numbered = source.with_class_numbers(*read_given_classes(classes, storage))
     if numbered.classes is None:
         return numbered
+    own = numbered.classes
+    if classes is None and len({*map(str.casefold, map(str.strip, own))}) < len(own):
+        _warn_of_spellings(own, source.name)
     found = read_all_classes([*folders, *siblings], storage)
     replaced = {folder: found.pop(folder) for folder in folders if folder in found}
     if found:
@@ -155,9 +158,26 @@ def continue_class_numbers(
             shard=url,
         )
     names = max(known, own, key=len)
+    if is_free:
+        _warn_of_spellings(names, source.name)
     if is_free or classes is not None:
         source = source.with_class_numbers(names, place)
     return source, {name: number for number, name in enumerate(names) if name in mine}
+
+
+def _warn_of_spellings(names: Classes, place: str) -> None:
+    """Warn of classes whose names differ in upper case, or in blanks at their ends, alone."""
+    spellings: dict[str, list[str]] = {}
+    for name in names:
+        spellings.setdefault(name.strip().casefold(), []).append(name)
+    first = next((found for found in spellings.values() if len(found) > 1), None)
+    if first is not None:
+        _log.warning(
+            "%s: %s are %d classes; if they are one, correct the labels",
+            place,
+            " and ".join(map(repr, first)),
+            len(first),
+        )
 
 
 def _number_as_siblings(source: Source, found: Mapping[str, Classes], folder: str) -> Source:
