@@ -17,7 +17,6 @@ from shardstream.errors import (
     NotFoundError,
     OptionError,
     StorageError,
-    get_logger,
 )
 from shardstream.format import (
     FIRST_VERSION,
@@ -66,7 +65,6 @@ from shardstream.storage.urls import (
     with_one_protocol,
 )
 
-_log = get_logger(__name__)
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 FOLDERS_LIMIT = 10_000  # each is listed once
 

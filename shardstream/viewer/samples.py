@@ -29,7 +29,6 @@ from shardstream.catalog import (
 from shardstream.errors import (
     OptionError,
     ShardStreamError,
-    get_logger,
 )
 from shardstream.fetch import coalesce
 from shardstream.format import (
@@ -48,8 +47,6 @@ from shardstream.storage import (
     is_compressed,
     locate_shards,
 )
-
-_log = get_logger(__name__)
 
 FIELD_LIMIT_BYTES = 256 << 20
 """Largest field that is read to be shown."""
