@@ -104,7 +104,7 @@ class ShardCatalog(Catalog):
         self._storage = storage
         self.timeout_s = storage.timeouts.total_s
         self._scanned: dict[int, Offsets] = {}
-        self._manifests = located.manifests
+        self._manifests, self._are_listed = located.manifests, located.manifest_url is not None
         self._fields = located.fields
         self._are_lazy = isinstance(located.shards, LazyShards)  # also where some were chosen
         if isinstance(located.shards, LazyShards):
@@ -214,7 +214,7 @@ class ShardCatalog(Catalog):
             StorageError: If it cannot be opened.
             ShardError: If it is empty, or does not match its checksum, with ``verify``.
             ChangedError: If it has another length than the manifest says, or was cut since it was mapped.
-            IndexMismatchError: If it goes on after the end of its index, where there is no manifest.
+            IndexMismatchError: If it goes on after the end of its index, where no manifest tells its length.
         """
         kept, url = self._mmap_pool.get(shard), self.shards[shard].url
         if kept is not None and self._verified_reader is None:
@@ -228,11 +228,11 @@ class ShardCatalog(Catalog):
         ):
             return kept
         self._files.version(shard)
-        expected = self.shards[shard].filesize if self._verified_reader is None else None
+        info = self.shards[shard]
         # A new map: the kept one may be of the file before a replacement.
-        tar = map_file(path, url, expected)
-        if not self._manifests and shard not in self._scanned:  # only its index tells its end
-            info = self.shards[shard]
+        tar = map_file(path, url, info.filesize if self._verified_reader is None else None)
+        is_known = shard in self._scanned or (self._are_listed and info.filesize is not None)
+        if not is_known:  # only its index tells its end
             at = OFFSET_BYTES * (info.nsamples or 0)
             end = self._storage.read(info.index_url, at, at + OFFSET_BYTES)
             check_end(tar, int.from_bytes(end, "little"), url)

@@ -191,15 +191,19 @@ def test_local_shard_of_another_length_than_in_the_manifest_is_an_error(
             read_last()
 
 
-def test_local_shard_that_grew_after_its_index_is_an_error_without_a_manifest(folder: Path) -> None:
+@pytest.mark.parametrize("with_listed", [False, True])
+def test_local_shard_that_grew_after_its_index_is_an_error_without_a_manifest(
+    with_listed: bool, folder: Path, tmp_path: Path
+) -> None:
     (folder / "index.json").unlink()
+    listed = [make_shards(tmp_path / "listed", samples=1)] if with_listed else []
     last = max(folder.glob("*.tar"))
     for name in ("README", "new.txt"):  # the first is no field of a sample
-        assert len([*ss.ShardDataset(folder)]) == NSAMPLES
+        assert len([*ss.ShardDataset([*listed, folder])]) == NSAMPLES + with_listed
         with tarfile.open(last, "a") as tar:
             tar.add(__file__, name)
     with pytest.raises(IndexMismatchError, match=r"more samples than its index.*\.tar"):
-        list(ss.ShardDataset(folder))
+        list(ss.ShardDataset([*listed, folder]))
 
 
 def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:
