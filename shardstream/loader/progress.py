@@ -36,8 +36,8 @@ _EMPTY_EPOCH = (
 )
 
 _SECOND_ITERATION = (
-    "the loader was iterated again, or its position set, before the first batch of this iteration, so a later one may read the same "
-    "epoch, and only the later one counts in states; for pairs of batches, as in zip(loader, loader), make two loaders with other seeds"
+    "the loader was iterated again, or its position set, while this iteration goes on: both may read the same epoch, and only the later one "
+    "counts in states; for a look at a batch meanwhile, or pairs as in zip(loader, loader), make two loaders with other seeds"
 )
 
 
@@ -248,15 +248,19 @@ class Progress:
             worker_batches, received = opened
             del opened  # the old order ends with its last reference
             stopwatch, requested_at = self.stopwatch, time.perf_counter()
+            is_current = True
             with self._ending(received):
                 for steps, worker_batch in enumerate(worker_batches, start=1):
-                    is_current = self.cursor.iteration == begin.iteration
-                    if not is_current and steps == 1:
+                    was_current, is_current = is_current, self.cursor.iteration == begin.iteration
+                    if was_current and not is_current:
                         warnings.warn(_SECOND_ITERATION, UserWarning, stacklevel=2)
                     if is_current and self.cursor.partition is not begin.partition:
                         break
-                    waited_s = time.perf_counter() - requested_at
-                    stopwatch.add_batch(worker_batch.part, worker_batch.timings, waited_s=waited_s)
+                    stopwatch.add_batch(
+                        worker_batch.part,
+                        worker_batch.timings,
+                        waited_s=time.perf_counter() - requested_at,
+                    )
                     # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
                     batch = worker_batch.batch
                     ready = [batch.finish() if type(batch) is StartedBatch else batch]

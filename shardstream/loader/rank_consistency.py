@@ -120,7 +120,7 @@ def _check_opened(
         if other_dataset != dataset:
             raise OptionError(
                 f"ranks {rank} and {other} read different samples of {own.name!r}, and each would read a part of its own only; give all ranks the same "
-                "shards, subset= and where=, which the dataset distributes over them, or placement=ss.Placement() to parts that you chose for each rank"
+                "shards, subset= and where=, which the dataset distributes over them, or placement=ss.Placement() to a dataset that one rank reads alone"
             )
 
 

@@ -478,6 +478,7 @@ def test_what_needs_a_whole_dataset_is_refused(url: str, use: Callable[[Any], An
         use(ss.ShardDataset(url, follow=True))
 
 
+@pytest.mark.filterwarnings("ignore:the loader was iterated again")
 @pytest.mark.parametrize(
     ("num_workers", "said"),
     [

@@ -383,6 +383,11 @@ def test_concurrent_iterations_do_not_mix(photos: str) -> None:
     with pytest.warns(UserWarning, match="iterated again"):
         both = [right(a) + right(b) for a, b in zip(loader, loader, strict=True)]
     assert sorted(functools.reduce(operator.iadd, both, [])) == sorted([*range(64), *range(64)])
+    iterator = iter(loader)
+    next(iterator)
+    next(iter(loader))  # a look at a batch meanwhile: states are those of this iteration
+    with pytest.warns(UserWarning, match="iterated again.*only the later one counts in states"):
+        assert len([right(batch) for batch in iterator]) == 15
 
 
 @pytest.mark.parametrize("tensors", [False, True])
