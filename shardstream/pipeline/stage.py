@@ -461,7 +461,7 @@ class _StageStep:
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(cancel_futures=True)  # after an error those of the rest of a batch
 
 
 class ItemRun(SourceRun):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -184,3 +185,20 @@ def test_steps_with_as_many_threads_hold_few_decoded_samples(tmp_path: Path) -> 
     threaded = numbers(3)
     assert most <= 3  # of the 20 of a batch
     assert threaded == numbers(0)
+
+
+def test_rest_of_a_batch_is_not_processed_after_an_error(tmp_path: Path) -> None:
+    url = numbered(tmp_path / "set", NSAMPLES, 7)
+    seen: list[int] = []
+
+    def use(sample: dict[str, Any]) -> dict[str, Any]:
+        seen.append(sample["cls"])
+        if sample["cls"] == 0:
+            raise ValueError("wrong")
+        time.sleep(0.1)  # 3 s for all of them
+        return sample
+
+    dataset = ss.ShardDataset(url, shuffle=False).decode(threads=2).map(use, threads=2)
+    with pytest.raises(ValueError, match="wrong"):
+        next(iter(ss.ShardLoader(dataset, batch_size=NSAMPLES)))
+    assert len(seen) < NSAMPLES
