@@ -12,6 +12,7 @@ from shardstream.cli import main
 from shardstream.errors import SampleError, ShardError
 from shardstream.packing import sample_pieces
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.small_tars import tar_bytes
 from tests.strategies import make_header, octal
 
@@ -40,12 +41,17 @@ def _folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(folder)
 
 
+COMMANDS = [["ls"], ["ls", "--json"], ["cat"], ["cat", "--field", "txt"], ["cat", "--key", "none"],
+            ["cat", "--field", "none"], ["index"], ["verify"]]  # fmt: skip
+ALWAYS = [
+    *((COMMANDS[place], True) for place in (0, 1, 2, 3, 5, 6, 7)),
+    *((COMMANDS[place], False) for place in (0, 2, 4)),
+]
+
+
 @pytest.mark.parametrize(
-    ("command", "is_terminal"),
-    [(["ls"], False), (["ls"], True), (["ls", "--json"], True), (["cat"], False), (["cat"], True),
-     (["cat", "--field", "txt"], True), (["cat", "--key", "none"], False),
-     (["cat", "--field", "none"], True), (["index"], True), (["verify"], True)],
-)  # fmt: skip
+    ("command", "is_terminal"), with_slow_rest(ALWAYS, COMMANDS, [False, True])
+)
 def test_output_contains_only_printable_characters(
     command: list[str], is_terminal: bool, folder: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

@@ -20,6 +20,7 @@ from shardstream.format import read_parquet
 from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.limits import set_limits
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, take
 
 COUNT = 60
@@ -87,7 +88,12 @@ def test_samples_get_the_fields_of_the_same_key(parts: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("where", "order", "kept"),
-    [("local", "same", 1), ("local", "other", 2), ("store", "same", 2), ("store", "other", 1)],
+    with_slow_rest(
+        [("local", "same", 1), ("local", "other", 2), ("store", "same", 2), ("store", "other", 1)],
+        ["local", "store"],
+        ["same", "other"],
+        [1, 2],
+    ),
 )
 def test_samples_that_are_read_as_columns_are_joined(
     tmp_path: Path, request: pytest.FixtureRequest, where: str, order: str, kept: int

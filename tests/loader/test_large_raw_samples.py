@@ -18,6 +18,7 @@ from shardstream.errors import OptionError, ShardError
 from shardstream.samples import FetchOptions
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
 from tests.small_datasets import FEW_CORES, UNCHECKED, grouped
 
@@ -106,7 +107,11 @@ ORDERS = [
 
 @pytest.mark.parametrize(
     ("is_local", "options"),
-    [*((False, options) for options in ORDERS), (True, {}), (True, ORDERS[2]), (True, ORDERS[-1])],
+    with_slow_rest(
+        [*((False, one) for one in ORDERS), (True, {}), (True, ORDERS[2]), (True, ORDERS[-1])],
+        [False, True],
+        ORDERS,
+    ),
     ids=str,
 )
 def test_batches_equal_those_of_one_process(

@@ -24,6 +24,7 @@ from shardstream.format import limit_of_rows
 from shardstream.packing import RecordEncoder
 from shardstream.tasks import LocalExecutor
 from tests.limits import set_limits
+from tests.pairs import with_slow_rest
 from tests.raw_server import Request, raw_server, response
 from tests.static_server import serve_files
 
@@ -196,15 +197,21 @@ def table_text(name: str, rows: int) -> str:
 
 @pytest.mark.parametrize(
     ("name", "split", "key", "executor"),
-    [  # each pair of options
-        ("t.csv", None, None, LocalExecutor()),
-        ("t.csv", SPLIT, "txt", None),
-        ("t.jsonl", None, "txt", None),
-        ("t.jsonl", SPLIT, None, LocalExecutor()),
-        ("t.jsonl", SPLIT, "txt", LocalExecutor()),
-        ("t.parquet", None, "txt", LocalExecutor()),
-        ("t.parquet", SPLIT, None, None),
-    ],
+    with_slow_rest(
+        [  # each pair of options
+            ("t.csv", None, None, LocalExecutor()),
+            ("t.csv", SPLIT, "txt", None),
+            ("t.jsonl", None, "txt", None),
+            ("t.jsonl", SPLIT, None, LocalExecutor()),
+            ("t.jsonl", SPLIT, "txt", LocalExecutor()),
+            ("t.parquet", None, "txt", LocalExecutor()),
+            ("t.parquet", SPLIT, None, None),
+        ],
+        ["t.csv", "t.jsonl", "t.parquet"],
+        [None, SPLIT],
+        [None, "txt"],
+        [None, LocalExecutor()],
+    ),
 )
 def test_parts_of_a_table_read_it_a_few_times_in_all(
     name: str, split: Any, key: str | None, executor: Any, tmp_path: Path

@@ -14,6 +14,7 @@ import zstandard
 
 import shardstream as ss
 from shardstream.errors import NoIndexWarning, OptionError, ShardError, StateError
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, flat, grouped, labels, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore::shardstream.errors.NoIndexWarning")
@@ -70,7 +71,10 @@ def test_index_can_be_required(bare: str) -> None:
         ss.ShardDataset(bare, read=ss.ReadOptions(index="require"))
 
 
-@pytest.mark.parametrize(("num_workers", "shuffle"), [(0, False), (0, True), (2, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle"),
+    with_slow_rest([(0, False), (0, True), (2, True)], [0, 2], [False, True]),
+)
 def test_each_sample_is_returned_once_for_any_compression(
     num_workers: int,
     shuffle: bool,
@@ -84,7 +88,10 @@ def test_each_sample_is_returned_once_for_any_compression(
         assert first == list(range(60))
 
 
-@pytest.mark.parametrize(("num_workers", "shuffle"), [(0, True), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "shuffle"),
+    with_slow_rest([(0, True), (2, False), (2, True)], [0, 2], [False, True]),
+)
 def test_sequential_dataset_resumes_on_the_same_topology(
     num_workers: int,
     shuffle: bool,

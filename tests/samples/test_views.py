@@ -32,6 +32,7 @@ from shardstream.samples import (
 )
 from shardstream.storage import Storage, publish_bytes
 from shardstream.testing import check_samples, make_shards
+from tests.pairs import with_slow_rest
 from tests.samples.made import (
     Made,
     Row,
@@ -127,7 +128,11 @@ AT_STORES = ("shards", "large samples", "files", "table", "subset of a concat of
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [*((kind, "local") for kind in KINDS), *((kind, "memory") for kind in AT_STORES)],
+    with_slow_rest(
+        [*((kind, "local") for kind in KINDS), *((kind, "memory") for kind in AT_STORES)],
+        KINDS,
+        ["local", "memory"],
+    ),
 )
 def test_samples_pass_the_contract(kind: str, place: str, tmp_path: Path) -> None:
     at = str(tmp_path) if place == "local" else f"memory://test-{uuid.uuid4().hex}"
