@@ -387,7 +387,7 @@ def open_runner(
         else:
             groups.append([stage])
     for place, group in enumerate(groups):
-        leads = place == 0 and group[0].leads_by_column
+        leads = place == 0 and len(group) == 1 and group[0].leads_by_column
         steps.append(_StageStep(group, context, by_column=by_column or leads))
     return Runner(steps, context.skips)
 

@@ -186,6 +186,23 @@ def test_stages_of_users_can_work_on_columns(vectors: str) -> None:
     assert found[0]["txt"][0] == "é".encode()[:1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leading(Cut):
+    """Takes columns also before stages that do not, in threads."""
+
+    threads = 2
+    leads_by_column = True
+
+
+def test_no_step_with_as_many_threads_is_left_out_after_one_that_takes_columns(
+    vectors: str,
+) -> None:
+    stage = Leading(columns=("txt",))
+    dataset = ss.ShardDataset(vectors).then(stage).map(lambda sample: len(sample["txt"]), threads=2)
+    first, *_ = ss.ShardLoader(dataset, 16)
+    assert first.tolist() == [1] * 16
+
+
 def test_a_missing_field_is_the_error_of_single_samples(vectors: str) -> None:
     for steps in (
         lambda data: data.to_tuple("jpg"),
