@@ -71,7 +71,10 @@ def loads_torchcodec() -> bool:
 
 
 # As text it is evaluated when a test runs: torchcodec has a thousand memory areas, which each fork would copy.
-WITH_FFMPEG = pytest.mark.skipif("not loads_torchcodec()", reason="no FFmpeg for torchcodec")
+WITH_FFMPEG = pytest.mark.skipif(
+    f"not sys.modules[{__name__!r}].loads_torchcodec()",  # also in modules that import it
+    reason="no FFmpeg for torchcodec",
+)
 LIBRARIES = (pytest.param("torchcodec", marks=WITH_FFMPEG), "pyav")
 # The FFmpeg of the system and that of PyAV's wheel round the inverse transforms of these codecs differently.
 TOLERANCES = {("avi", "torchcodec"): 3, ("mov", "torchcodec"): 3}
