@@ -142,6 +142,10 @@ def compact(
     if isinstance(executor, Parts):
         raise OptionError("compact cannot be cut into parts (Parts); use several processes")
     folder, storage = dataset_folder(url), Storage(storage_options)
+
+    def is_compacted(before: DatasetVersion) -> bool:
+        return read_current(folder, storage).dataset_version.renumbered != before.renumbered
+
     for _ in range(_TRIES):
         located = locate_shards(folder, storage)
         version = located.version or DatasetVersion()
@@ -160,8 +164,8 @@ def compact(
         if executor is None:
             tasks = [replace(task, meter=meter) for task in tasks]
         with locked(output_folder_in(storage, output.url)), closing(KeyHashes()) as no_keys:
-            if read_current(folder, storage).dataset_version.renumbered != version.renumbered:
-                continue  # a run that held the lock has published these shards
+            if is_compacted(version):  # by a run that held the lock
+                continue
             found = scan_shards(tasks, no_keys, executor, threads=threads, meter=meter)
             results = iter(zip(tasks, found.values(), strict=True))
             written = [_Written(output, dict(islice(results, len(plan)))) for plan in plans]
@@ -169,6 +173,8 @@ def compact(
             if report is not None:
                 _tidy(output, {task.name for task in tasks})
                 return report
+            if is_compacted(version):  # on a store, which has no locks
+                output.remove(*(part_record_name(task.name) for task in tasks))
     raise ChangedError(
         "others delete samples or replace fields again and again; run it again later", shard=folder
     )

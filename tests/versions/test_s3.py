@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import shardstream as ss
+from shardstream.packing import CompactReport
 from tests.small_datasets import numbered
 
 pytest.importorskip("pyarrow")
@@ -29,4 +30,19 @@ def test_delete_compact_and_gc(bucket: str) -> None:
     assert (report.removed, report.kept) == ([1, 2], [3])
     assert any(name == "000000.tar" for name in report.files)
     assert [int(sample["cls"]) for sample in ss.ShardDataset(url)] == left
+    assert ss.verify(url).problems == ()
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_a_compaction_that_comes_second_leaves_no_records(bucket: str) -> None:
+    url = numbered(f"{bucket}/data", N, 10)
+    ss.delete(url, numbers=[3, 33])
+    others: list[CompactReport] = []
+
+    def compact_too(_: object) -> None:
+        if not others:
+            others.append(ss.compact(url))
+
+    second = ss.compact(url, threads=1, progress=compact_too)
+    assert ([other.samples for other in others], second.samples) == ([2], 0)
     assert ss.verify(url).problems == ()
