@@ -150,7 +150,7 @@ def map_file(path: str, url: str, expected: int | None = None) -> mmap.mmap:
     Args:
         path: Its path.
         url: Its URL, for messages.
-        expected: Its bytes, by the manifest; None if they are not compared.
+        expected: Its bytes, by the manifest or a listing; None if they are not compared.
 
     Raises:
         StorageError: If it cannot be opened.
@@ -169,7 +169,7 @@ def map_file(path: str, url: str, expected: int | None = None) -> mmap.mmap:
             raise empty_tar(url)
         if expected not in (None, size):
             raise ChangedError(
-                f"the file changed: it has {size} bytes, the manifest says {expected}; fetch it again, or run 'shardstream index' again",
+                f"the file changed: it has {size} bytes, {expected} by the manifest or when the dataset was opened; fetch it again, or run 'shardstream index' again",
                 shard=url,
             )
         return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
