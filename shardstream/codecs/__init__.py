@@ -15,6 +15,8 @@ from shardstream.codecs.images import ImageDecoder as ImageDecoder
 from shardstream.codecs.images import decode_jpeg as decode_jpeg
 from shardstream.codecs.images import has_only_pixels as has_only_pixels
 from shardstream.codecs.images import is_plain_jpeg as is_plain_jpeg
+from shardstream.codecs.installed import import_extra as import_extra
+from shardstream.codecs.installed import installed_decoders as installed_decoders
 from shardstream.codecs.lengths_and_parts import length_of as length_of
 from shardstream.codecs.lengths_and_parts import part_of as part_of
 from shardstream.codecs.lengths_and_parts import properties_of as properties_of
@@ -28,8 +30,6 @@ from shardstream.codecs.plain_values import decode_msgpack as decode_msgpack
 from shardstream.codecs.plain_values import decode_tsv as decode_tsv
 from shardstream.codecs.plain_values import encode_cbor as encode_cbor
 from shardstream.codecs.plain_values import encode_msgpack as encode_msgpack
-from shardstream.codecs.plain_values import import_extra as import_extra
-from shardstream.codecs.plain_values import installed_decoders as installed_decoders
 from shardstream.codecs.plain_values import iter_tsv as iter_tsv
 from shardstream.codecs.plain_values import parse_json as parse_json
 from shardstream.codecs.raw_images import BitDepth as BitDepth

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.codecs.plain_values import import_extra
+from shardstream.codecs.installed import import_extra
 from shardstream.codecs.video_files import container_of
 from shardstream.codecs.video_readers import AUDIO_LIMIT_BYTES, RangedFile, read_sound
 from shardstream.errors import OptionError

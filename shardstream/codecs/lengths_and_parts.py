@@ -13,7 +13,7 @@ import PIL.Image
 
 from shardstream.codecs.arrays import NpyLayout, read_npy_layout
 from shardstream.codecs.audio import Audio, AudioDecoder, audio_decoders, sound_header
-from shardstream.codecs.plain_values import import_extra
+from shardstream.codecs.installed import import_extra
 from shardstream.codecs.video import VIDEO_EXTENSIONS, Video
 from shardstream.codecs.video_readers import RangedFile, open_reader, read_video_length
 from shardstream.errors import ShardStreamError, describe_error
