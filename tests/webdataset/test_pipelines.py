@@ -288,7 +288,7 @@ def test_dataset_with_a_length_stays_itself_in_a_spawned_worker(tmp_path: Path) 
 def test_remote_shards_are_written_read_and_cached(s3: S3Server, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
     with new_bucket(s3) as bucket:
-        url = f"s3://{bucket}/a.tar"
+        url = f"{bucket}/a.tar"
         stream = wds.gopen(url, "wb", storage_options=s3.storage_options)
         with wds.TarWriter(stream) as sink:
             sink.write({"__key__": "a", "cls": 7})
@@ -298,7 +298,7 @@ def test_remote_shards_are_written_read_and_cached(s3: S3Server, tmp_path: Path)
             assert [sample["cls"] for sample in read(url, **options)] == [b"7"]
         assert any((tmp_path / "cache").rglob("*"))
         with pytest.raises(FileNotFoundError, match="not found"):
-            read(f"s3://{bucket}/b.tar", **options)
+            read(f"{bucket}/b.tar", **options)
 
 
 class Failing(io.BytesIO):
@@ -409,7 +409,7 @@ def test_wrong_option_is_no_bad_sample(tmp_path: Path) -> None:
 
 def test_file_that_is_replaced_is_read_again(s3: S3Server) -> None:
     with new_bucket(s3) as bucket:
-        url = f"s3://{bucket}/info.json"
+        url = f"{bucket}/info.json"
         for text in (b"1", b"22"):
             with wds.gopen(url, "wb", storage_options=s3.storage_options) as sink:
                 sink.write(text)
@@ -419,7 +419,7 @@ def test_file_that_is_replaced_is_read_again(s3: S3Server) -> None:
 
 def test_workers_read_remote_shards_that_their_parent_has_read(s3: S3Server) -> None:
     with new_bucket(s3) as bucket:
-        urls = [f"s3://{bucket}/{name}.tar" for name in "ab"]
+        urls = [f"{bucket}/{name}.tar" for name in "ab"]
         for url in urls:
             ss.packing.write_shard(
                 url, [{"__key__": url[-5], "cls": 1}], storage_options=s3.storage_options
