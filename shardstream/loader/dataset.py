@@ -77,7 +77,7 @@ from shardstream.pipeline import (
 )
 from shardstream.samples import Choice, Samples, has_rows
 from shardstream.storage import (
-    TABLE_SUFFIXES,
+    IN_PLACE_SUFFIXES,
     FieldPlaces,
     Urls,
     dataset_of_change,
@@ -439,7 +439,7 @@ class ShardDataset(StreamDataset):
         choice: Any = {"subset": subset, "where": where, "weights": weights}
         ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
         first = urls if isinstance(urls, str | os.PathLike) else next(iter(urls := [*urls]), "")
-        if os.fspath(first).lower().endswith(TABLE_SUFFIXES):
+        if os.fspath(first).lower().endswith(IN_PLACE_SUFFIXES):
             source: Source = table_source(urls, storage, fields, version or follow, choice, ordered)
             super().__init__(Pipeline(source=source, on_error=on_error), placement, ClassNames({}))
             return

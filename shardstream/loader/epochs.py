@@ -1,4 +1,4 @@
-"""Find out what training loops do and do not say: the epoch, and what Lightning does with a loader.
+"""Count the epochs of loops that do not count them, and find on the call stack what Lightning does with a loader.
 
 torch tells a worker neither its epoch nor its iteration. So all processes append to one file in memory what happens: a call of
 `set_epoch`, the begin of an iteration. Each process reads the same events in the same order, and finds the same epochs. An append is

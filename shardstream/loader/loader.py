@@ -40,12 +40,7 @@ from shardstream.loader.epochs import (
 )
 from shardstream.loader.followed_batches import FollowedBatches
 from shardstream.loader.option_checks import check_options, unwrap_rebuilt, warn_of_lanes
-from shardstream.loader.progress import (
-    Cursor,
-    Opened,
-    Progress,
-    Stopwatch,
-)
+from shardstream.loader.progress import Cursor, Opened, Progress, Stopwatch
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.stats import LoaderStats
 from shardstream.loader.worker import WorkerBatch, sum_values

@@ -380,84 +380,50 @@ def open_runner(
     for stage in stages:
         by_column &= type(stage).apply_to_columns is not ItemStage.apply_to_columns
     steps: list[Step] = [] if first is None else [first]
-    groups: list[list[ItemStage]] = []
-    for stage in stages:
-        if groups and 0 < stage.threads == groups[-1][0].threads and not by_column:
-            groups[-1].append(stage)
-        else:
-            groups.append([stage])
-    for place, group in enumerate(groups):
-        leads = place == 0 and len(group) == 1 and group[0].leads_by_column
-        steps.append(_StageStep(group, context, by_column=by_column or leads))
+    for place, stage in enumerate(stages):
+        leads = place == 0 and stage.leads_by_column
+        steps.append(_StageStep(stage, context, by_column=by_column or leads))
     return Runner(steps, context.skips)
 
 
 class _StageStep:
-    """An item stage in one epoch and process; or neighbours of as many threads, each of which takes an item through all of them."""
+    """An item stage in one epoch and process."""
 
-    def __init__(self, stages: Sequence[ItemStage], context: Context, *, by_column: bool) -> None:
+    def __init__(self, stage: ItemStage, context: Context, *, by_column: bool) -> None:
         self.decode_s = 0.0
-        self._applies = [(stage.bind(context), stage.is_decoding) for stage in stages]
-        self._decode_share = float(stages[0].is_decoding)
-        self._by_column = stages[0].apply_to_columns if by_column else None
+        self.apply = stage.bind(context)
+        self._is_decoding = stage.is_decoding
+        self._by_column = stage.apply_to_columns if by_column else None
         self._skips = context.skips
-        self._pool = _open_pool(stages[0].threads) if stages[0].threads else None
+        self._pool = _open_pool(stage.threads) if stage.threads else None
 
     def __call__(self, items: Sequence[Any], numbers: list[int], /) -> Moved:
         begin = perf_counter()
         columns = None
         if self._by_column is not None and isinstance(items, Columns):
             columns = self._by_column(items)
-        if columns is not None:
-            moved: Moved = columns, numbers
-        elif self._pool is None:
-            moved = self._one_by_one(list(items), numbers)
-        else:
-            moved = self._in_threads(self._pool, list(items), numbers)
-        self.decode_s += self._decode_share * (perf_counter() - begin)
+        moved = self._one_by_one(items, numbers) if columns is None else (columns, numbers)
+        if self._is_decoding:
+            self.decode_s += perf_counter() - begin
         return moved
 
-    def _one_by_one(self, items: list[Any], numbers: list[int]) -> Moved:
+    def _one_by_one(self, items: Sequence[Any], numbers: list[int]) -> Moved:
+        items, apply, pool, futures = list(items), self.apply, self._pool, None
+        if pool is not None and len(items) > 1:
+            futures = [
+                pool.submit(apply, item, number)
+                for item, number in zip(items, numbers, strict=True)
+            ]
         kept: list[Any] = []
         kept_numbers: list[int] = []
-        apply = self._applies[0][0]
-        for item, number in zip(items, numbers, strict=True):
+        for place, (item, number) in enumerate(zip(items, numbers, strict=True)):
             try:
-                kept.append(apply(item, number))
+                kept.append(apply(item, number) if futures is None else futures[place].result())
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, item, number)
             else:
                 kept_numbers.append(number)
         return kept, kept_numbers
-
-    def _in_threads(self, pool: ThreadPoolExecutor, items: list[Any], numbers: list[int]) -> Moved:
-        kept: list[Any] = []
-        kept_numbers: list[int] = []
-        all_s = decode_s = 0.0
-        map_all = pool.map if len(items) > 1 else map
-        applied = map_all(self._apply_stages, items, numbers)
-        for number, (item, error, seconds) in zip(numbers, applied, strict=True):
-            all_s, decode_s = all_s + sum(seconds), decode_s + seconds[True]
-            if error is None:
-                kept.append(item)
-                kept_numbers.append(number)
-            else:
-                self._skips.skip_or_raise(error, item, number)
-        if all_s:
-            self._decode_share = decode_s / all_s
-        return kept, kept_numbers
-
-    def _apply_stages(self, item: Any, number: int) -> tuple[Any, Exception | None, list[float]]:
-        """Return the last item, the error of the stage that failed on it, and seconds of steps and of decoding."""
-        seconds = [0.0, 0.0]
-        for apply, is_decoding in self._applies:
-            begin = perf_counter()
-            try:
-                item = apply(item, number)
-            except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                return item, error, seconds
-            seconds[is_decoding] += perf_counter() - begin
-        return item, None, seconds
 
     def close(self) -> None:
         if self._pool is not None:

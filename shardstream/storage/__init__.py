@@ -99,7 +99,7 @@ from shardstream.storage.s3_request import complete_s3fs_options as complete_s3f
 from shardstream.storage.s3_request import parse_s3_options as parse_s3_options
 from shardstream.storage.store import FileInfo as FileInfo
 from shardstream.storage.store import Storage as Storage
-from shardstream.storage.urls import TABLE_SUFFIXES as TABLE_SUFFIXES
+from shardstream.storage.urls import IN_PLACE_SUFFIXES as IN_PLACE_SUFFIXES
 from shardstream.storage.urls import TAR_SUFFIXES as TAR_SUFFIXES
 from shardstream.storage.urls import Urls as Urls
 from shardstream.storage.urls import absolute_url as absolute_url

@@ -29,7 +29,7 @@ _BEYOND: int = 10**_MAX_DIGITS
 _GLOB = re.compile(r"[*?\[]")
 _BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
 TAR_SUFFIXES = (".tar",)
-TABLE_SUFFIXES = (".parquet", ".mds", ".mds.zstd", ".mds.gz", ".mds.bz2")
+IN_PLACE_SUFFIXES = (".parquet", ".mds", ".mds.zstd", ".mds.gz", ".mds.bz2")
 """Ends of the names of tables that are read in place."""
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 
@@ -69,7 +69,7 @@ def expand_urls(urls: Urls) -> list[str]:
         patterns = _split_join(text) if "::" in text and not _is_path(text) else [text]
         expanded += expand_braces(*patterns) if "{" in text else patterns
     for url in expanded:
-        is_file = is_tar(url) or url.lower().endswith(TABLE_SUFFIXES)
+        is_file = is_tar(url) or url.lower().endswith(IN_PLACE_SUFFIXES)
         if "://" in url and (has_glob_signs(url) or not is_file):
             check_parts(url)
     if not expanded:

@@ -11,7 +11,7 @@ from shardstream.errors import NotFoundError, OptionError
 from shardstream.pipeline import SamplesSource, check_fields, refuse_options
 from shardstream.samples import Samples
 from shardstream.storage import (
-    TABLE_SUFFIXES,
+    IN_PLACE_SUFFIXES,
     FileInfo,
     Storage,
     Urls,
@@ -88,11 +88,11 @@ def open_table(
 
 def _reader_of(url: str) -> type[ParquetSamples | MdsSamples] | None:
     # Imported here: they take 0.1 s, which datasets of shards do not spend.
-    if url.lower().endswith(TABLE_SUFFIXES[0]):
+    if url.lower().endswith(IN_PLACE_SUFFIXES[0]):
         from shardstream.tables.parquet import ParquetSamples  # noqa: PLC0415
 
         return ParquetSamples
-    if url.lower().endswith(TABLE_SUFFIXES):
+    if url.lower().endswith(IN_PLACE_SUFFIXES):
         from shardstream.tables.mds import MdsSamples  # noqa: PLC0415
 
         return MdsSamples

@@ -152,41 +152,6 @@ def test_single_item_starts_no_thread(tmp_path: Path) -> None:
     assert set(threads) == {threading.current_thread()}
 
 
-def test_steps_with_as_many_threads_hold_few_decoded_samples(tmp_path: Path) -> None:
-    url = numbered(tmp_path / "set", NSAMPLES, 7)
-    held, most, lock = 0, 0, threading.Lock()
-
-    def decode(data: bytes) -> int:
-        nonlocal held, most
-        number = int(data)
-        if number % 10 == 3:
-            raise ValueError(number)
-        with lock:
-            held += 1
-            most = max(most, held)
-        return number
-
-    def use(sample: dict[str, Any]) -> dict[str, Any]:
-        nonlocal held
-        with lock:
-            held -= 1
-        if sample["cls"] % 10 == 6:
-            raise KeyError(sample["cls"])
-        return sample
-
-    def numbers(threads: int) -> list[int]:
-        dataset = ss.ShardDataset(url, shuffle=False, on_error="skip")
-        steps = dataset.decode(fields={"cls": decode}, threads=threads).map(use, threads=threads)
-        loader = ss.ShardLoader(steps, batch_size=20)
-        found = [number for batch in loader for number in batch["cls"].tolist()]
-        assert loader.skipped == {"DecodeError": 6, "KeyError": 6}
-        return found
-
-    threaded = numbers(3)
-    assert most <= 3  # of the 20 of a batch
-    assert threaded == numbers(0)
-
-
 def test_rest_of_a_batch_is_not_processed_after_an_error(tmp_path: Path) -> None:
     url = numbered(tmp_path / "set", NSAMPLES, 7)
     seen: list[int] = []
