@@ -17,6 +17,11 @@ from shardstream.webdataset.tariterators import url_opener
 Streams = Iterator[dict[str, Any]]
 
 
+def local_path(url: str) -> str | None:
+    """Return the path of a file of this machine; None for any other URL."""
+    return url2pathname(urlparse(url).path) if islocal(url) else None
+
+
 class StreamingOpen:
     """Open shards; yield dicts with ``url``, ``stream`` and, for local files, ``local_path``.
 
@@ -40,8 +45,8 @@ class StreamingOpen:
         """Open shards, given as URLs or dicts with ``url``."""
         sources = ({"url": one["url"] if isinstance(one, dict) else one} for one in urls)
         for source in url_opener(sources, handler=self.handler, **self.options):
-            if islocal(source["url"]):
-                source["local_path"] = url2pathname(urlparse(source["url"]).path)
+            if (path := local_path(source["url"])) is not None:
+                source["local_path"] = path
             yield source
 
 

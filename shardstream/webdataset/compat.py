@@ -7,8 +7,6 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 from torch.utils.data import DataLoader, IterableDataset
 from webdataset import compat as _theirs
@@ -17,12 +15,10 @@ from shardstream.errors import OptionError
 from shardstream.loader import ShardDataset, WorkerIterator, begin_epoch, current_worker_info
 from shardstream.pipeline import OnError, OrderOptions, ReadOptions
 from shardstream.webdataset import cache, filters, handlers, shardlists, utils
-from shardstream.webdataset.cache import islocal
 from shardstream.webdataset.gopen import refuse_commands, rewrite_url
 from shardstream.webdataset.handlers import Handler, reraise_exception
 from shardstream.webdataset.pipeline import DataPipeline
 from shardstream.webdataset.tariterators import group_by_keys, tar_file_expander
-from shardstream.webdataset.utils import variable
 
 _expand = filters.pipelinefilter(tar_file_expander)
 _group = filters.pipelinefilter(group_by_keys)
@@ -145,7 +141,9 @@ class WebDataset(DataPipeline, FluidInterface):
         super().__init__()
         mode = "resampled" if resampled else mode
         shuffled = _shard_buffer(shardshuffle, is_resampled=mode == "resampled")
-        self.seed = (variable("WDS_SEED") or random.randint(0, 1_000_000)) if seed is None else seed
+        if seed is None:
+            seed = os.environ.get("WDS_SEED") or random.randint(0, 1_000_000)
+        self.seed = seed
         cache.check_url_to_name(url_to_name)
         if exact:
             self.append(
@@ -228,7 +226,7 @@ def _exact_source(
     options = {
         "shuffle": is_shuffled,
         # Never a random one: ranks with different orders would lose samples.
-        "seed": _number(arguments["seed"] or variable("WDS_SEED") or 0),
+        "seed": _number(arguments["seed"] or os.environ.get("WDS_SEED") or 0),
         "on_error": policy,
         "storage_options": arguments["storage_options"],
         "read": ReadOptions(
@@ -282,8 +280,8 @@ def _opener(
 
 def _cache_of(cache_dir: str | os.PathLike[str] | None, cache_size: int) -> tuple[str | None, int]:
     """Return folder and limit of the cache; WDS_CACHE and WDS_CACHE_SIZE come first."""
-    size = int(variable("WDS_CACHE_SIZE") or cache_size)
-    given = variable("WDS_CACHE") or cache_dir
+    size = int(os.environ.get("WDS_CACHE_SIZE") or cache_size)
+    given = os.environ.get("WDS_CACHE") or cache_dir
     if given is None or size == 0:
         return None, size
     folder = os.path.expanduser(given)
@@ -348,7 +346,7 @@ class ExactSource(IterableDataset[Any]):
         placement = self.dataset.placement
         if not self.is_split_by_node:
             shardlists.check_single_node(placement.world_size)
-        if variable("NUM_WORKERS") is not None:
+        if "NUM_WORKERS" in os.environ:
             raise OptionError(
                 "exact=True splits over torch's workers; unset WORKER and NUM_WORKERS"
             )
@@ -363,9 +361,8 @@ class ExactSource(IterableDataset[Any]):
     def _read(self, iterator: WorkerIterator) -> Iterator[Any]:
         try:
             for sample in iterator:
-                url = sample["__url__"]
-                if islocal(url):
-                    sample["__local_path__"] = url2pathname(urlparse(url).path)
+                if (path := cache.local_path(sample["__url__"])) is not None:
+                    sample["__local_path__"] = path
                 yield sample
         finally:
             iterator.close()

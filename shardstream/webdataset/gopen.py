@@ -34,27 +34,27 @@ from shardstream.storage import (
 )
 from shardstream.webdataset import utils
 from shardstream.webdataset.handlers import UnsafeError
-from shardstream.webdataset.utils import variable
 
 gopen_schemes: dict[str, Callable[..., Any]] = {}
 """Protocol -> function ``(url, mode, bufsize, **kw)`` of the caller; others are opened by shardstream's storage."""
 
 _storages: dict[str, Storage] = {}
 _STORAGES_KEPT = 100
+_OPTIONS = ["cache_bytes", "cache_dir", "storage_options"]
 _versions: dict[str, tuple[str, frozenset[str] | None]] = {}  # by folder, in this process
 
 
 def open_storage(
-    options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | None = None,
     cache_bytes: int | None = None,
 ) -> Storage:
     """Return the storage of this process with these options; its clients are shared."""
-    name = repr((sorted((options or {}).items(), key=str), cache_dir, cache_bytes))
+    name = repr((sorted((storage_options or {}).items(), key=str), cache_dir, cache_bytes))
     if name not in _storages:
         if len(_storages) >= _STORAGES_KEPT:
             _storages.clear()
-        _storages[name] = Storage(options, cache=open_cache(cache_dir, cache_bytes))
+        _storages[name] = Storage(storage_options, cache=open_cache(cache_dir, cache_bytes))
     return _storages[name]
 
 
@@ -89,24 +89,18 @@ def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **kw: Any) -> Any:
         raise UnsafeError(
             "gopen: unsafe_gopen is False, cannot open local files; unset WDS_SECURE and enforce_security to read them"
         )
-    storage = open_storage(**_storage_arguments(kw))
+    if unknown := kw.keys() - _OPTIONS:
+        raise OptionError(f"gopen does not take {sorted(unknown)}; its options are {_OPTIONS}")
+    storage = open_storage(**kw)
     if mode == "wb":
         return UrlWriter(storage, url)
     _warn_of_versions(url, storage)
     return _open_for_reading(storage, url)
 
 
-def _storage_arguments(kw: dict[str, Any]) -> dict[str, Any]:
-    names = {"storage_options": "options", "cache_dir": "cache_dir", "cache_bytes": "cache_bytes"}
-    unknown = kw.keys() - names.keys()
-    if unknown:
-        raise OptionError(f"gopen does not take {sorted(unknown)}; its options are {sorted(names)}")
-    return {names[name]: value for name, value in kw.items()}
-
-
 def is_secure() -> bool:
     """Return whether local files and rewriting are refused, too."""
-    return utils.enforce_security or (variable("WDS_SECURE") or "0") not in ("", "0")
+    return utils.enforce_security or os.environ.get("WDS_SECURE", "") not in ("", "0")
 
 
 def refuse_commands(url: str) -> None:
@@ -134,7 +128,7 @@ def rewrite_url(url: str) -> str:
         UnsafeError: If there are rules and `is_secure`.
         OptionError: If a rule has no "=".
     """
-    rules = variable("GOPEN_REWRITE")
+    rules = os.environ.get("GOPEN_REWRITE")
     if rules is None:
         return url
     if is_secure():
