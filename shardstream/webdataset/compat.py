@@ -142,7 +142,7 @@ class WebDataset(DataPipeline, FluidInterface):
         mode = "resampled" if resampled else mode
         shuffled = _shard_buffer(shardshuffle, is_resampled=mode == "resampled")
         if seed is None:
-            seed = os.environ.get("WDS_SEED") or random.randint(0, 1_000_000)
+            seed = utils.variable("WDS_SEED") or random.randint(0, 1_000_000)
         self.seed = seed
         cache.check_url_to_name(url_to_name)
         if exact:
@@ -226,7 +226,7 @@ def _exact_source(
     options = {
         "shuffle": is_shuffled,
         # Never a random one: ranks with different orders would lose samples.
-        "seed": _number(arguments["seed"] or os.environ.get("WDS_SEED") or 0),
+        "seed": _number(arguments["seed"] or utils.variable("WDS_SEED") or 0),
         "on_error": policy,
         "storage_options": arguments["storage_options"],
         "read": ReadOptions(
@@ -280,8 +280,8 @@ def _opener(
 
 def _cache_of(cache_dir: str | os.PathLike[str] | None, cache_size: int) -> tuple[str | None, int]:
     """Return folder and limit of the cache; WDS_CACHE and WDS_CACHE_SIZE come first."""
-    size = int(os.environ.get("WDS_CACHE_SIZE") or cache_size)
-    given = os.environ.get("WDS_CACHE") or cache_dir
+    size = int(utils.variable("WDS_CACHE_SIZE") or cache_size)
+    given = utils.variable("WDS_CACHE") or cache_dir
     if given is None or size == 0:
         return None, size
     folder = os.path.expanduser(given)
@@ -346,7 +346,7 @@ class ExactSource(IterableDataset[Any]):
         placement = self.dataset.placement
         if not self.is_split_by_node:
             shardlists.check_single_node(placement.world_size)
-        if "NUM_WORKERS" in os.environ:
+        if utils.variable("NUM_WORKERS") is not None:
             raise OptionError(
                 "exact=True splits over torch's workers; unset WORKER and NUM_WORKERS"
             )

@@ -100,7 +100,7 @@ def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **kw: Any) -> Any:
 
 def is_secure() -> bool:
     """Return whether local files and rewriting are refused, too."""
-    return utils.enforce_security or os.environ.get("WDS_SECURE", "") not in ("", "0")
+    return utils.enforce_security or utils.variable("WDS_SECURE") not in (None, "", "0")
 
 
 def refuse_commands(url: str) -> None:
@@ -128,7 +128,7 @@ def rewrite_url(url: str) -> str:
         UnsafeError: If there are rules and `is_secure`.
         OptionError: If a rule has no "=".
     """
-    rules = os.environ.get("GOPEN_REWRITE")
+    rules = utils.variable("GOPEN_REWRITE")
     if rules is None:
         return url
     if is_secure():

@@ -71,6 +71,11 @@ _inherited: list[Placement] = []
 """Placement of the main process, in a spawned worker, which has no process group to detect it."""
 
 
+def variable(name: str) -> str | None:
+    """Return an environment variable, None if it is not set; no other module of the room reads them."""
+    return os.environ.get(name)
+
+
 def substitute_variables(url: str) -> str:
     """Replace each ``${X}`` in a URL by the environment variable ``WDS_X``.
 
@@ -87,7 +92,7 @@ def substitute_variables(url: str) -> str:
 
 def _value_of(match: re.Match[str]) -> str:
     name = f"WDS_{match[1]}"
-    value = os.environ.get(name)
+    value = variable(name)
     if value is None:
         raise OptionError(f"the URL names {match[0]}, but {name} is not set; export {name}")
     return value
@@ -118,7 +123,7 @@ def pytorch_worker_info(group: Any = None) -> tuple[int, int, int, int]:
         placement = Placement.detect()
         if placement.world_size == 1 and _inherited and get_worker_info() is not None:
             placement = _inherited[0]
-    worker, workers = os.environ.get("WORKER"), os.environ.get("NUM_WORKERS")
+    worker, workers = variable("WORKER"), variable("NUM_WORKERS")
     if worker is not None and workers is not None:
         return placement.rank, placement.world_size, int(worker), int(workers)
     info = get_worker_info()
