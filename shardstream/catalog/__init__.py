@@ -3,7 +3,6 @@
 from shardstream.catalog.class_names import Classes as Classes
 from shardstream.catalog.class_names import ClassNames as ClassNames
 from shardstream.catalog.class_names import StoredClassNames as StoredClassNames
-from shardstream.catalog.class_names import common_classes as common_classes
 from shardstream.catalog.class_names import find_difference as find_difference
 from shardstream.catalog.class_names import read_all_classes as read_all_classes
 from shardstream.catalog.class_names import read_classes as read_classes

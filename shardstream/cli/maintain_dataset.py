@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -199,8 +199,6 @@ def delete(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
-    if missing not in ("error", "ignore"):
-        raise typer.BadParameter("error or ignore", param_hint="--missing")
     is_file = any(key.lower().endswith(".txt") for key in keys or ())
     if keys and is_file and len(keys) > 1:
         raise typer.BadParameter("give one file, or keys", param_hint="--keys")
@@ -210,7 +208,7 @@ def delete(  # noqa: PLR0913  (the options of a command)
         where=where,
         numbers=None if numbers is None else _parse_numbers(numbers),
         version=version,
-        missing="ignore" if missing == "ignore" else "error",
+        missing=cast("Any", missing),  # checked there
         dry_run=dry_run,
         storage_options=parse_options(option, url),
     )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -375,7 +373,7 @@ def bench(  # noqa: PLR0913  (a command's options)
     if decode:
         dataset = dataset.decode(*decode)
     trials = []
-    with _progress() as update:
+    with terminal_bar("measuring") as update:
         for trial in _run_trials(dataset, workers=numbers, batch_size=batch_size, seconds=seconds):
             trials.append(trial)
             update(completed=len(trials), total=len(numbers))
@@ -386,15 +384,6 @@ def bench(  # noqa: PLR0913  (a command's options)
         _show_trials(trials, chosen)
     if plot is not None:
         _draw(trials, chosen, plot)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[..., None]]:
-    if not sys.stderr.isatty():
-        yield lambda **_: None
-        return
-    with terminal_bar("measuring") as update:
-        yield update
 
 
 def _show_trials(trials: Sequence[Trial], chosen: Trial) -> None:

@@ -18,14 +18,12 @@ from shardstream.cli.options import (
     parse_options,
     parse_version,
 )
-from shardstream.cli.terminal import aligned, printable, progress_bar, shortened
+from shardstream.cli.terminal import aligned, describe, printable, progress_bar, shortened
 from shardstream.errors import OptionError, StorageError, how_to_install, human_bytes, plural
 
 if TYPE_CHECKING:
     from shardstream.catalog import Listing
 
-_HEADINGS = ("shard", "samples", "size", "index")
-_RIGHT = frozenset({1, 2})
 _CLASSES_CHARACTERS = 100
 
 
@@ -81,13 +79,8 @@ def _list_all(splits: Mapping[str, Listing | None]) -> None:
 
 
 def _list(listing: Listing) -> None:
-    rows = _rows(listing)
-    if sys.stdout.isatty():
-        _print_table(rows)
-    else:
-        for line in aligned([_HEADINGS, *rows], right=_RIGHT):
-            typer.echo(line)
-    for line in _summary(listing):
+    rows = [("shard", "samples", "size", "index"), *_rows(listing)]
+    for line in (*aligned(rows, right=frozenset({1, 2})), *_summary(listing)):
         typer.echo(line)
 
 
@@ -153,8 +146,6 @@ def _extract(data: bytes, output: str) -> None:
 
 
 def _show(sample: dict[str, Any], field: str | None, class_name: str | None) -> None:
-    from shardstream.cli.terminal import describe  # noqa: PLC0415  (Pillow, numpy)
-
     if field is not None:
         typer.echo(describe(field, sample[field], limit=None))
         return
@@ -228,20 +219,6 @@ def _as_json(listing: Listing) -> dict[str, Any]:
             for shard in listing.shards
         ],
     }
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    from rich.box import SIMPLE_HEAD  # noqa: PLC0415  (50 ms that not every command needs)
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table(box=SIMPLE_HEAD)
-    for number, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="right" if number in _RIGHT else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
 
 
 def view(  # noqa: PLR0913  (the options of a command)

@@ -206,7 +206,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @contextmanager
 def terminal_bar(title: str, *columns: Any, **fields: Any) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on stderr while the block runs.
+    """Show a progress bar on stderr while the block runs, if that is a terminal.
 
     Args:
         title: Text before the bar.
@@ -216,6 +216,9 @@ def terminal_bar(title: str, *columns: Any, **fields: Any) -> Iterator[Callable[
     Yields:
         ``update(completed=, total=, **fields)``.
     """
+    if not sys.stderr.isatty():
+        yield lambda **_: None
+        return
     from rich.console import Console  # noqa: PLC0415  (50 ms that not every command needs)
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 

@@ -94,7 +94,7 @@ class RecordsFile:
     @property
     def record_type(self) -> np.dtype[np.void]:
         """Type of a record; a SHA-256 of zeros is unknown."""
-        return np.dtype([*_COLUMNS, ("name", f"S{self.name_bytes}")])
+        return _record_type(self.name_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

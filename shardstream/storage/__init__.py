@@ -85,6 +85,7 @@ from shardstream.storage.publish import part_record_name as part_record_name
 from shardstream.storage.publish import publish as publish
 from shardstream.storage.publish import publish_bytes as publish_bytes
 from shardstream.storage.publish import remove as remove
+from shardstream.storage.publish import remove_all as remove_all
 from shardstream.storage.response import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 from shardstream.storage.response import Cancellation as Cancellation
 from shardstream.storage.response import ErrorMeaning as ErrorMeaning

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from fsspec.asyn import AsyncFileSystem
@@ -27,6 +27,8 @@ from shardstream.storage.fsspec_clients import (
     HttpReader,
     HubReader,
     S3fsReader,
+    s3fs_session,
+    session_options,
 )
 from shardstream.storage.response import RangeReader
 from shardstream.storage.s3_http_client import S3HttpReader
@@ -81,12 +83,8 @@ class Timeouts:
         return self.retry_timeout_s + 2 * self.read_timeout_s
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("read_timeout_s", self.read_timeout_s),
-            ("retry_timeout_s", self.retry_timeout_s),
-        ):
-            given: object = value  # from storage options: of any type
-            if not isinstance(given, int | float) or not 0 < given < math.inf:
+        for name, value in asdict(self).items():  # from storage options: of any type
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise OptionError(f"{name} is a number of seconds over 0, not {value!r}")
 
 
@@ -112,6 +110,8 @@ class Clients:
         self.timeouts, given = _TIMEOUTS, options.keys() & asdict(_TIMEOUTS)
         if given:
             self.timeouts = Timeouts(**{name: self._options.pop(name) for name in given})
+        if "read_timeout" in (config := options.get("config_kwargs") or {}):
+            self.timeouts = replace(self.timeouts, read_timeout_s=config["read_timeout"])
         self._filesystem = filesystem
         self._opened: dict[tuple[str, bool], Any] = {}
         self._s3_reader: S3HttpReader | str | None = None
@@ -252,8 +252,6 @@ class Clients:
                 options = complete_s3fs_options(
                     options, cloud_variables(), self.timeouts.read_timeout_s if reading else None
                 )
-                from shardstream.storage.fsspec_clients import s3fs_session  # noqa: PLC0415
-
                 options["config_kwargs"].setdefault("http_session_cls", s3fs_session())
             elif protocol in HTTP:
                 options = self._http_options()
@@ -281,9 +279,6 @@ class Clients:
 
     def _http_options(self) -> dict[str, Any]:
         """Add limits to the options of an ``HTTPFileSystem``, which waits five minutes for a silent server."""
-        # fsspec needs aiohttp for HTTP alone
-        from shardstream.storage.fsspec_clients import session_options  # noqa: PLC0415
-
         client = session_options(self.timeouts.read_timeout_s)
         client |= self._options.get("client_kwargs") or {}
         return {**self._options, "client_kwargs": client}

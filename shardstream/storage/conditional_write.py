@@ -350,7 +350,7 @@ def _replace_local(
                 finally:
                     release_lock(lock)
         if time.monotonic() > deadline:
-            raise locked_error(parent_url(url), is_own_lock=False)
+            raise locked_error(parent_url(url))
         time.sleep(_pauses.uniform(0, _LOCK_POLL_S))
 
 

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -260,7 +260,10 @@ def _problem_and_remedy(advice: str, url: str) -> tuple[str, str]:
 
 def safe_cause(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
     """Return an error as a cause to show, or None if anything in its traceback shows a secret."""
-    text = _chain_text(_causes(error, with_context=True))
+    text = "\n".join(
+        f"{' '.join(kind.__name__ for kind in type(one).__mro__)}\n{one}"
+        for one in _causes(error, with_context=True)
+    )
     return error if remove_secrets(text, secrets) == text else None
 
 
@@ -284,13 +287,6 @@ def remove_secrets(text: str, secrets: tuple[str, ...]) -> str:
     for secret in secrets:
         text = text.replace(secret, "…")
     return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))
-
-
-def _chain_text(chain: Iterable[BaseException]) -> str:
-    parts: list[str] = []
-    for one in chain:
-        parts += (" ".join(kind.__name__ for kind in type(one).__mro__), str(one))
-    return "\n".join(parts)
 
 
 def _causes(error: BaseException, *, with_context: bool = False) -> list[BaseException]:

@@ -25,7 +25,7 @@ from shardstream.storage.publish import (
     open_pending,
     publish_bytes,
     release_lock,
-    remove,
+    remove_all,
     sync_folder,
     try_lock,
 )
@@ -132,7 +132,7 @@ class LocalFolder:
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while (token := try_lock(str(self._path), self.url)) is None:
             if time.monotonic() > deadline:
-                raise locked_error(self.url, is_own_lock=False)
+                raise locked_error(self.url)
             time.sleep(_LOCK_POLL_S)
         # Also when this object is garbage-collected: a writer that was never closed must not lock forever.
         self._unlock = weakref.finalize(self, release_lock, token)
@@ -254,10 +254,8 @@ class RemoteFolder:
         replace_if(self._storage, url, data, token)
 
     def remove(self, *names: str) -> None:
-        """Delete files, several at the same time: each waits for the server; a missing one is no error."""
-        with ThreadPoolExecutor(16, thread_name_prefix="shardstream-remove") as pool:
-            for done in [pool.submit(remove, self._storage, join_url(self.url, n)) for n in names]:
-                done.result()
+        """Delete files, several at the same time; a missing one is no error."""
+        remove_all(self._storage, [join_url(self.url, name) for name in names])
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed; unfinished uploads of it are dropped.

@@ -13,7 +13,8 @@ import re
 import tempfile
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -74,9 +75,10 @@ class PendingFile(ABC):
             StorageError: If that fails; an older file stays as it was.
         """
 
-    @abstractmethod
     def discard(self) -> None:
         """Drop the unfinished file; does nothing after `commit` or a second time."""
+        with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
+            self.stream.close()
 
 
 def open_pending(storage: Storage, url: str, *, is_only_writer: bool = False) -> PendingFile:
@@ -159,6 +161,13 @@ def remove(storage: Storage, url: str) -> None:
             sync_folder(Path(local).parent)
 
 
+def remove_all(storage: Storage, urls: Iterable[str]) -> None:
+    """Delete files, several at the same time: each waits for the server; a missing one is no error."""
+    with ThreadPoolExecutor(16, thread_name_prefix="shardstream-remove") as pool:
+        for done in [pool.submit(remove, storage, url) for url in urls]:
+            done.result()
+
+
 class LocalFile(PendingFile):
     """A file of this machine: written in the same folder under a temporary name, flushed to the disk and renamed."""
 
@@ -197,7 +206,7 @@ class LocalFile(PendingFile):
 
     def discard(self) -> None:
         """Delete the temporary file, if it was not committed."""
-        with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
+        with suppress(OSError):  # as above
             self.stream.close()
         self._part.unlink(missing_ok=True)
 
@@ -238,10 +247,6 @@ class _RemoteFile(PendingFile):
         sent = self._storage.info(self._url).size
         if sent != size:
             raise StorageError(f"{sent} of {size} bytes arrived; pack it again", shard=self._url)
-
-    def discard(self) -> None:
-        with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
-            self.stream.close()
 
 
 def sync_folder(folder: Path) -> None:
@@ -313,7 +318,10 @@ def try_lock(path: str, url: str, *, for_a_moment: bool = False) -> object | Non
                 return None
             if for_a_moment:
                 return _share_lock(folder)
-            raise locked_error(url, is_own_lock=True) from None
+            raise StorageError(
+                "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
+                shard=url,
+            ) from None
     _held[token] = None if for_a_moment else folder, handle
     return token
 
@@ -347,13 +355,8 @@ def release_lock(token: object) -> None:
     os.close(handle)
 
 
-def locked_error(url: str, *, is_own_lock: bool) -> StorageError:
-    """Return the error of a folder that another writer has locked."""
-    if is_own_lock:
-        return StorageError(
-            "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
-            shard=url,
-        )
+def locked_error(url: str) -> StorageError:
+    """Return the error of a folder that a writer of another process has locked."""
     return StorageError(
         "another pack or ShardWriter writes here; wait until it ends, or write elsewhere", shard=url
     )

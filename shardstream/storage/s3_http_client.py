@@ -14,8 +14,8 @@ import socket
 import ssl
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -47,12 +47,11 @@ _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _REGION = re.compile(r"<Region>([^<]{1,100})</Region>")
 
 
-class _Exchange(NamedTuple):
-    """A request that was sent."""
+class _Exchange:
+    """An open connection for one request and its response."""
 
-    server: Server
-    connection: socket.socket
-    request: RangeRequest
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.is_at_end = connection, False
 
 
 class _IdleConnections:
@@ -104,7 +103,17 @@ class S3HttpReader:
         return self._requests.send(upload.path, lambda: self._put(upload, body, transfer))
 
     def _read(self, request: RangeRequest, transfer: Transfer) -> RangeResponse:
-        return self._receive(self._send(request, transfer.left_s), transfer)
+        server, sent = self._requests.get(request)
+        with self._exchange(server, transfer) as exchange:
+            connection = exchange.connection
+            connection.sendall(sent)
+            head = receive_head(connection, transfer)
+            if head.status not in (200, 206):
+                raise receive_error(connection, head, transfer)
+            receive = _receive_chunked if head.is_chunked else _receive_sized
+            response, is_at_end = receive(connection, request, head, transfer)
+            exchange.is_at_end = is_at_end and not head.closes
+        return response
 
     def _size(self, path: str, transfer: Transfer) -> int | None:
         """Return the length of a file, which the response to a range has, in chunks or not."""
@@ -117,54 +126,32 @@ class S3HttpReader:
 
     def _put(self, upload: Upload, body: bytes, transfer: Transfer) -> str:
         server, request = self._requests.put(upload)
-        connection, is_reusable = self._idle_connection(server) or self._connect(server), False
+        with self._exchange(server, transfer) as exchange:
+            connection = exchange.connection
+            # A server may refuse a part, or name the region of its bucket, before the whole body has arrived, and close.
+            with suppress(ConnectionError, ssl.SSLEOFError):
+                connection.sendall(request)
+                connection.sendall(body)
+            head = receive_head(connection, transfer)
+            if head.status != http.HTTPStatus.OK:
+                raise receive_error(connection, head, transfer)
+            exchange.is_at_end = head.length == 0 and not head.rest and not head.closes
+        return head.headers.get("etag", "")
+
+    @contextmanager
+    def _exchange(self, server: Server, transfer: Transfer) -> Iterator[_Exchange]:
+        """Use an open connection, or a new one, until the response is not needed any more; keep it if it is at the end of that."""
+        exchange = _Exchange(self._idle_connection(server) or self._connect(server))
+        connection = exchange.connection
         try:
             with transfer.cancelled.ending(partial(end_receive, connection)):
                 connection.settimeout(transfer.left_s)
-                # A server may refuse a part, or name the region of its bucket, before the whole body has arrived, and close.
-                with suppress(ConnectionError, ssl.SSLEOFError):
-                    connection.sendall(request)
-                    connection.sendall(body)
-                head = receive_head(connection, transfer)
-                if head.status != http.HTTPStatus.OK:
-                    raise receive_error(connection, head, transfer)
-            is_reusable = head.length == 0 and not head.rest and not head.closes
+                yield exchange
         finally:
-            if is_reusable:
+            if exchange.is_at_end:
                 self._idle.by_server[server].append(connection)
             else:
                 connection.close()
-        return head.headers.get("etag", "")
-
-    def _send(self, request: RangeRequest, timeout_s: float) -> _Exchange:
-        """Send a request over an open connection, or a new one."""
-        server, head = self._requests.get(request)
-        connection = self._idle_connection(server) or self._connect(server)
-        try:
-            connection.settimeout(timeout_s)
-            connection.sendall(head)
-        except BaseException:
-            connection.close()
-            raise
-        return _Exchange(server, connection, request)
-
-    def _receive(self, exchange: _Exchange, transfer: Transfer) -> RangeResponse:
-        """Receive the response, and keep its connection if that is at the end of it."""
-        connection, is_reusable = exchange.connection, False
-        try:
-            with transfer.cancelled.ending(partial(end_receive, connection)):
-                head = receive_head(connection, transfer)
-                if head.status not in (200, 206):
-                    raise receive_error(connection, head, transfer)
-                receive = _receive_chunked if head.is_chunked else _receive_sized
-                response, is_at_end = receive(exchange, head, transfer)
-            is_reusable = is_at_end and not head.closes
-        finally:
-            if is_reusable:
-                self._idle.by_server[exchange.server].append(connection)
-            else:
-                connection.close()
-        return response
 
     def _idle_connection(self, server: Server) -> socket.socket | None:
         """Return an open connection that the server has not closed; None if there is none."""
@@ -193,14 +180,13 @@ def _close_all(idle: Mapping[Server, list[socket.socket]]) -> None:
 
 
 def _receive_sized(
-    exchange: _Exchange, head: ResponseHead, transfer: Transfer
+    connection: socket.socket, request: RangeRequest, head: ResponseHead, transfer: Transfer
 ) -> tuple[RangeResponse, bool]:
     """Receive a body of a known length; return it, and whether the connection is at its end.
 
     Raises:
         StorageError: If the server sends other bytes than the requested ones.
     """
-    request = exchange.request
     facts = request.check_head(head.status, head.headers)
     if head.length is None:
         raise StorageError(
@@ -212,20 +198,17 @@ def _receive_sized(
         raise ranges_ignored_error(request.path, request.start)
     wanted = int(min(head.length, request.limit_bytes))
     body = np.empty(wanted, np.uint8).data  # not filled with zeros first
-    got, error = receive_body(exchange.connection, head.rest, body, transfer)
+    got, error = receive_body(connection, head.rest, body, transfer)
     response = RangeResponse(data=body[:got], size=facts.size, version=facts.version, error=error)
     return response, got == head.length >= len(head.rest)
 
 
 def _receive_chunked(
-    exchange: _Exchange, head: ResponseHead, transfer: Transfer
+    connection: socket.socket, request: RangeRequest, head: ResponseHead, transfer: Transfer
 ) -> tuple[RangeResponse, bool]:
     """Receive a body in chunks, as `_receive_sized`."""
-    request = exchange.request
     facts = request.check_head(head.status, head.headers)
-    data, is_whole, error = receive_chunks(
-        exchange.connection, head.rest, request.limit_bytes, transfer
-    )
+    data, is_whole, error = receive_chunks(connection, head.rest, request.limit_bytes, transfer)
     if request.end is not None and len(data) > request.limit_bytes:
         raise ranges_ignored_error(request.path, request.start)
     return RangeResponse(data=data, size=facts.size, version=facts.version, error=error), is_whole

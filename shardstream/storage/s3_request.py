@@ -91,7 +91,6 @@ class S3Settings:
         requester_pays: Send the header by which the reader pays.
         verify: False accepts any certificate; a string is the path of a certificate to trust.
         connect_s: Limit of the time to connect.
-        read_timeout_s: Limit of the time without a byte.
     """
 
     region: str
@@ -102,7 +101,6 @@ class S3Settings:
     requester_pays: bool = False
     verify: bool | str = True
     connect_s: float = 10.0
-    read_timeout_s: float = 20.0
 
 
 def cloud_variables() -> Mapping[str, str]:
@@ -155,7 +153,6 @@ def parse_s3_options(
             f"the endpoint of S3 is a URL, not {endpoint!r}; begin AWS_ENDPOINT_URL, or endpoint_url, "
             "with http:// or https://"
         )
-    read_s = float(config.get("read_timeout") or read_timeout_s)
     return S3Settings(
         region=region,
         endpoint=endpoint,
@@ -164,8 +161,7 @@ def parse_s3_options(
         virtual_hosts=style == "virtual" or (style == "auto" and not endpoint),
         requester_pays=bool(options.get("requester_pays")),
         verify=client.get("verify", _trusted_file(variables) or True),
-        connect_s=float(config.get("connect_timeout") or min(10.0, read_s)),
-        read_timeout_s=read_s,
+        connect_s=float(config.get("connect_timeout") or min(10.0, read_timeout_s)),
     )
 
 

@@ -11,7 +11,6 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +40,7 @@ from shardstream.storage import (
     join_url,
     publish_bytes,
     remove,
+    remove_all,
 )
 from shardstream.versions.history import read_current, read_kept
 from shardstream.versions.publish_version import (
@@ -53,7 +53,6 @@ from shardstream.versions.publish_version import (
 _log = get_logger(__name__)
 
 _DAY_S = 24 * 3600.0
-_THREADS = 16
 _MANIFEST = re.compile(rf"{VERSIONS_FOLDER}/(\d{{6,18}})\.json")
 _FILE = re.compile(rf"(?:shards|keys)-[0-9a-f]{{16}}\.npy|{VERSIONS_FOLDER}/gc-[0-9a-f]{{12}}")
 
@@ -136,7 +135,7 @@ def gc(
         batches = _unneeded(listed, current, needed, now, folder, storage)
         if not dry_run:
             for names in batches:
-                _delete([listed[name].url for name in names], storage)
+                remove_all(storage, [listed[name].url for name in names])
     files = [name for names in batches for name in names]
     return GcReport(
         removed=sorted({*before.dataset_version.kept_numbers} - {*kept, current.number}),
@@ -337,10 +336,3 @@ def _is_of_killed_writer(name: str) -> bool:
             or _is_of_killed_writer(final)
         )
     return is_numbers_name(name) or is_replaced_name(name) or _FILE.fullmatch(name) is not None
-
-
-def _delete(urls: Sequence[str], storage: Storage) -> None:
-    """Delete files, several at a time."""
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-gc") as pool:
-        for done in [pool.submit(remove, storage, url) for url in urls]:
-            done.result()

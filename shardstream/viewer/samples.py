@@ -16,37 +16,18 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import (
-    Classes,
     ShardCatalog,
-    common_classes,
     lacks_index,
-    read_all_classes,
     stream_samples,
 )
 from shardstream.catalog import (
     open_samples as open_by_number,
 )
-from shardstream.errors import (
-    OptionError,
-    ShardStreamError,
-)
+from shardstream.errors import OptionError, ShardStreamError
 from shardstream.fetch import coalesce
-from shardstream.format import (
-    Buffer,
-    Group,
-    iter_groups,
-    iter_members,
-    read_sample,
-)
+from shardstream.format import Buffer, Group, iter_groups, iter_members, read_sample
 from shardstream.samples import Join, Numbers, RowSamples, Samples, View, WithoutDeleted
-from shardstream.storage import (
-    LocatedShards,
-    Storage,
-    Urls,
-    folder_of_manifest,
-    is_compressed,
-    locate_shards,
-)
+from shardstream.storage import LocatedShards, Storage, Urls, is_compressed, locate_shards
 
 FIELD_LIMIT_BYTES = 256 << 20
 """Largest field that is read to be shown."""
@@ -56,7 +37,6 @@ _HEAD_BYTES = 4096  # read at once from a header on, so that a small body comes 
 _KEPT_BYTES = 256 << 20
 _KEPT_SAMPLES = 20_000
 _STREAMED, _STREAMED_BYTES = 200, 64 << 20
-_CLASS_FOLDERS = 100
 # A person waits: a store that does not answer is reported after seconds, not after a minute.
 _TIMEOUTS = {"read_timeout_s": 10, "retry_timeout_s": 10}
 
@@ -467,19 +447,6 @@ def _with_fields(one: Shown, other: Shown, names: Collection[str], catalog: Shar
         bodies=kept | {name: body for name, body in other.bodies.items() if name in new},
         shards={**one.shards, **dict.fromkeys(new, shard)},
     )
-
-
-def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None:
-    """Return the names of the classes, as `ClassNames` does; None if there are none, or folders differ.
-
-    Of many folders the first 100 are read.
-
-    Raises:
-        StorageError: If a folder cannot be read.
-    """
-    manifest = located.manifest_url
-    found = {} if manifest is None else read_all_classes([folder_of_manifest(manifest)], storage)
-    return common_classes(found or read_all_classes(located.folders[:_CLASS_FOLDERS], storage))
 
 
 def _parse(data: memoryview, place: Place) -> Shown:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import Classes
+from shardstream.catalog import Classes, StoredClassNames
 from shardstream.display import (
     Picture,
     choose_thumbnail,
@@ -50,7 +50,6 @@ from shardstream.viewer.samples import (
     Shown,
     ViewedSamples,
     open_samples,
-    read_class_names,
 )
 
 _log = get_logger(__name__)
@@ -143,7 +142,7 @@ class Session:
     def classes(self) -> Classes | None:
         """Names of the classes; None if there are none, or datasets differ."""
         try:
-            return read_class_names(self.samples.located, self.samples.storage)
+            return StoredClassNames(self.samples.located, self.samples.storage).names
         except ShardStreamError as error:
             _log.warning("the class names are unknown: %s", error)
             return None

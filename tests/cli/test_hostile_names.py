@@ -60,7 +60,6 @@ def test_output_contains_only_printable_characters(
     main([command[0], folder, *command[1:]])
     shown = capsys.readouterr()
     text = (shown.out + shown.err).replace("\n", "")
-    text = text.replace("\x1b[1m", "").replace("\x1b[0m", "")  # table headings
     assert text.isprintable(), [one for one in text if not one.isprintable()]
     assert "Traceback" not in text
 

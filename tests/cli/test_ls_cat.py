@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,18 +86,6 @@ def test_ls_of_a_damaged_first_shard_still_lists(
     (tmp_path / "a.tar").write_text("no tar")
     assert main(["ls", str(tmp_path)]) == 0
     assert "fields: none" in capsys.readouterr().out
-
-
-def test_ls_prints_a_table_on_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "[red]x.tar").write_bytes(tar_bytes(samples(0, 1)))
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["ls", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "─" in out
-    assert "[red]x.tar" in out
 
 
 def test_cat_shows_each_kind_of_field(mixed: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,12 +53,12 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"endpoint_url": "http://o"}, {}, {"virtual_hosts": False}),
         ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, {}, {"virtual_hosts": False}),
         ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {}, {"virtual_hosts": True}),
-        ({"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}}, {}, {"connect_s": 3.0, "read_timeout_s": 4.0}),
+        ({"config_kwargs": {"connect_timeout": 3}}, {}, {"connect_s": 3.0}),
         ({}, {"AWS_CA_BUNDLE": "/ca.pem"}, {"verify": "/ca.pem"}),
         ({}, {"SSL_CERT_FILE": "/b.pem"}, {"verify": "/b.pem"}),
         ({}, {"AWS_CA_BUNDLE": "/ca.pem", "SSL_CERT_FILE": "/b.pem"}, {"verify": "/ca.pem"}),
         ({"client_kwargs": {"verify": False}}, {"AWS_CA_BUNDLE": "/ca.pem"}, {"verify": False}),
-        ({"use_listings_cache": False, "default_block_size": 1}, {}, {"read_timeout_s": 20.0}),
+        ({"use_listings_cache": False, "default_block_size": 1}, {}, {"connect_s": 10.0}),
     ],
 )  # fmt: skip
 def test_options_win_over_variables(
@@ -111,6 +111,7 @@ def test_timeouts_reach_s3fs_unless_the_user_sets_them() -> None:
     assert (config["connect_timeout"], config["read_timeout"]) == (5, 7)
     assert config["request_checksum_calculation"] == "when_required"
     assert "read_timeout" not in complete_s3fs_options({}, {}, read_timeout_s=None)["config_kwargs"]
+    assert Storage({"config_kwargs": {"read_timeout": 7}}).timeouts.read_timeout_s == 7
 
 
 def test_aws_region_is_passed_to_s3fs() -> None:
