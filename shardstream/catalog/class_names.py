@@ -97,7 +97,7 @@ def common_classes(found: Mapping[str, Classes]) -> Classes | None:
     return max(found.values(), key=len)
 
 
-def warn_of_difference(found: Mapping[str, Classes], *, stacklevel: int = 3) -> None:
+def warn_of_difference(found: Mapping[str, Classes]) -> None:
     """Warn where datasets that are read together number their classes differently."""
     difference = find_difference(found)
     if difference is not None:
@@ -105,7 +105,7 @@ def warn_of_difference(found: Mapping[str, Classes], *, stacklevel: int = 3) -> 
             f"class numbers differ: {shown(redact(difference))}. One value of 'cls' means several classes; "
             "pack again with one list of names (shardstream pack --classes), or silence this if your steps renumber them",
             ClassesWarning,
-            stacklevel=stacklevel,
+            stacklevel=3,
         )
 
 

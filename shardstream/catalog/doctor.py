@@ -24,7 +24,7 @@ from shardstream.catalog.inspect import Listing, list_shards, read_one
 from shardstream.errors import ShardStreamError, how_to_install, human_bytes, plural
 from shardstream.format import ShardInfo
 from shardstream.process import num_cores
-from shardstream.storage import Storage, protocol_of
+from shardstream.storage import Storage, find_endpoint, protocol_of
 
 Level = Literal["ok", "warning", "error"]
 
@@ -236,9 +236,7 @@ def _server(url: str, options: Mapping[str, Any]) -> str | None:
         return url
     if protocol_of(url) != "s3":
         return None
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-    server = options.get("endpoint_url") or next(filter(None, map(os.environ.get, names)), None)
-    server = server or "https://s3.amazonaws.com"
+    server = find_endpoint(options, os.environ) or "https://s3.amazonaws.com"
     return server if server.startswith(("http://", "https://")) else None
 
 

@@ -107,7 +107,6 @@ def list_shards(
     *,
     version: int | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
 ) -> Listing:
     """List the shards of a dataset from its manifest, or from the names and sizes of its files.
 
@@ -117,7 +116,6 @@ def list_shards(
         urls: A folder, a manifest, a pattern, a tar or a list.
         version: Number or tag of a version of the dataset; by default the current one.
         storage_options: ``storage_options`` of fsspec.
-        filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Raises:
         OptionError: If the list of URLs is empty, or there is no such version.
@@ -125,7 +123,7 @@ def list_shards(
         StorageError: If nothing is found, or the place cannot be reached.
         ManifestError: If the manifest is invalid.
     """
-    storage = Storage(storage_options, filesystem)
+    storage = Storage(storage_options)
     located = locate_shards(urls, storage, version)
     name, fields = "", dict[str, int | None]()
     if located.manifest_url is not None:
@@ -171,17 +169,13 @@ def read_columns(
 
 
 def list_splits(
-    folder: str,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
+    folder: str, *, storage_options: Mapping[str, Any] | None = None
 ) -> dict[str, Listing | None]:
     """List the datasets in the folders directly under one that has no shards itself: the splits of a pack.
 
     Args:
         folder: URL of the folder.
         storage_options: ``storage_options`` of fsspec.
-        filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Returns:
         Name of the folder -> its dataset, None where that is not finished; sorted. Empty if the folder is missing or has
@@ -191,7 +185,7 @@ def list_splits(
         StorageError: If the folder cannot be reached.
         ManifestError: If a manifest is invalid.
     """
-    storage = Storage(storage_options, filesystem)
+    storage = Storage(storage_options)
     try:
         files, folders = storage.list_folder(folder)
     except NotFoundError:
@@ -203,9 +197,7 @@ def list_splits(
     for name, url in child_folders.items():
         if _holds_shards(storage.list_folder(url)[0]):
             try:
-                splits[name] = list_shards(
-                    url, storage_options=storage_options, filesystem=filesystem
-                )
+                splits[name] = list_shards(url, storage_options=storage_options)
             except UnfinishedError:
                 splits[name] = None
     return splits
@@ -228,14 +220,13 @@ def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None)
     return names[int(number)] if int(number) < len(names) else None
 
 
-def read_one(  # noqa: PLR0913  (keywords)
+def read_one(
     urls: Urls,
     *,
     version: int | str | None = None,
     number: int | None = None,
     key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> Sample:
     """Read one sample, by its number in the dataset or by its key.
@@ -250,7 +241,6 @@ def read_one(  # noqa: PLR0913  (keywords)
         key: Value of ``__key__``; the first sample with it is returned.
         version: Number or tag of a version of the dataset; by default the current one.
         storage_options: ``storage_options`` of fsspec.
-        filesystem: An fsspec file system to use instead of looking one up by protocol.
         progress: Called with bytes done and bytes in all of a search by key, after each shard.
 
     Raises:
@@ -261,7 +251,7 @@ def read_one(  # noqa: PLR0913  (keywords)
     """
     if (number is None) == (key is None):
         raise OptionError("pass the number of a sample or its key, not both")
-    storage = Storage(storage_options, filesystem)
+    storage = Storage(storage_options)
     located = locate_shards(urls, storage, version)
     if number is None and (located.deleted or (located.version or FIRST_VERSION).replaced):
         found, _ = samples_with_keys(open_samples(located, storage), [key or ""])

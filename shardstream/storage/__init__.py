@@ -97,6 +97,7 @@ from shardstream.storage.row_file import RowFile as RowFile
 from shardstream.storage.row_file import TemporaryFile as TemporaryFile
 from shardstream.storage.row_file import sort_rows as sort_rows
 from shardstream.storage.s3_request import complete_s3fs_options as complete_s3fs_options
+from shardstream.storage.s3_request import find_endpoint as find_endpoint
 from shardstream.storage.s3_request import parse_s3_options as parse_s3_options
 from shardstream.storage.store import FileInfo as FileInfo
 from shardstream.storage.store import Storage as Storage

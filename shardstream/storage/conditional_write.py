@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from shardstream.errors import (
@@ -139,7 +140,6 @@ def update_file(
     change: Callable[[bytes | None], bytes | None],
     *,
     is_done: Callable[[bytes], bool] | None = None,
-    tries: int = 1000,
     timeout_s: float = _TIMEOUT_S,
 ) -> bytes | None:
     """Change a small file; return the bytes that were written.
@@ -152,7 +152,6 @@ def update_file(
         change: Returns the new bytes, which no other writer sends, for the present ones (None: no file); None to write nothing.
         is_done: Returns whether bytes that another writer published go on from those that ``change`` returned last. It is asked only if the
             response to a write was lost and the file replaced since. Without it that is an error, because the change could be made twice.
-        tries: Limit of the attempts.
         timeout_s: Time after which no attempt begins, and to wait for the lock of a local folder, in seconds.
 
     Returns:
@@ -170,7 +169,7 @@ def update_file(
             stacklevel=2,
         )
     deadline = time.monotonic() + timeout_s
-    for number in range(tries):
+    for number in count():
         data, token = _apply(storage, url, change)
         if data is None:
             return None

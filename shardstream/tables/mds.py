@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.codecs import decode_json
+from shardstream.codecs import decode_json, import_extra
 from shardstream.errors import (
     ManifestError,
     OptionError,
     ShardError,
     describe_error,
     get_logger,
-    how_to_install,
 )
 from shardstream.samples import Numbers
 from shardstream.storage import FileInfo, FileVersions, Storage, join_url, parent_url
@@ -230,10 +229,7 @@ def _decompressed(data: bytes, compression: str | None, raw_bytes: int) -> bytes
     if not name:
         return data
     if name == "zstd":
-        try:
-            import zstandard  # noqa: PLC0415  (an extra)
-        except ImportError as error:
-            raise OptionError(f"zstd needs one more package: {how_to_install('zstd')}") from error
+        zstandard = import_extra("zstandard", extra="zstd", purpose="reading MDS in zstd")
         try:
             with zstandard.ZstdDecompressor().stream_reader(data) as stream:
                 return bytes(stream.read(raw_bytes + 1))
