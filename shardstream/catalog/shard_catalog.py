@@ -23,6 +23,7 @@ from shardstream.format import (
     OFFSET_BYTES,
     Buffer,
     Offsets,
+    ReadAt,
     Sample,
     ShardInfo,
     TarDiagnostics,
@@ -33,6 +34,7 @@ from shardstream.format import (
     decode_index,
     empty_tar,
     fingerprint,
+    has_usual_end,
     read_sample,
     scan_shard,
 )
@@ -235,7 +237,7 @@ class ShardCatalog(Catalog):
         if not is_known:  # only its index tells its end
             at = OFFSET_BYTES * (info.nsamples or 0)
             end = self._storage.read(info.index_url, at, at + OFFSET_BYTES)
-            check_end(tar, int.from_bytes(end, "little"), url)
+            check_end(_reader_of(tar), int.from_bytes(end, "little"), len(tar), url)
         if self._verified_reader is not None:
             self._verified_reader.check_file(shard, path, tar)
         self._mmap_pool.keep(shard, tar)
@@ -433,12 +435,29 @@ class ShardCatalog(Catalog):
         for attempts_left in reversed(range(_INDEX_TRIES)):
             data = self._storage.read(url, start, end, **hints)
             try:
-                return _checked(data, shard, is_whole=places is None)
+                offsets = _checked(data, shard, is_whole=places is None)
             except IndexMismatchError:
                 if not attempts_left:
                     raise
                 self._storage.forget(url, start, end)
+                continue
+            has_end = places is None or end == size
+            if has_end and not (self.is_local or self._are_listed):
+                self._check_end(shard, int(offsets[-1]))
+            return offsets
         raise AssertionError  # for the type checker: the last attempt returns or raises
+
+    def _check_end(self, shard: ShardInfo, end: int) -> None:
+        """Look for samples after the end of an index, where the size in a listing leaves room for some; `map_shard` looks in each local tar."""
+        size = shard.filesize or 0
+        if not has_usual_end(end, size):
+            read = self._storage.read
+            check_end(
+                lambda at, length: read(shard.url, at, min(at + length, size), size=size),
+                end,
+                size,
+                shard.url,
+            )
 
     def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
         """Return a shard with its count and size; scan a local tar that has no index."""
@@ -456,12 +475,7 @@ class ShardCatalog(Catalog):
             )
         tar = map_file(path, shard.url)
         diagnostics = TarDiagnostics()
-        scan = scan_shard(
-            lambda at, size: tar[at : at + size],
-            end=len(tar),
-            shard=shard.url,
-            diagnostics=diagnostics,
-        )
+        scan = scan_shard(_reader_of(tar), end=len(tar), shard=shard.url, diagnostics=diagnostics)
         diagnostics.warn(shard.url)
         nsamples, filesize = len(scan.keys), len(tar)
         if shard.nsamples not in (None, nsamples):
@@ -477,6 +491,10 @@ def _chunk_slice(chunk: IndexChunk) -> slice:
     """Return the places of a chunk's offsets in those of its shard; the last is the end of its last sample."""
     first = chunk.number * INDEX_CHUNK_SAMPLES
     return slice(first, first + INDEX_CHUNK_SAMPLES + 1)
+
+
+def _reader_of(tar: Buffer) -> ReadAt:
+    return lambda at, size: bytes(tar[at : at + size])
 
 
 def _check_count(shard: ShardInfo) -> None:

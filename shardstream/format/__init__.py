@@ -47,6 +47,7 @@ from shardstream.format.index import decode_index as decode_index
 from shardstream.format.index import decode_member_index as decode_member_index
 from shardstream.format.index import encode_index as encode_index
 from shardstream.format.index import encode_member_index as encode_member_index
+from shardstream.format.index import has_usual_end as has_usual_end
 from shardstream.format.index import num_samples as num_samples
 from shardstream.format.index import scan_members as scan_members
 from shardstream.format.index import scan_shard as scan_shard

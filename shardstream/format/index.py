@@ -20,7 +20,7 @@ from shardstream.format.names import is_meta_name, split_member_name
 from shardstream.format.samples import iter_groups
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,
-    Buffer,
+    RECORD_BYTES,
     Member,
     ReadAt,
     TarDiagnostics,
@@ -96,17 +96,31 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
         )
 
 
-def check_end(tar: Buffer, end: int, url: str) -> None:
+def has_usual_end(end: int, size: int) -> bool:
+    """Return whether a tar of a size can end with its last sample: two empty blocks follow, which many programs pad to a record.
+
+    >>> has_usual_end(3072, 4096), has_usual_end(3072, 10240), has_usual_end(3072, 8192)
+    (True, True, False)
+    """
+    smallest = end + 2 * BLOCK_BYTES
+    return size <= smallest or size == -smallest // RECORD_BYTES * -RECORD_BYTES
+
+
+def check_end(read: ReadAt, end: int, size: int, url: str) -> None:
     """Check that a tar has no members of samples after the end of its index.
+
+    Args:
+        read: Reads bytes of the tar.
+        end: The end of its index.
+        size: Its size.
+        url: Its URL, for messages.
 
     Raises:
         IndexMismatchError: If it has.
         ShardError: If it is damaged there.
     """
-    if any(tar[end : end + BLOCK_BYTES]):  # seldom: such as a README
-        members = iter_members(
-            lambda at, size: bytes(tar[at : at + size]), start=end, end=len(tar), shard=url
-        )
+    if any(read(end, BLOCK_BYTES)):  # seldom: such as a README
+        members = iter_members(read, start=end, end=size, shard=url)
         if next(iter_groups(members, shard=url), None) is not None:
             raise _mismatch("the tar has more samples than its index, or was written again", url)
 

@@ -34,7 +34,7 @@ _AGAIN = "fetch or write the shard again"
 _HEADER_TEXT_LIMIT_BYTES = 1 << 20
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
 _ADLER_BASE = 65521
-_RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in units of this size, the last one padded
+RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in units of this size, the last one padded
 _TAIL_CHUNK_BYTES = 1 << 20
 _SIZE_LIMIT_BYTES = 1 << 60  # of one member: sums of offsets stay below 2**63
 _NAME_LIMIT = 1 << 16  # characters; Linux accepts paths of 4,096 bytes
@@ -281,7 +281,7 @@ def iter_whole(
 
 def _check_tail(read: ReadAt, diagnostics: TarDiagnostics, shard: str) -> None:
     position = diagnostics.stop + BLOCK_BYTES
-    record_end = (position // _RECORD_BYTES + 1) * _RECORD_BYTES
+    record_end = (position // RECORD_BYTES + 1) * RECORD_BYTES
     while chunk := read(position, _TAIL_CHUNK_BYTES):
         rest = chunk.lstrip(b"\0")
         for at in range(len(chunk) - len(rest) & -BLOCK_BYTES, len(chunk), BLOCK_BYTES):

@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 import operator
+import re
 import reprlib
 import sys
 import zipfile
@@ -95,7 +96,10 @@ def _encode_int(field: str, value: object) -> bytes:
 
 def _encode_json(field: str, value: object) -> bytes:
     try:
-        return _JSON.encode(value).encode()
+        text = _JSON.encode(value)
+        if _has_other_keys(text):
+            json.loads(text, object_pairs_hook=_refuse_repeated)
+        return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise SampleError(
             f"JSON cannot hold this value: {error}; give numbers, text, lists and dicts, None for a missing number",
@@ -160,6 +164,14 @@ def _to_json(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON serialisable")
 
 
+def _refuse_repeated(pairs: list[tuple[str, object]]) -> None:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("two keys have one text, such as 1 and '1'")
+
+
+# Keys that may have been no text. A search takes a third as long as to encode short values; to decode all takes longer than that.
+_has_other_keys = re.compile(r'"(?:-?\d[\d.e+-]*|true|false|null)":').search
+
 # `json.dumps` makes one for each value, which takes as long as to encode a short one.
 _JSON = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_to_json
@@ -181,6 +193,8 @@ def encode_npz(field: str, value: object, compression: int = zipfile.ZIP_STORED)
     if not isinstance(value, Mapping):
         raise _wrong_type_error(field, value, "a dict of arrays or bytes")
     arrays = {str(name): _to_array(field, array) for name, array in value.items()}
+    if len(arrays) < len(value):
+        raise SampleError("two arrays have one name, such as 1 and '1'; rename one", field=field)
     buffer = io.BytesIO()
     # As np.savez, which takes no array called "file". The date is 1980-01-01, so equal arrays give equal bytes.
     with zipfile.ZipFile(buffer, "w", compression) as archive:

@@ -263,8 +263,11 @@ def _split_job(plan: PackPlan, request: PackRequest, cut: _Cut, call: str, split
     )
     if request.base is None:
         return job
-    folder = request.base.folder_for(job.run[:16])
-    return replace(job, names=replace(job.names, folder=folder))
+    folder, limits = request.base.folder_for(job.run[:16]), request.limits
+    if limits.num_classes is not None:  # the source may name more
+        named = plan.task.options["append"]["classes"].values()
+        limits = replace(limits, num_classes=max([limits.num_classes - 1, *named]) + 1)
+    return replace(job, names=replace(job.names, folder=folder), limits=limits)
 
 
 def _identity(plan: PackPlan) -> str:

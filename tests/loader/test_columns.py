@@ -18,6 +18,7 @@ from shardstream.errors import (
     SampleError,
     UnfinishedError,
 )
+from shardstream.testing import make_shards
 from tests.small_datasets import flat, grouped, labels, take
 
 COUNT = 100
@@ -515,6 +516,17 @@ def test_columns_of_a_shard_that_was_written_again_with_as_many_bytes_are_refuse
                 ss.ShardDataset(copy, **choice)
         shutil.copy(Path(folder) / name, copy)
     assert len(ss.ShardDataset(copy, where="cls = 3")) == len(rows) // 10
+
+
+def test_one_shard_of_many_that_was_written_again_is_refused(tmp_path: Path) -> None:
+    def make(name: str, first: int) -> Path:
+        new = ({"__key__": f"{first + n:04d}", "cls": n % 10} for n in range(40))
+        return Path(make_shards(tmp_path / name, samples=new, per_shard=1, columns=["cls"]))
+
+    old, new = make("old", 0), make("new", 5000)
+    shutil.copy(new / "000021.tar", old)
+    with pytest.raises(IndexMismatchError, match="'0021', the shard with '5021'"):
+        ss.ShardDataset(old, where="cls = 3")
 
 
 def test_columns_are_part_of_the_commands(folder: str, tmp_path: Path, capsys: Any) -> None:

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
 import shardstream as ss
+from shardstream.catalog import ShardCatalog
 from shardstream.errors import ChangedError, IndexMismatchError
 from shardstream.storage import FileVersions
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -204,6 +207,26 @@ def test_local_shard_that_grew_after_its_index_is_an_error_without_a_manifest(
             tar.add(__file__, name)
     with pytest.raises(IndexMismatchError, match=r"more samples than its index.*\.tar"):
         list(ss.ShardDataset([*listed, folder]))
+
+
+@pytest.mark.parametrize("chunk", [8192, 7], ids=["small indexes", "large indexes"])
+def test_remote_shard_that_grew_after_its_index_is_an_error_without_a_manifest(
+    chunk: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the tar in the listing tells; what fits in the padding of a tar, up to 10 KiB, is not seen."""
+    set_limits(monkeypatch, ShardCatalog, INDEX_CHUNK_SAMPLES=chunk)
+    memory, url = fsspec.filesystem("memory"), f"memory://{uuid.uuid4().hex}"
+    (folder / "index.json").unlink()
+    last = max(folder.glob("*.tar"))
+    for name, count in (("README", 20), ("new.txt", 1)):
+        memory.put(f"{folder}/", f"{url}/", recursive=True)
+        assert len([*ss.ShardDataset(url)]) == NSAMPLES
+        with tarfile.open(last, "a") as tar:  # which pads the tar
+            for _ in range(count):
+                tar.add(__file__, name)
+    memory.put(f"{folder}/", f"{url}/", recursive=True)
+    with pytest.raises(IndexMismatchError, match=r"more samples than its index.*\.tar"):
+        list(ss.ShardDataset(url))
 
 
 def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:

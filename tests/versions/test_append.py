@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
+from shardstream.errors import (
+    OptionError,
+    ShardStreamError,
+    SourceError,
+    StorageError,
+    UnfinishedError,
+)
 from shardstream.format import decode_manifest, is_records_name
 from shardstream.storage import LocalFolder, is_part_record
 from shardstream.tasks import LocalExecutor, Parts
@@ -439,6 +445,25 @@ def test_class_numbers_of_another_dataset_are_compared(tmp_path: Path) -> None:
         ss.pack(ss.ShardDataset(other), url, append=True)
     ss.pack(ss.ShardDataset(longer), url, append=True)
     assert names(url) == ("bee", "cat", "dog")
+
+
+def write_all(new: Any, url: str, *, append: bool) -> None:
+    with ss.ShardWriter(url, append=append) as writer:
+        for sample in new:
+            writer.write(sample)
+
+
+@pytest.mark.parametrize("write", [write_all, ss.pack])
+def test_class_numbers_without_names_are_refused(write: Any, tmp_path: Path) -> None:
+    url = make_shards(tmp_path / "data", samples=samples(0, 3))
+    (tmp_path / "data/classes.json").write_text('["a", "b", "c"]')
+    write([{**samples(3, 4)[0], "cls": -1}], url, append=True)
+    new = [{**samples(4, 5)[0], "cls": 2}, *samples(5, 7)]
+    with pytest.raises(ShardStreamError, match="class 5 has no name: .* has 3 names.*000005"):
+        write(new, url, append=True)
+    assert numbers(url) == [0, 1, 2, -1]
+    assert len(ss.pack(new, url, append=True, on_error="skip").skipped) == 2
+    assert numbers(url) == [0, 1, 2, -1, 2]
 
 
 def test_a_writer_that_is_too_late_numbers_its_classes_anew(tmp_path: Path) -> None:

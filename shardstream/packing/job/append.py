@@ -24,6 +24,7 @@ from shardstream.format import (
     extend_binary,
 )
 from shardstream.packing.job.key_hashes import KnownSamples, NewKeys
+from shardstream.packing.shards.part_writer import WriterOptions
 from shardstream.storage import (
     AllIndexed,
     LazyShards,
@@ -89,6 +90,11 @@ class Base:
                 shard=self.url,
             )
         return asked
+
+    def limits_for(self, asked: WriterOptions) -> WriterOptions:
+        """Return the limits of the new shards, with columns and the number of classes of the dataset (see `columns_for`)."""
+        num_classes = None if self.classes is None else len(self.classes)
+        return replace(asked, columns=self.columns_for(asked.columns), num_classes=num_classes)
 
     def folder_for(self, token: str) -> str:
         """Return the URL of the folder of the new shards."""

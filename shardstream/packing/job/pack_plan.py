@@ -94,8 +94,7 @@ class PackRequest:
         if self.split:
             raise _splits_error(tuple(self.split), ShardNames.parse(self.dest).folder)
         base = read_base(ShardNames.parse(self.dest).folder, Storage(self.writing))
-        limits = replace(self.limits, columns=base.columns_for(self.limits.columns))
-        return replace(self, base=base, limits=limits)
+        return replace(self, base=base, limits=base.limits_for(self.limits))
 
     def with_absolute_paths(self) -> PackRequest:
         """Return the request for a process with another current folder."""

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardstream.errors import OptionError, SampleError, get_logger
+from shardstream.errors import OptionError, SampleError, get_logger, plural
 from shardstream.format import (
+    CLASSES_NAME,
     END_OF_ARCHIVE,
     INDEX_SUFFIX,
     OFFSET_BYTES,
@@ -77,6 +78,17 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
             _plain_fields.add(name)
             is_checked = True
     return encode_members(f"{key}.", fields)
+
+
+def _check_class(key: str, data: bytes, num_classes: int) -> None:
+    """Refuse a class number without a name."""
+    if data.strip().isdigit() and int(data) >= num_classes:
+        raise SampleError(
+            f"class {int(data)} has no name: {CLASSES_NAME} of the dataset has {plural(num_classes, 'name')}; correct the number, or add the name "
+            "there, or by classes= (--classes) of pack",
+            key=key,
+            field="cls",
+        )
 
 
 class TarShard:
@@ -180,12 +192,13 @@ class TarShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """Limits of a shard, columns and name of the dataset (see `ShardWriter`)."""
+    """Limits of a shard, columns and name of the dataset (see `ShardWriter`), and number of the classes of one that is appended to, if they have names."""
 
     max_samples: int
     max_bytes: int
     name: str = ""
     columns: tuple[Column, ...] | None = None
+    num_classes: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:
@@ -255,6 +268,8 @@ class PartWriter:
             StorageError: If this or an earlier shard cannot be written.
         """
         self._check_usable()
+        if self._limits.num_classes is not None:
+            _check_class(key, bytes(fields.get("cls", b"")), self._limits.num_classes)
         pieces = sample_pieces(key, fields)
         size = sum(map(len, pieces))
         try:

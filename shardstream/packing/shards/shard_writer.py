@@ -338,7 +338,7 @@ class ShardWriter:
         self._append_to, self._token = storage, uuid.uuid4().hex[:16]
         base = read_base(names.folder, storage)
         self._dataset = base.url
-        self._limits = replace(self._limits, columns=base.columns_for(self._limits.columns))
+        self._limits = base.limits_for(self._limits)
         self._key_prefix = f"{self._token[:8]}-"
         return replace(names, folder=base.folder_for(self._token))
 
