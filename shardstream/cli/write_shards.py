@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -284,17 +284,15 @@ def _fields(report: PackReport) -> str:
     return f"  {plural(report.files, 'file')} -> {plural(report.samples, 'sample')}, {made}"
 
 
-def parse_add(texts: Sequence[str] | None) -> dict[str, dict[str, str] | None] | None:
-    """Parse the values of ``--add``: URL -> field -> its name there; None for all fields.
+def parse_add(texts: Sequence[str]) -> list[dict[str, dict[str, str] | None]]:
+    """Parse the values of ``--add`` as `ss.join` takes them: URL -> field -> its name there; None for all fields.
 
     >>> parse_add(["s3://b/captions/", "a.parquet:__key__=id,txt"])
-    {'s3://b/captions/': None, 'a.parquet': {'__key__': 'id', 'txt': 'txt'}}
+    [{'s3://b/captions/': None}, {'a.parquet': {'__key__': 'id', 'txt': 'txt'}}]
 
     Raises:
         typer.BadParameter: If a URL comes twice, or a name is empty.
     """
-    if not texts:
-        return None
     added: dict[str, dict[str, str] | None] = {}
     for text in texts:
         url, _, names = text.rpartition(":")
@@ -307,7 +305,7 @@ def parse_add(texts: Sequence[str] | None) -> dict[str, dict[str, str] | None] |
                 "give each URL once, as URL or URL:FIELD,FIELD=NAME", param_hint="--add"
             )
         added[url] = fields or None
-    return added
+    return [{url: fields} for url, fields in added.items()]
 
 
 def reshard(  # noqa: PLR0913  (the options of a command)
@@ -336,7 +334,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     """Write the samples of shards to new shards: other sizes, another order, fewer or more fields.
 
     Remote shards need an index. Equal input gives equal bytes, also with --processes, --part and --ray. To resume a stopped or
-    killed command, run it again. For functions on samples see ss.reshard(select=, map=) in Python.
+    killed command, run it again. For functions on samples see ss.reshard in Python.
 
     Examples:
       shardstream reshard s3://bucket/train/ s3://bucket/large/ --max-bytes 1GB --processes 8
@@ -358,11 +356,17 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     with report_interruption(), job_bar("resharding") as progress:
         stores = parse_stores(option, source_option, *urls, dest, *(add or ()))
         source: Any = urls
-        if where is not None or version is not None:  # imports torch
-            reading = stores["source_options"] or stores["storage_options"]
+        kept = None if fields is None else [one.strip() for one in fields.split(",")]
+        reading = stores["source_options"] or stores["storage_options"]
+        if where is not None or version is not None or add:  # imports torch
             source = ss.ShardDataset(
                 urls, where=where, version=parse_version(version), storage_options=reading
             )
+        if add:
+            how: Any = {"by": "key", "missing": missing, "storage_options": reading}
+            source, kept = ss.join({source: kept}, *parse_add(add), **how), None
+        elif missing != "error":
+            raise typer.BadParameter("is used with --add only", param_hint="--missing")
         report = ss.reshard(
             source,
             dest,
@@ -370,9 +374,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             max_bytes=max_bytes,
             columns=columns,
             seed=0 if shuffle and seed is None else seed,
-            fields=None if fields is None else [one.strip() for one in fields.split(",")],
-            add=parse_add(add),
-            missing=cast("Any", missing),  # checked there
+            fields=kept,
             name=name,
             overwrite=overwrite,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),

@@ -51,7 +51,7 @@ _CONCURRENT_REQUESTS = 16
 
 
 def join(
-    first: StreamDataset | str | os.PathLike[str],
+    first: OtherDataset,
     *others: OtherDataset,
     by: JoinBy = "auto",
     missing: JoinMissing = "error",
@@ -67,7 +67,7 @@ def join(
         dataset = ss.join(images, "s3://bucket/captions/", {"s3://bucket/embeddings/": ["npy"]})
 
     Args:
-        first: The dataset that decides, without steps; or its URL.
+        first: The dataset that decides, without steps; or its URL; or ``{url: [field, ...]}`` to keep some of its fields only, so that others replace the rest.
         others: Datasets whose fields are added, without steps; their URLs; or ``{url: fields}`` to add some fields only: names, or ``{field: name
             there}``. The URL may be that of a table (Parquet, CSV, TSV, JSON lines) with ``{field: column}``, whose keys are in the column
             ``__key__`` or ``key``, or in the one that ``{"__key__": column}`` names; its cells are encoded as `pack` does. A field that two of them
@@ -90,12 +90,15 @@ def join(
     if by not in ("auto", "key", "position"):
         raise OptionError(f"by must be 'auto', 'key' or 'position', not {by!r}")
     check_missing(missing)
+    first, kept = _split(first)
+    if isinstance(kept, Mapping):
+        raise OptionError("fields of the first dataset keep their names: {url: [field, ...]}")
     if not isinstance(first, StreamDataset):
         first = ShardDataset(_url_of(first), storage_options=storage_options)
     source = _source_of(first, is_first=True)
     opened = [_open(other, storage_options) for other in others]
     parts = [part for part, _ in opened]
-    samples = join_samples(source.samples, parts, by, missing)
+    samples = join_samples(source.samples, parts, by, missing, kept)
     if len(samples) < len(source.samples) and source.draws:
         raise OptionError(
             f"missing='drop' leaves out {plural(len(source.samples) - len(samples), 'sample')} that weights= counts; leave them out with "
@@ -116,7 +119,8 @@ def join(
             _made_of(other, dataset, versions)
             for other, (_, dataset) in zip(others, opened, strict=True)
         ]
-        return join(made, *rest, by=by, missing=missing, storage_options=storage_options)
+        chosen = made if kept is None else {made: kept}
+        return join(chosen, *rest, by=by, missing=missing, storage_options=storage_options)
 
     joined._remake = remake
     return joined
@@ -174,26 +178,32 @@ def _url_of(value: object) -> str:
     return os.fspath(value)
 
 
+def _split(
+    other: OtherDataset,
+) -> tuple[StreamDataset | str | os.PathLike[str], Sequence[str] | Mapping[str, str] | None]:
+    """Return a dataset or its URL, and the fields to take; None for all."""
+    if not isinstance(other, Mapping):
+        return other, None
+    if len(other) != 1 or any(isinstance(one, str) for one in other.values()):
+        raise OptionError(
+            f"give each dataset with fields as {{url: [field, ...]}}, not {dict(other)!r}"
+        )
+    [item] = other.items()
+    return item
+
+
 def _open(
     other: OtherDataset, storage_options: Mapping[str, Any] | None
 ) -> tuple[JoinPart, StreamDataset | None]:
     """Return the samples of another dataset, and the dataset; None for a table."""
-    fields: Sequence[str] | Mapping[str, str] | None = None
-    if isinstance(other, Mapping):
-        if len(other) != 1 or any(isinstance(one, str) for one in other.values()):
-            raise OptionError(
-                f"give each dataset with fields as {{url: [field, ...]}}, not {dict(other)!r}"
-            )
-        [(other, fields)] = other.items()
+    other, fields = _split(other)
     if isinstance(other, StreamDataset):
         return open_part(_source_of(other).samples, fields), other
     url = _url_of(other)
-    from shardstream.packing import is_table, open_joined_table  # noqa: PLC0415  (0.1 s, for a join only)
+    from shardstream.packing import is_table, open_table_part  # noqa: PLC0415  (0.1 s, for a join only)
 
     if is_table(url):
-        columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
-        table = open_joined_table([url], columns, Storage(storage_options))
-        return open_part(table, table.fields), None
+        return open_table_part(url, fields, Storage(storage_options)), None
     dataset = ShardDataset(url, storage_options=storage_options)
     return open_part(_source_of(dataset).samples, fields), dataset
 

@@ -31,7 +31,7 @@ from shardstream.packing.shards.shard_writer import (
 )
 from shardstream.packing.sources.class_numbering import sibling_folders
 from shardstream.packing.sources.detection import open_source
-from shardstream.packing.sources.joined_table import open_joined_table
+from shardstream.packing.sources.joined_table import open_joined_table, open_table_part
 from shardstream.packing.sources.source import (
     FileRef,
     Record,
@@ -90,6 +90,7 @@ __all__ = [
     "merge",
     "open_joined_table",
     "open_source",
+    "open_table_part",
     "pack",
     "place_of",
     "progress_lines",

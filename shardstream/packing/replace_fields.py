@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,10 +22,11 @@ from shardstream.format import (
     count_fields,
     import_parquet,
 )
-from shardstream.packing.reshard import AddedUrls, open_added_part
 from shardstream.packing.sample_range import read_rows
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, ShardWriter
-from shardstream.samples import Numbers, Samples, match_keys
+from shardstream.packing.sources.joined_table import open_table_part
+from shardstream.packing.sources.tables import is_table
+from shardstream.samples import Numbers, Samples, match_keys, open_part
 from shardstream.storage import (
     LocatedShards,
     Storage,
@@ -37,6 +38,8 @@ from shardstream.storage import (
 )
 from shardstream.versions import AnyManifest, dataset_folder, next_version, publish_version
 
+AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | None]"
+"""URL of shards or of a table -> its fields: names, or field -> name there; None for all."""
 _log = get_logger(__name__)
 
 
@@ -61,7 +64,7 @@ def replace_fields(
         url: Folder of the dataset.
         fields: Field -> key -> value, for all samples or some, which leaves the others as they are; or field -> one value for each sample of the
             current version, in its order: pass ``version``, too. Values are encoded as by `ShardWriter`.
-        add: ``{URL: fields}`` of shards or tables, as in `reshard`; they need the keys of all samples or some.
+        add: ``{URL: fields}`` of shards or a table, as in `join`; they need the keys of all samples or some.
         version: The version in whose order the values are: an error if it is not the current one any more.
         max_bytes: Maximum size of a shard.
         storage_options: For fsspec.
@@ -183,16 +186,26 @@ def _added(current: _Current, add: AddedUrls, options: Mapping[str, Any] | None)
     if len(named) != 1:
         raise OptionError("add= takes one source; call replace_fields once for each")
     [(url, fields)] = named.items()
-    part, _ = open_added_part(os.fspath(url), fields, options)
+    url, storage = os.fspath(url), Storage(options)
+    fields = [fields] if isinstance(fields, str) else fields
+    if is_table(url):
+        part = open_table_part(url, fields, storage)
+    else:
+        part = open_part(open_samples(locate_shards(url, storage), storage), fields or None)
+    if part.known_fields is None:
+        raise OptionError(
+            "the manifest does not list the fields; name those to add: add={URL: ['txt']}",
+            shard=url,
+        )
     theirs = part.samples.read_columns([KEY_COLUMN], scans=True)[KEY_COLUMN]
     places = match_keys(current.keys, theirs, part.samples)
     mine = np.flatnonzero(places >= 0)
     if not len(mine):
-        raise OptionError("no sample of the dataset has a key of this source", shard=str(url))
+        raise OptionError("no sample of the dataset has a key of this source", shard=url)
     if len(mine) < len(theirs):
         unused = len(theirs) - len(mine)
-        _log.warning("%s: %s of no sample, left out", redact(str(url)), plural(unused, "key"))
-    names = part.fields or {name: name for name in part.known_fields or ()}
+        _log.warning("%s: %s of no sample, left out", redact(url), plural(unused, "key"))
+    names = part.fields or {name: name for name in part.known_fields}
     rows = _read(part.samples, places[mine].astype(np.int64), names)
     return _New(tuple(names), current.numbers[mine], rows)
 
@@ -221,7 +234,7 @@ def _check_columns(located: LocatedShards, names: Collection[str], storage: Stor
         if column.source.partition(".")[0] in names:
             raise OptionError(
                 f"the column {column.spec} is made of this field, and where= and others would use its old values; write the dataset "
-                "again instead: ss.reshard(dataset, add=..., columns=...)",
+                "again instead: ss.reshard(ss.join(...), columns=...)",
                 shard=url,
             )
         if column.is_computed:

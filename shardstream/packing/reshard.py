@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -25,34 +25,19 @@ from shardstream.packing.sample_range import (
     Order,
     SampleFunction,
     SampleRange,
+    Steps,
     encoded_samples,
-    is_described,
     read_rows,
-    user_stages,
+    steps_of,
 )
 from shardstream.packing.shards.column_builder import checked_columns, columns_identity
 from shardstream.packing.shards.part_writer import PartResult, PartWriter, WriterOptions
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
-from shardstream.packing.sources.detection import find_tables, guess_kind
-from shardstream.packing.sources.joined_table import open_joined_table
 from shardstream.packing.sources.source import fingerprint_of
-from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage, describe, open_runner
-from shardstream.samples import (
-    Join,
-    JoinMissing,
-    JoinPart,
-    Numbers,
-    Samples,
-    check_missing,
-    join_samples,
-    leaves_of,
-    open_part,
-)
+from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage, open_runner
+from shardstream.samples import Join, Numbers, Samples, leaves_of
 from shardstream.storage import Storage, Urls, locate_shards, parent_url
 from shardstream.tasks import Executor
-
-AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | None]"
-"""URL of each source -> its fields: names, or field -> name there; None for all."""
 
 # Shards of a random order are cut by the mean size of a sample; the fraction leaves room for larger ones.
 _FILL = 0.95
@@ -82,9 +67,6 @@ def reshard(  # noqa: PLR0913  (public door)
     max_bytes: int | str = DEFAULT_MAX_BYTES,
     seed: int | None = None,
     fields: Sequence[str] | None = None,
-    add: AddedUrls | None = None,
-    missing: JoinMissing = "error",
-    select: SampleFunction | None = None,
     map: SampleFunction | None = None,  # noqa: A002  (as in ShardDataset.map)
     batch_size: int | None = None,
     version: int | str | None = None,
@@ -116,13 +98,8 @@ def reshard(  # noqa: PLR0913  (public door)
         max_bytes: Maximum size of a shard, e.g. "256MB". If samples grow in ``map``, the rest of a task goes to further shards, named
             ``000007_01.tar`` and so on.
         seed: Write all samples in a random order, a uniform permutation; by default they keep their order.
-        fields: Fields to keep, after all steps; by default all. Those of ``add`` are kept, too.
-        add: Short for ``join(source, {URL: fields}, ..., by="key")``: ``{URL: fields}`` of shards or tables. A folder of Parquet tables is one, too.
-            A field that the samples have already is an error, unless ``fields`` leaves it out: then it is replaced.
-        missing: As in `join`, for ``add``. Keys that no sample has are counted in a warning.
-        select: Short for ``.select(function)`` of the dataset: ``select(sample)`` says whether to keep a sample; the shards are cut before, so they
-            get smaller.
-        map: Short for ``.map(function)``, after ``select``: ``map(sample)`` returns a sample as `ShardWriter.write` takes it; without ``__key__``
+        fields: Fields to keep, after all steps; by default all.
+        map: ``map(sample)`` returns a sample as `ShardWriter.write` takes it, as `ShardDataset.map` after all other steps; without ``__key__``
             the key stays. A class is instantiated once in each process, for example to hold a model, and its instances are called.
         batch_size: Call ``map`` with lists of up to so many samples; it returns as many.
         version: Version of all functions, also those of the dataset's steps, which cannot be compared: change it when they, what they call or what
@@ -134,21 +111,19 @@ def reshard(  # noqa: PLR0913  (public door)
             of the job, and `merge` publishes it. Functions must be importable by other processes, and storage options travel with the tasks.
         progress: Called after each shard.
         storage_options: ``storage_options`` of fsspec for the destination.
-        source_options: The same for URLs of the source and of ``add``; by default those of the destination.
+        source_options: The same for URLs of the source; by default those of the destination.
 
     Returns:
         Counts. With `Parts` those of this part, and the number of shards that are not done in ``unfinished``.
 
     Raises:
-        OptionError: If an argument is wrong, the samples have no fixed order or no index, keys are missing in ``add`` or come twice there, or a
-            dataset is in the destination already.
+        OptionError: If an argument is wrong, the samples have no fixed order or no index, or a dataset is in the destination already.
         SourceError: If a function raises; names the sample. If a key comes twice in the new shards.
-        SampleError: If a sample cannot be written, e.g. because its key is in the new shard already, or lacks a field in ``add``.
+        SampleError: If a sample cannot be written, e.g. because its key is in the new shard already.
         ShardError: If a sample of the source is damaged.
         ChangedError: If the source changes while it is read.
         StorageError: If a place cannot be reached or is full, or another job writes there.
     """
-    stages = user_stages(select, map, batch_size)
     kept = None if fields is None else frozenset([fields] if isinstance(fields, str) else fields)
     limits = WriterOptions(
         max_samples=max_samples,
@@ -157,17 +132,10 @@ def reshard(  # noqa: PLR0913  (public door)
         columns=None if columns is None else checked_columns(columns, takes_functions=False),
     )
     reading = storage_options if source_options is None else source_options
-    records, added, choices = _join_added(
-        _open_records(source, reading), add, missing, kept, reading
-    )
-    kept = None if kept is None else kept | added
-    choices |= {
-        "fields": None if kept is None else sorted(kept),
-        "steps": [*records.steps, *(describe(stage) for stage in stages)],
-        "version": version,
-    }
+    records = _open_records(source, reading)
+    steps = steps_of(records, map, batch_size)
     names = _shard_names(dest, leaves_of(records.samples))
-    job = _plan_job(records, stages, kept, _Plan(names, limits, seed, choices))
+    job = _plan_job(records, steps, kept, _Plan(names, limits, seed, version))
     return run_jobs(
         [replace(job, storage_options=storage_options)],
         executor=executor,
@@ -207,85 +175,20 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
     return records
 
 
-def _join_added(
-    records: Records,
-    add: AddedUrls | None,
-    missing: JoinMissing,
-    kept: frozenset[str] | None,
-    options: Mapping[str, Any] | None,
-) -> tuple[Records, frozenset[str], dict[str, Any]]:
-    """Join the samples with those of ``add``; return them, the fields that are added, and what of them is part of the job's options.
-
-    Raises:
-        OptionError: If a source or field is wrong, or keys are missing.
-        StorageError: If a source cannot be read.
-    """
-    check_missing(missing)
-    if add is None:
-        if missing != "error":
-            raise OptionError("missing is used with add only; name a source, or leave it out")
-        return records, frozenset(), {}
-    if records.stages or isinstance(records.samples, Join):
-        raise OptionError(
-            "add= joins plain shards; this dataset has steps or replaced fields, or is a join: join first, ss.join(a, b, c), then add the steps"
-        )
-    named: Mapping[Any, Collection[str] | None] = add if isinstance(add, Mapping) else {add: None}
-    if not named:
-        raise OptionError("add names no source; leave it out, or give {URL: fields}")
-    opened = [open_added_part(os.fspath(url), fields, options) for url, fields in named.items()]
-    parts = [part for part, _ in opened]
-    classes = next((names for part, names in opened if part.has_classes), None)
-    fields = frozenset(field for part in parts for field in part.known_fields or ())
-    left_out = frozenset[str]() if kept is None else fields - kept
-    samples = join_samples(records.samples, parts, "key", missing, left_out)
-    how = dict(missing) if isinstance(missing, Mapping) else missing
-    chosen = [None if part.fields is None else dict(part.fields) for part in parts]
-    joined = replace(records, samples=samples, classes=classes or records.classes)
-    return joined, fields, {"add": chosen, "missing": repr(how)}
-
-
-def open_added_part(
-    url: str, fields: Collection[str] | None, options: Mapping[str, Any] | None
-) -> tuple[JoinPart, tuple[str, ...] | None]:
-    """Return the samples of a source of ``add``, and the names of its classes."""
-    storage = Storage(options)
-    fields = [fields] if isinstance(fields, str) else fields
-    kind = guess_kind(url, storage)
-    if kind == "table":
-        columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
-        table = open_joined_table(find_tables(url, storage), columns, storage)
-        return open_part(table, table.fields), None
-    if kind != "tars":
-        raise OptionError(
-            "fields are added from shards or from tables; pack these files into shards first",
-            shard=url,
-        )
-    records = _open_records(url, options)
-    part = open_part(records.samples, fields or None)
-    if part.known_fields is None:
-        raise OptionError(
-            "the manifest does not list the fields; name those to add: add={URL: ['txt']} (--add URL:txt)",
-            shard=url,
-        )
-    return part, records.classes
-
-
 class _Plan(NamedTuple):
     """Options of the job."""
 
     names: ShardNames
     limits: WriterOptions
     seed: int | None
-    choices: dict[str, Any]
+    version: int | str | None
 
 
-def _plan_job(
-    records: Records, stages: tuple[Stage, ...], kept: frozenset[str] | None, plan: _Plan
-) -> PartJob:
+def _plan_job(records: Records, steps: Steps, kept: frozenset[str] | None, plan: _Plan) -> PartJob:
     """Return the job and the work of its parts."""
     samples, limits = records.samples, plan.limits
     leaves = leaves_of(samples)
-    sizes = _measure(records, kept, is_mapped=bool(stages))
+    sizes = _measure(samples, kept, steps)
     first = samples.first if isinstance(samples, Join) else samples
     firsts = plan_shards(first, limits, is_shuffled=plan.seed is not None, sizes=sizes)
     options: dict[str, Any] = {
@@ -297,10 +200,14 @@ def _plan_job(
         options |= {"columns": columns_identity(limits.columns)}
     if records.stages:
         options |= {"seed of the steps": records.seed, "epoch of the steps": records.epoch}
-    options |= {**plan.choices, **sizes.options}
-    all_stages = (*records.stages, *stages)
+    options |= {
+        "fields": None if kept is None else sorted(kept),
+        "steps": [*steps.signatures],
+        "version": plan.version,
+        **sizes.options,
+    }
     source = None  # functions cannot be compared: a stopped job begins again
-    if options["version"] is not None or all(map(is_described, all_stages)):
+    if plan.version is not None or steps.are_described:
         source = " ".join([samples.fingerprint, *map(_content_of, leaves)])
     classes = records.classes
     call = uuid.uuid4().hex
@@ -308,7 +215,7 @@ def _plan_job(
         samples=SampleRange(
             samples=samples,
             order=Order(0, len(samples), len(samples), plan.seed),
-            stages=Kept(call, "stages", all_stages),
+            steps=Kept(call, "steps", steps),
             job=call,
         ),
         seed=records.seed,
@@ -389,16 +296,16 @@ class _Sizes(NamedTuple):
         return {"kept": self.kept, "added_bytes": self.added_bytes}
 
 
-def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool) -> _Sizes:
+def _measure(samples: Samples, fields: frozenset[str] | None, steps: Steps) -> _Sizes:
     """Measure new samples on evenly spaced ones, where their sizes follow from the source: functions may make samples of any size.
 
     Raises:
         OptionError: If no sample has one of the fields, by the manifest or by these samples.
     """
-    samples = records.samples
     is_join = isinstance(samples, Join)
-    is_mapped |= not all(isinstance(stage, KeepFields | Rename) for stage in records.stages)
-    if not is_join and (is_mapped or (fields is None and not records.stages)):
+    chooses = all(isinstance(stage, KeepFields | Rename) for stage in steps.stages)
+    is_mapped = steps.lists is not None or not chooses
+    if not is_join and (is_mapped or (fields is None and not steps.stages)):
         return _Sizes(1.0, 0)
     numbers = np.unique(np.linspace(0, len(samples) - 1, _PROBES).astype(np.int64))
     source = samples.first if isinstance(samples, Join) else samples
@@ -407,8 +314,8 @@ def _measure(records: Records, fields: frozenset[str] | None, *, is_mapped: bool
     known = set(samples.fields or ())
     before = after = added = 0
     for mine, sample in zip(own, found, strict=True):
-        new = sample if is_mapped else _stepped(sample, records.stages)
-        known |= new.keys() if samples.fields is None or records.stages else set()
+        new = sample if is_mapped else _stepped(sample, steps.stages)
+        known |= new.keys() if samples.fields is None or steps.stages else set()
         chosen = {
             name: data
             for name, data in new.items()

@@ -28,13 +28,12 @@ from shardstream.pipeline import (
     Decode,
     KeepFields,
     Map,
+    Records,
     Rename,
     Run,
-    Select,
-    SkipTracker,
-    SourceRun,
     Stage,
     State,
+    describe,
     function_name,
     open_stages,
 )
@@ -48,6 +47,8 @@ _SMALL_PART = 4  # a range that needs up to a quarter of a catalog gets a copy o
 _PURPOSE = 0x7E5A  # separates this permutation from those of epochs
 
 T = TypeVar("T")
+_Stepped = tuple[Any, str, str]
+"""A sample after the steps, and the key and URL that it had before."""
 SampleFunction = Callable[..., Any]
 """Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
 
@@ -100,14 +101,14 @@ class SampleRange:
     Args:
         samples: The samples of the dataset, or some with those of this range.
         order: Which of them.
-        stages: The steps.
+        steps: The steps.
         job: Identity of the call.
         is_part: Whether there may be only the samples of this range.
     """
 
     samples: Samples
     order: Order
-    stages: Kept[tuple[Stage, ...]]
+    steps: Kept[Steps]
     job: str
     is_part: bool = False
 
@@ -125,7 +126,7 @@ class SampleRange:
             )
         ]
         views = replace_leaves(samples, cast("Iterator[Samples]", itertools.repeat(None)))
-        return _received, (views, leaves, self.order, self.stages, self.job)
+        return _received, (views, leaves, self.order, self.steps, self.job)
 
     def _kept(self, place: int, whole: Samples, part: Samples) -> Kept[Samples]:
         """Return the catalog of all samples if most of it is needed: other ranges need it, too, with its indexes. Else some of it."""
@@ -139,21 +140,33 @@ def _received(
     views: Samples,
     leaves: Sequence[Kept[Samples]],
     order: Order,
-    stages: Kept[tuple[Stage, ...]],
+    steps: Kept[Steps],
     job: str,
 ) -> SampleRange:
     """Return the range in the process that has received it."""
     samples = replace_leaves(views, (leaf.value for leaf in leaves))
-    return SampleRange(samples=samples, order=order, stages=stages, job=job, is_part=True)
+    return SampleRange(samples=samples, order=order, steps=steps, job=job, is_part=True)
 
 
-def user_stages(
-    select: SampleFunction | None, function: SampleFunction | None, batch_size: int | None
-) -> tuple[Stage, ...]:
-    """Return the stages of the user's functions.
+class Steps(NamedTuple):
+    """What happens to the samples of a dataset before they are written."""
+
+    stages: tuple[Stage, ...]
+    signatures: tuple[str, ...]
+    lists: MapLists | None = None
+    """A function that comes last."""
+
+    @property
+    def are_described(self) -> bool:
+        """Whether the signatures of the steps tell all that they do: they call no function of the user, or have a version."""
+        return self.lists is None and all(map(_is_described, self.stages))
+
+
+def steps_of(records: Records, function: SampleFunction | None, batch_size: int | None) -> Steps:
+    """Return the steps of a dataset, and after them a function of the user.
 
     Args:
-        select: Says whether to keep a sample.
+        records: The dataset.
         function: Returns the new sample or samples; a class is instantiated once in each process.
         batch_size: Samples of a call of ``function``; None calls it with single samples.
 
@@ -162,14 +175,17 @@ def user_stages(
     """
     if batch_size is not None and (batch_size < 1 or function is None):
         raise OptionError("batch_size is the number of samples that map gets at a time, 1 or more")
-    stages: list[Stage] = [] if select is None else [Select(predicate=select)]
-    if function is not None:
-        one = _Instance(function) if isinstance(function, type) else function
-        stages.append(Map(function=one) if batch_size is None else _MapLists(one, batch_size))
-    return tuple(stages)
+    if function is None:
+        return Steps(records.stages, records.steps)
+    one = _Instance(function) if isinstance(function, type) else function
+    if batch_size is not None:
+        lists = MapLists(one, batch_size)
+        return Steps(records.stages, (*records.steps, describe(lists)), lists)
+    stage = Map(function=one)
+    return Steps((*records.stages, stage), (*records.steps, describe(stage)))
 
 
-def is_described(stage: Stage) -> bool:
+def _is_described(stage: Stage) -> bool:
     """Return whether the signature of a step tells all that it does: it calls no function of the user, or has a version."""
     if isinstance(stage, Decode):
         by_field = (stage.given or {}).get("fields") or {}
@@ -197,60 +213,43 @@ class _Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class _MapLists:
-    """Calls a function with lists of samples; it returns as many."""
+class MapLists:
+    """Calls a function with lists of samples; it returns as many.
+
+    Args:
+        function: The function.
+        size: Samples of a list, at most.
+    """
 
     function: SampleFunction
     size: int
 
-    def open(self, source: Run, context: Context) -> Run:
-        """Open the stage on the samples of a part."""
-        return _ListsRun(source, self.function, self.size, context.skips)
+    def apply(self, stepped: Iterator[_Stepped]) -> Iterator[_Stepped]:
+        """Yield the samples that the function makes, with the keys and URLs that they had before.
 
-
-class _ListsRun(SourceRun):
-    def __init__(
-        self, source: Run, function: SampleFunction, size: int, skips: SkipTracker
-    ) -> None:
-        super().__init__(source)
-        self._function, self._size, self._skips = function, size, skips
-        self._made: Iterator[tuple[int, Any]] = iter(())
-        self._number = -1
-
-    @property
-    def number(self) -> int:
-        return self._number
-
-    def __next__(self) -> Any:
-        found = next(self._made, None)
-        if found is None:
-            self._made = self._next_list()
-            found = next(self._made)
-        self._number, item = found
-        return item
-
-    def _next_list(self) -> Iterator[tuple[int, Any]]:
-        batch = [(self.source.number, one) for one in itertools.islice(self.source, self._size)]
-        if not batch:
-            return iter(())
-        samples = [one for _, one in batch]
-        try:
-            made = self._function(samples)
-        except Exception as error:
-            first, last = samples[0], samples[-1]
-            error.add_note(
-                f"in map({function_name(self._function)}) on samples {first['__key__']!r} to {last['__key__']!r} of {first['__url__']}"
-            )
-            self._skips.skip_or_raise(error)
-            raise
-        if not isinstance(made, list | tuple) or len(made) != len(samples):
-            found = len(made) if isinstance(made, list | tuple) else type(made).__name__
-            raise SourceError(
-                f"map returned {found} for {plural(len(samples), 'sample')}; with batch_size it returns a list of as many",
-                shard=str(samples[0]["__url__"]),
-                key=str(samples[0]["__key__"]),
-            )
-        return iter([(number, item) for (number, _), item in zip(batch, made, strict=True)])
+        Raises:
+            SourceError: If the function raises an error of its own, or returns another number of samples.
+        """
+        while some := list(itertools.islice(stepped, self.size)):
+            (_, first, url), (_, last, _) = some[0], some[-1]
+            try:
+                made = self.function([sample for sample, _, _ in some])
+            except ShardStreamError:
+                raise
+            except Exception as error:
+                error.add_note(
+                    f"in map({function_name(self.function)}) on samples {first!r} to {last!r} of {url}"
+                )
+                raise _source_error(error) from error
+            if not isinstance(made, list | tuple) or len(made) != len(some):
+                found = len(made) if isinstance(made, list | tuple) else type(made).__name__
+                raise SourceError(
+                    f"map returned {found} for {plural(len(some), 'sample')}; with batch_size it returns a list of as many",
+                    shard=url,
+                    key=first,
+                )
+            for sample, (_, key, url) in zip(made, some, strict=True):
+                yield sample, key, url
 
 
 @dataclass(slots=True)
@@ -326,9 +325,16 @@ def encoded_samples(
         SourceError: If a function raises an error of its own, or the last step returns no sample.
         SampleError: If a value does not fit its field.
     """
-    decoding = [stage for stage in samples.stages.value if isinstance(stage, Decode)]
+    decoding = [stage for stage in samples.steps.value.stages if isinstance(stage, Decode)]
+    lists = samples.steps.value.lists
     with closing(_stepped(samples, context)) as stepped:
-        for sample, key, url in stepped:
+        for sample, key, url in stepped if lists is None else lists.apply(stepped):
+            if not isinstance(sample, Mapping):
+                raise SourceError(
+                    f"the last step returned {type(sample).__name__}, not a dict of fields; to leave samples out use select",
+                    shard=url,
+                    key=key,
+                )
             name = sample.get("__key__", key)
             if not isinstance(name, str):
                 raise SampleError(
@@ -356,11 +362,9 @@ def _decoded_pictures(sample: Mapping[str, Any], decoding: Sequence[Decode]) -> 
     ]
 
 
-def _stepped(
-    samples: SampleRange, context: Context
-) -> Generator[tuple[Mapping[str, Any], str, str]]:
-    """Yield the samples after all steps, with the keys and URLs that they had before."""
-    stages, rows = samples.stages.value, samples.rows()
+def _stepped(samples: SampleRange, context: Context) -> Generator[_Stepped]:
+    """Yield the samples after all stages, with the keys and URLs that they had before."""
+    stages, rows = samples.steps.value.stages, samples.rows()
     if not stages:
         with closing(rows):
             yield from ((row, row["__key__"], str(row["__url__"])) for row in rows)
@@ -368,14 +372,7 @@ def _stepped(
     first = _RangeRun(rows, iter(samples.order.numbers().tolist()))
     with closing(open_stages(stages, first, context)) as run:
         for item in _translated(run):
-            key, url = first.origins.pop(run.number)
-            if not isinstance(item, Mapping):
-                raise SourceError(
-                    f"the last step returned {type(item).__name__}, not a dict of fields; to leave samples out use select",
-                    shard=url,
-                    key=key,
-                )
-            yield item, key, url
+            yield item, *first.origins.pop(run.number)
     if not first.is_at_end:
         raise SourceError(
             "a step ended before its last sample; a step that is written has an item for each item",
@@ -393,6 +390,10 @@ def _translated(run: Run) -> Iterator[Any]:
         except ShardStreamError:
             raise
         except Exception as error:
-            notes = "; ".join(getattr(error, "__notes__", ()))
-            raise SourceError(f"{describe_error(error)}{f' ({notes})' if notes else ''}") from error
+            raise _source_error(error) from error
         yield item
+
+
+def _source_error(error: Exception) -> SourceError:
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    return SourceError(f"{describe_error(error)}{f' ({notes})' if notes else ''}")

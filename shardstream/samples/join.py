@@ -100,7 +100,7 @@ class JoinFetcher(ViewFetcher):
             waiting.append(fetcher.request(theirs[places[-1]]))
 
         def wait() -> Rows:
-            joined = _without(waiting[0](), join.left_out)
+            joined = _chosen(waiting[0](), join.kept)
             for part, mine, wait_for_part in zip(join.parts, places, waiting[1:], strict=True):
                 found = wait_for_part()
                 joined = _join_columns(joined, found, part) or _join_rows(joined, found, mine, part)
@@ -117,16 +117,16 @@ class Join(View):
     Args:
         first: The first dataset.
         parts: The others.
-        left_out: Fields of the first that are left out.
+        kept: Fields of the first that are kept, where a sample has them; None for all.
     """
 
     fetcher_type = JoinFetcher
 
     def __init__(
-        self, first: Samples, parts: Sequence[JoinPart], left_out: Collection[str] = ()
+        self, first: Samples, parts: Sequence[JoinPart], kept: Collection[str] | None = None
     ) -> None:
         super().__init__([first, *(part.samples for part in parts)])
-        self.parts, self.left_out = tuple(parts), frozenset(left_out)
+        self.parts, self.kept = tuple(parts), None if kept is None else frozenset(kept)
         self.can_coalesce = first.can_coalesce  # others may be tables, or in any order
 
     @property
@@ -152,7 +152,7 @@ class Join(View):
     def fingerprint(self) -> str:
         """16 hex digits that change with the datasets, with which of their samples are joined, and with the chosen fields."""
         digest = hashlib.sha256(f"join {self.first.fingerprint}\n".encode())
-        digest.update(f"{sorted(self.left_out)}\n".encode() if self.left_out else b"")
+        digest.update(b"" if self.kept is None else f"{sorted(self.kept)}\n".encode())
         for part in self.parts:
             fields = None if part.fields is None else sorted(part.fields.items())
             defaults = sorted(part.defaults.items())
@@ -164,11 +164,11 @@ class Join(View):
     @property
     def fields(self) -> tuple[str, ...] | None:
         """Fields of all datasets; None if those of one are unknown."""
-        found = [self.first.fields, *(part.known_fields for part in self.parts)]
+        own = self.first.fields if self.kept is None else self.kept
+        found = [own, *(part.known_fields for part in self.parts)]
         if None in found:
             return None
-        added = {name for names in found[1:] for name in names or ()}
-        return tuple(sorted({*(found[0] or ())}.difference(self.left_out) | added))
+        return tuple(sorted({name for names in found for name in names or ()}))
 
     @property
     def summary(self) -> str:
@@ -209,15 +209,15 @@ class Join(View):
         return made
 
 
-def _without(samples: Rows, left_out: frozenset[str]) -> Rows:
-    """Return samples without some fields."""
-    if not left_out:
+def _chosen(samples: Rows, kept: frozenset[str] | None) -> Rows:
+    """Return samples with some of their fields."""
+    if kept is None:
         return samples
+    names = kept.union(_OWN)
     if isinstance(samples, Columns):
-        kept = {name: one for name, one in samples.columns.items() if name not in left_out}
-        return Columns(kept)
+        return Columns({name: one for name, one in samples.columns.items() if name in names})
     return [
-        row if isinstance(row, Exception) else {n: v for n, v in row.items() if n not in left_out}
+        row if isinstance(row, Exception) else {n: v for n, v in row.items() if n in names}
         for row in samples
     ]
 

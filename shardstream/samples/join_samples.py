@@ -61,7 +61,7 @@ def join_samples(
     parts: Sequence[JoinPart],
     by: JoinBy = "auto",
     missing: JoinMissing = "error",
-    left_out: Collection[str] = (),
+    kept: Collection[str] | None = None,
 ) -> Join:
     """Join the samples of datasets to one sample each, in the order of the first (see `ss.join`).
 
@@ -70,13 +70,13 @@ def join_samples(
         parts: The others.
         by: As in `ss.join`.
         missing: As in `ss.join`.
-        left_out: Fields of the first dataset that are left out.
+        kept: Fields of the first dataset that are kept; None for all.
 
     Raises:
         OptionError: If keys are missing or repeated, no key is in a dataset, or fields are in two datasets.
         StorageError: If keys cannot be read.
     """
-    _check_fields(first, parts, left_out)
+    _check_fields([open_part(first, kept), *parts])
     _check_defaults(missing, parts)
     datasets = [first, *(part.samples for part in parts)]
     keys = _keys_of(datasets, by)
@@ -84,7 +84,7 @@ def join_samples(
     parts = [replace(part, is_strict=is_strict and part.fields is not None) for part in parts]
     if keys is None:
         _check_lengths(datasets)
-        return Join(first, parts, left_out)
+        return Join(first, parts, kept)
     found = [
         match_keys(keys[0], theirs, samples)
         for theirs, samples in zip(keys[1:], datasets[1:], strict=True)
@@ -101,10 +101,10 @@ def join_samples(
             "%s of %s left out: another dataset of the join lacks the key, the first %r",
             plural(int(absent.sum()), "sample"), first.url_of(0), keys[0][int(absent.argmax())].as_py(),
         )  # fmt: skip
-        kept = np.flatnonzero(~absent)
-        if not len(kept):
+        left = np.flatnonzero(~absent)
+        if not len(left):
             raise OptionError("no key is in all datasets of the join", shard=first.url_of(0))
-        first, found = Subset(first, kept), [numbers[kept] for numbers in found]
+        first, found = Subset(first, left), [numbers[left] for numbers in found]
     for numbers, samples in zip(found, datasets[1:], strict=True):
         if len(numbers) and (numbers < 0).all():
             raise OptionError(
@@ -121,7 +121,7 @@ def join_samples(
         )
         for part, numbers, count in zip(parts, found, unused, strict=True)
     ]
-    return Join(first, joined, left_out)
+    return Join(first, joined, kept)
 
 
 def check_missing(missing: object) -> None:
@@ -143,17 +143,16 @@ def _keys_of(datasets: Sequence[Samples], by: JoinBy) -> list[Any] | None:
     return [one.read_columns([KEY_COLUMN], scans=True)[KEY_COLUMN] for one in datasets]
 
 
-def _check_fields(first: Samples, parts: Sequence[JoinPart], left_out: Collection[str]) -> None:
+def _check_fields(datasets: Sequence[JoinPart]) -> None:
     """Refuse fields that two datasets have, where the manifests list them."""
-    own = [field for field in first.fields or () if field not in left_out]
     found: dict[str, str] = {}
-    for samples, fields in ((first, own), *((part.samples, part.known_fields) for part in parts)):
-        for field in fields or ():
-            url = samples.url_of(0)
+    for one in datasets:
+        for field in one.known_fields or ():
+            url = one.samples.url_of(0)
             if field in found:
                 raise OptionError(
-                    f"two datasets have the field {field!r}: {found[field]} and {url}; choose the fields of each, or take it under "
-                    f"another name: ss.join(first, {{URL: {{'new.{field}': {field!r}}}}}), --add URL:new.{field}={field}"
+                    f"two datasets have the field {field!r}: {found[field]} and {url}; choose the fields of each, {{URL: fields}} (--fields, --add "
+                    f"URL:FIELD), or take it under another name: ss.join(first, {{URL: {{'new.{field}': {field!r}}}}}), --add URL:new.{field}={field}"
                 )
             found[field] = url
 

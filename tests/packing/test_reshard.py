@@ -145,7 +145,7 @@ def test_wds_shards_without_index_can_be_resharded_from_disk(source: str, tmp_pa
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"seed": 3, "fields": ["cls"]},
-    {"select": is_even, "map": double_bytes, "version": 1},
+    {"map": double_bytes, "version": 1},
     {"map": BatchModel, "batch_size": 7, "version": "a"},
 ]
 
@@ -175,7 +175,10 @@ def test_executors_and_parts_write_the_same_bytes(
 
 def test_select_map_and_fields_change_the_samples(source: str, tmp_path: Path) -> None:
     report = ss.reshard(
-        source, tmp_path / "new", select=is_even, map=double_bytes, fields=["bin", "txt"]
+        ss.ShardDataset(source).select(is_even),
+        tmp_path / "new",
+        map=double_bytes,
+        fields=["bin", "txt"],
     )
     assert report.fields == {"bin": NSAMPLES // 2, "txt": NSAMPLES // 2}
     expected = [(key, data * 2) for key, data in fields_of(source) if int(key) % 2 == 0]
@@ -235,7 +238,6 @@ def test_error_of_a_function_names_shard_and_key(
         ({"fields": ["bin", "clss"]}, "no sample has the field clss; the fields are bin, cls"),
         ({"fields": ["txt"], "map": same}, "a sample without fields would be lost"),
         ({"fields": ["bin", "txt"], "map": same}, "no sample has the field txt, which was to be"),
-        ({"select": lambda sample: "no" in sample}, "no sample is left"),
         ({"batch_size": 4}, "batch_size"),
         ({"max_samples": 0}, "max_samples"),
     ],
@@ -460,16 +462,17 @@ def test_stopped_job_with_functions_goes_on_with_its_version_only(
 
 
 @pytest.mark.parametrize(
-    "options", [{"select": is_even}, {"map": double_bytes}, {"map": BatchModel, "batch_size": 2}]
+    "options", [{"map": double_bytes}, {"map": BatchModel, "batch_size": 2}], ids="-".join
 )
 def test_parts_with_functions_need_a_version(
     options: dict[str, Any], source: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ss.errors.OptionError, match="pass version= to reshard"):
         ss.reshard(source, tmp_path / "new", executor=ss.tasks.Parts(1, 2), **options)
-    steps = ss.ShardDataset(source).decode(fields={"cls": len})
-    with pytest.raises(ss.errors.OptionError, match="pass version= to reshard"):
-        ss.reshard(steps, tmp_path / "new", executor=ss.tasks.Parts(1, 2))
+    dataset = ss.ShardDataset(source)
+    for steps in (dataset.decode(fields={"cls": len}), dataset.select(is_even)):
+        with pytest.raises(ss.errors.OptionError, match="pass version= to reshard"):
+            ss.reshard(steps, tmp_path / "new", executor=ss.tasks.Parts(1, 2))
     assert not (tmp_path / "new").exists()
 
 

@@ -138,9 +138,8 @@ def test_class_names_are_those_of_the_dataset_whose_numbers_are_written(
     assert joined.classes == ("x", "y")
     assert ss.join(folders[0], {images: ["txt"]}).classes is None
     ss.reshard(joined, tmp_path / "joined")
-    ss.reshard(images, tmp_path / "added", fields=["jpg"], add={folders[1]: ["cls"]})
-    other = {folders[1]: {"x.cls": "cls"}}
-    ss.reshard(images, tmp_path / "both", add=other)
+    ss.reshard(ss.join({images: ["jpg"]}, {folders[1]: ["cls"]}), tmp_path / "added")
+    ss.reshard(ss.join(images, {folders[1]: {"x.cls": "cls"}}), tmp_path / "both")
     names = [ss.ShardDataset(str(tmp_path / one)).classes for one in ("joined", "added", "both")]
     assert names == [("x", "y"), ("x", "y"), ("a", "b", "c")]
 
@@ -149,7 +148,8 @@ def test_condition_in_the_command_chooses_samples(images: str, scores: str, tmp_
     options = ["--where", "cls = 2", "--add", f"{scores}:score.cls", "--shuffle"]
     assert main(["reshard", images, str(tmp_path / "command"), *options]) == 0
     chosen = ss.ShardDataset(images, where="cls = 2")
-    ss.reshard(chosen, tmp_path / "python", seed=0, add={scores: ["score.cls"]})
+    joined = ss.join(chosen, {scores: ["score.cls"]})
+    ss.reshard(joined, tmp_path / "python", seed=0)
     assert files_of(tmp_path / "command") == files_of(tmp_path / "python")
     found = {one["__key__"]: one["score.cls"] for one in ss.ShardDataset(str(tmp_path / "command"))}
     assert found == {f"{n:03d}": b"%d" % (2 * n) for n in range(COUNT) if n % 3 == 2}
@@ -198,12 +198,13 @@ def test_png_that_loses_its_transparency_is_named_in_a_warning(tmp_path: Path) -
         (lambda url: ss.ShardDataset(url).to_tuple("jpg", "cls"), "the step ToTuple returns tuples"),
         (lambda url: ss.ObjectDataset(url, label=None), "loose files are not shards; write them with ss.pack"),
         (lambda url: ss.ShardDataset(url).map(lambda sample: sample["cls"]), "returned bytes, not a dict"),
+        (lambda url: ss.ShardDataset(url).select(lambda sample: "no" in sample), "no sample is left"),
         (lambda url: ss.ShardDataset(url).map(next), "TypeError: .*in map"),
         (lambda url: ss.ShardDataset(url).decode("rgb8").map(lambda sample: {**sample, "x": 1}), "takes bytes, not int"),
         (lambda _url: 5, "takes URLs of shards, or a dataset of shardstream, not a int"),
         (lambda url: [ss.ShardDataset(url)], r"a list holds URLs of shards, not ShardDataset; pass ss.join\(first, second\)"),
     ],
-    ids=range(16),
+    ids=range(17),
 )  # fmt: skip
 def test_dataset_that_cannot_be_cut_is_refused(
     make: Any, message: str, images: str, tmp_path: Path
@@ -256,10 +257,7 @@ def test_equal_steps_are_one_job_in_all_processes(images: str, tmp_path: Path) -
     assert ss.merge(new).samples == COUNT // 2
 
 
-def test_join_is_not_added_to(images: str, scores: str, tmp_path: Path) -> None:
-    for dataset in (joined(images, scores), ss.ShardDataset(images, fields=["cls"])):
-        with pytest.raises(ss.errors.OptionError, match="join first, ss.join"):
-            ss.reshard(dataset, tmp_path / "new", add={scores: ["score.cls"]})
+def test_folder_that_is_read_is_not_written(images: str, scores: str) -> None:
     with pytest.raises(ss.errors.OptionError, match="write elsewhere"):
         ss.reshard(ss.join(images, scores), scores, overwrite=True)
 

@@ -401,7 +401,7 @@ def test_numbers_of_a_parquet_column_keep_their_dtype(
     ss.pack(table, tmp_path / "packed", fields=fields)
     with ss.ShardWriter(tmp_path / "keys") as writer:
         writer.write({"__key__": "a", "cls": 1})
-    ss.reshard(tmp_path / "keys", tmp_path / "added", add={table: fields})
+    ss.reshard(ss.join(tmp_path / "keys", {table: fields}, by="key"), tmp_path / "added")
     for name in ("packed", "added"):
         (sample,) = ss.ShardDataset(str(tmp_path / name)).decode()
         assert sample["npy"].dtype == pa.array([], numbers).to_numpy(zero_copy_only=False).dtype

@@ -64,7 +64,7 @@ def test_tensors_of_a_parquet_column_keep_their_shape(table: pa.Table, tmp_path:
     with ss.ShardWriter(tmp_path / "keys") as writer:
         for key in "ab":
             writer.write({"__key__": key, "cls": 1})
-    ss.reshard(tmp_path / "keys", tmp_path / "added", add={url: fields})
+    ss.reshard(ss.join(tmp_path / "keys", {url: fields}, by="key"), tmp_path / "added")
     for name in ("packed", "added"):
         for sample, numbers in zip(
             ss.ShardDataset(str(tmp_path / name), shuffle=False).decode(), NUMBERS, strict=True
@@ -430,7 +430,7 @@ import shardstream as ss
 
 url, dest, table = sys.argv[1:]
 try:
-    ss.reshard(url, dest, add={table: {"txt": "caption"}})
+    ss.reshard(ss.join(url, {table: {"txt": "caption"}}, by="key"), dest)
 except ss.errors.OptionError as error:
     print(error)
 (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,19 @@ import numpy as np
 from shardstream.errors import OptionError, SampleError, SourceError, plural
 from shardstream.format import KEY_COLUMN, Rows, Sample, import_parquet, limit_of_rows, read_parquet
 from shardstream.packing.encode import encode_field
+from shardstream.packing.sources.detection import find_tables
 from shardstream.packing.sources.source import FileRef
 from shardstream.packing.sources.table_source import convert_cell, key_of
 from shardstream.packing.sources.tables import Row, check_columns, iter_rows, number_dtypes, rows_of
-from shardstream.samples import Fetcher, FetchOptions, Numbers, Samples, places_in
+from shardstream.samples import (
+    Fetcher,
+    FetchOptions,
+    JoinPart,
+    Numbers,
+    Samples,
+    open_part,
+    places_in,
+)
 from shardstream.storage import Storage
 
 if TYPE_CHECKING:
@@ -143,6 +152,22 @@ class _RowFetcher(Fetcher):
 
     def samples(self, numbers: Numbers) -> Rows:
         return self._table.rows(numbers)
+
+
+def open_table_part(url: str, fields: Collection[str] | None, storage: Storage) -> JoinPart:
+    """Return the rows of a table, or of all that match a pattern, to be joined to samples.
+
+    Args:
+        url: URL or pattern.
+        fields: Names of columns, or field -> column, as `open_joined_table` takes them.
+        storage: Their storage.
+
+    Raises:
+        OptionError: As `open_joined_table`, like the other errors.
+    """
+    columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
+    table = open_joined_table(find_tables(url, storage), columns, storage)
+    return open_part(table, table.fields)
 
 
 def open_joined_table(
