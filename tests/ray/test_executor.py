@@ -164,13 +164,10 @@ def test_fields_are_added_on_ray_as_here(
     ss.reshard(source, "labels", fields=["cls"], seed=1)
     rows = "".join(f"{number:04d},tag {number}\n" for number in reversed(range(120)))
     Path("tags.csv").write_text("key,tag\n" + rows)
-    options: dict[str, Any] = {
-        "max_samples": 25,
-        "seed": 4,
-        "add": {"labels": {"label.cls": "cls"}, "tags.csv": {"txt": "tag"}},
-    }
-    ss.reshard("source", "ray", executor=RayExecutor(), **options)
-    ss.reshard("source", "here", **options)
+    others: list[Any] = [{"labels": {"label.cls": "cls"}}, {"tags.csv": {"txt": "tag"}}]
+    joined = ss.join("source", *others, by="key")
+    ss.reshard(joined, "ray", max_samples=25, seed=4, executor=RayExecutor())
+    ss.reshard(joined, "here", max_samples=25, seed=4)
     assert files_of(tmp_path / "here") == files_of(tmp_path / "ray")
     for sample in ss.ShardDataset("ray").by_number():
         number = int(sample["__key__"])
