@@ -65,9 +65,8 @@ class ObjectCatalog(Catalog):
     """
 
     can_coalesce = False
-    is_local = (
-        False  # local files are prefetched, too: opening a small file may take as long as a request
-    )
+    is_local = False
+    """Local files are prefetched, too: opening a small file may take as long as a request."""
     threads = 32
     max_prefetch_samples = 1024
 

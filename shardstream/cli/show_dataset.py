@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardstream.cli.options import (
-    AsJson,
-    FromZero,
-    load_function,
-    parse_options,
-    parse_version,
-)
+from shardstream.cli.options import AsJson, FromZero, load_function, parse_options, parse_version
 from shardstream.cli.terminal import aligned, describe, printable, progress_bar, shortened
 from shardstream.errors import OptionError, StorageError, how_to_install, human_bytes, plural
 

@@ -17,20 +17,13 @@ from shardstream.format import PILLOW_FORMATS
 
 _PNG_DEPTH = 24  # byte of the bit depth in IHDR, which comes first
 # BitsPerSample, PhotometricInterpretation, SampleFormat
-_TIFF_BITS, _TIFF_SHADES, _TIFF_KINDS = (
-    258,
-    262,
-    339,
-)
+_TIFF_BITS, _TIFF_SHADES, _TIFF_KINDS = 258, 262, 339
 _WHITE_IS_ZERO = 0
 _KINDS = {1: "unsigned", 2: "signed", 3: "float"}
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # start of codestream, SIZ
 _SIZ_COMPONENTS = 40  # bytes from there to the count of components
 # in the third byte of the box av1C (AV1 codec ISO media file format binding)
-_AVIF_HIGH, _AVIF_TWELVE = (
-    0x40,
-    0x20,
-)
+_AVIF_HIGH, _AVIF_TWELVE = 0x40, 0x20
 
 
 class BitDepth(NamedTuple):

@@ -18,9 +18,8 @@ Values = list[Any] | Column
 
 _VIEW_BYTES = 16 << 10  # mean size of bodies from which views save more than they cost
 _SMALL_BYTES = 4096  # larger bodies are copied one by one, because NumPy copies twice
-_POWERS_OF_8 = 8 ** np.arange(
-    10, -1, -1, dtype=np.int64
-)  # integers: a product of floats would use BLAS threads
+# Integers: a product of floats would use BLAS threads.
+_POWERS_OF_8 = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _BLOCK = np.dtype(f"V{BLOCK_BYTES}")
 _DOT, _SLASH, _UNDERSCORE, _FLAG_FILE = b"./_0"
 _UNUSUAL_IN_KEYS = (b".", b"/", b"__", b"\0")

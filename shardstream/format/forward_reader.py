@@ -13,9 +13,7 @@ from shardstream.errors import OptionError, ShardError, how_to_install
 
 DEFAULT_READ_BYTES = 1 << 20
 INFLATED_FREE_BYTES = 4 << 30  # a compressed tar of any size may unpack to this many bytes
-INFLATED_RATIO_LIMIT = (
-    1000  # beyond that, to this many times its size; labels alone reach 540 with zstd
-)
+INFLATED_RATIO_LIMIT = 1000  # beyond that, to this many times its size; labels reach 540 with zstd
 _MAGIC_BYTES = 6
 _SUFFIX_BY_MAGIC = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
 

@@ -68,10 +68,8 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
     >>> version_of({"size": 3, "ETag": "9a0364b9"}), version_of({"size": 3, "mtime": 12.5}), version_of({"size": 3})
     ('ETag 9a0364b9', 'mtime 12.5', None)
     """
-    if generation := entry.get("generation"):
-        return (
-            f"generation {generation}"  # gcsfs; Google's listings have other ETags than its files
-        )
+    if generation := entry.get("generation"):  # Google's listings have other ETags than its files
+        return f"generation {generation}"
     for name in _ETAGS:
         if entry.get(name):
             return f"ETag {entry[name]}"

@@ -159,11 +159,8 @@ class AdaptiveLimit:
             self._best_rate, self._previous_limit = rate, self.limit
             self.limit = min(self.max_limit, self.limit + max(1, self.limit // 4))
         else:
-            self.limit, self._best_rate, self._windows_to_hold = (
-                self._previous_limit,
-                0.0,
-                _HOLD_WINDOWS,
-            )
+            self.limit = self._previous_limit
+            self._best_rate, self._windows_to_hold = 0.0, _HOLD_WINDOWS
 
 
 def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]:

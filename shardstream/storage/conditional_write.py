@@ -23,13 +23,7 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from shardstream.errors import (
-    ChangedError,
-    ManifestError,
-    NotFoundError,
-    StorageError,
-    get_logger,
-)
+from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, get_logger
 from shardstream.process import new_lock
 from shardstream.storage.error_messages import classify_error, http_status
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, takes_parts

@@ -333,9 +333,7 @@ def _share_lock(folder: tuple[int, int]) -> object | None:
         if locked == folder:
             with suppress(OSError):
                 _held[token] = folder, os.dup(handle)
-                if (
-                    owner in _held
-                ):  # so its handle was open, and `release_lock` has seen the new token
+                if owner in _held:  # its handle was open, and `release_lock` has seen the new token
                     return token
             release_lock(token)
     return None

@@ -192,9 +192,8 @@ def sort_rows(rows: Iterable[R], *, run_rows: int | None = None) -> Iterator[R]:
     """
     iterator = iter(rows)
     limit = RUN_ROWS if run_rows is None else run_rows
-    levels: list[list[RowFile[R]]] = [
-        []
-    ]  # the runs of a level have been merged as often as its number
+    # The runs of a level have been merged as often as its number.
+    levels: list[list[RowFile[R]]] = [[]]
     while run := sorted(islice(iterator, limit)):
         if not levels[0] and len(levels) == 1 and len(run) < limit:
             return iter(run)

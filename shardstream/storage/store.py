@@ -64,12 +64,7 @@ MAX_LISTED_FILES = 5_000_000
 MAX_EMPTY_PAGES = 1000
 """Limit of pages without a file, one after the other; one of deleted files may be empty."""
 # fsspec expands the first, and knows the next two as protocols.
-_NO_PATH = (
-    "~",
-    "file:",
-    "local:",
-    "pipe:",
-)
+_NO_PATH = ("~", "file:", "local:", "pipe:")
 LISTED_TWICE = (
     "the store lists this file twice, so its samples would be read twice; list it again, and report it to the "
     "operator of the store if it stays so"
@@ -567,7 +562,6 @@ def _is_file(entry: Mapping[str, Any]) -> bool:
 
 
 def _local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
+    # As `version_of`.
     version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
-    return FileInfo(
-        url=path, size_or_none=size, version=version, modified=status.st_mtime
-    )  # as `version_of`
+    return FileInfo(url=path, size_or_none=size, version=version, modified=status.st_mtime)

@@ -22,9 +22,8 @@ from shardstream.storage import Storage
 
 _THREADS = 4  # blocks that a process reads at the same time
 _KEPT_BYTES = 128 << 20  # of blocks, where it is not known which samples come next
-_PLANNED_SAMPLES = (
-    1 << 15
-)  # numbers that are looked at in advance, so that a block stays until its last sample
+_PLANNED_SAMPLES = 1 << 15
+"""Numbers that are looked at in advance, so that a block stays until its last sample."""
 Fields = Sequence[str] | Mapping[str, str] | None
 """Columns to read, or field -> column; None for all. The field ``__key__`` is made of the column that is given for it, or of the one of this name;
 without one, a key is the file and the number of the row in it."""

@@ -21,13 +21,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.codecs import decode_json, import_extra
-from shardstream.errors import (
-    ManifestError,
-    OptionError,
-    ShardError,
-    describe_error,
-    get_logger,
-)
+from shardstream.errors import ManifestError, OptionError, ShardError, describe_error, get_logger
 from shardstream.samples import Numbers
 from shardstream.storage import FileInfo, FileVersions, Storage, join_url, parent_url
 from shardstream.tables.block_samples import (

@@ -199,10 +199,8 @@ def _choose_kept(version: DatasetVersion, keep: int, needed: set[int]) -> set[in
     chosen = {*numbers[max(0, len(numbers) - keep + 1) :], *version.tags.values()}
     chosen |= needed.intersection(numbers)
     chosen -= {version.number}
-    since = (
-        chosen | needed
-    )  # a state needs the compactions after a version, also where the version is gone
-    if since:
+    # A state needs the compactions after a version, also where the version is gone.
+    if since := chosen | needed:
         chosen |= {*version.compacted_since(min(since))}.intersection(numbers)
     return chosen
 

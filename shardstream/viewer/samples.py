@@ -15,14 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import (
-    ShardCatalog,
-    lacks_index,
-    stream_samples,
-)
-from shardstream.catalog import (
-    open_samples as open_by_number,
-)
+from shardstream.catalog import ShardCatalog, lacks_index, stream_samples
+from shardstream.catalog import open_samples as open_by_number
 from shardstream.errors import OptionError, ShardStreamError
 from shardstream.fetch import coalesce
 from shardstream.format import Buffer, Group, iter_groups, iter_members, read_sample

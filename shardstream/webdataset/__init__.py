@@ -4,10 +4,7 @@ from shardstream import errors as _errors
 
 try:
     from shardstream.webdataset import filters
-except (
-    ImportError,
-    AttributeError,
-) as error:  # webdataset is missing, or lacks names of version 1.0
+except (ImportError, AttributeError) as error:  # it is missing, or lacks names of version 1.0
     raise _errors.OptionError(
         f"shardstream.webdataset runs the stages of webdataset 1.0 ({error}): {_errors.how_to_install('webdataset')}"
     ) from error

@@ -11,19 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from shardstream.errors import (
-    OptionError,
-    SampleError,
-    ShardError,
-    redact,
-)
-from shardstream.format import (
-    ForwardReader,
-    Member,
-    TarDiagnostics,
-    iter_whole,
-    open_by_content,
-)
+from shardstream.errors import OptionError, SampleError, ShardError, redact
+from shardstream.format import ForwardReader, Member, TarDiagnostics, iter_whole, open_by_content
 from shardstream.webdataset.filters import pipelinefilter
 from shardstream.webdataset.gopen import gopen
 from shardstream.webdataset.handlers import Handler, goes_on, reraise_exception
