@@ -31,6 +31,7 @@ from shardstream.format import (
     num_samples,
 )
 from shardstream.storage.find_tars import (
+    check_complete,
     explain_web_folder,
     glob_tars,
     no_tars_error,
@@ -142,7 +143,7 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
         return _from_version(expanded, storage, version)
     located: list[LocatedShards] = []
     tars: list[str] = []
-    globbed: set[str] = set()
+    globbed: dict[str, str] = {}
     for url in expanded:
         if not url.strip():
             raise OptionError(
@@ -152,7 +153,7 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
             storage.resolve(url)  # raises the error
         elif storage.is_glob(url):
             found = [tar.url for tar in glob_tars(url, storage)]
-            globbed.update(map(parent_url, found))
+            globbed |= dict.fromkeys(map(parent_url, found), url.rsplit("/", 1)[-1])
             tars += found
         elif is_tar(url):
             tars.append(url)
@@ -407,6 +408,7 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if MANIFEST_NAME in by_name:
         return _from_manifest(by_name[MANIFEST_NAME], storage, files, found)
     _check_finished(url, by_name, storage)
+    check_complete(url, by_name)
     dataset = dataset_of_change(url)
     if dataset is not None and storage.exists(join_url(dataset, MANIFEST_NAME)):
         raise OptionError(
@@ -418,7 +420,7 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if tars:
         warn_of_folders(url, folders, storage)
     if tars and url.startswith(WEB):  # the page has no sizes
-        return _from_tars([tar.url for tar in tars], storage, ())
+        return _from_tars([tar.url for tar in tars], storage, {})
     if tars:
         return _with_indexes(tars, by_name, storage)
     raise no_tars_error(url, list(by_name), folders, storage)
@@ -446,13 +448,13 @@ def _check_finished(folder: str, names: Collection[str], storage: Storage) -> No
         check_finished(folder, names)
 
 
-def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> LocatedShards:
+def _from_tars(urls: list[str], storage: Storage, globbed: Mapping[str, str]) -> LocatedShards:
     """Return named tars with their entries in the manifest of their folder, or counts from their indexes.
 
     Args:
         urls: The tars.
         storage: Where they are.
-        globbed: Folders whose tars a pattern matched; an unfinished dataset there is refused.
+        globbed: Folder whose tars a pattern matched -> pattern of their names; an unfinished dataset there, or one that lacks tars, is refused.
     """
     found, indexed = dict[str, ShardInfo](), set[str]()
     manifests: dict[str, SeenManifest] = {}
@@ -466,12 +468,12 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         by_name = _look_up(names, folder, storage)
         if folder in globbed:
             _check_finished(folder, by_name, storage)
-        missing = next((name for name in names if name not in by_name), None)
-        if missing is not None:
-            raise NotFoundError(
-                "the shard is missing; check the path or the pattern's range",
-                shard=names[missing],
-            )
+            check_complete(folder, by_name, globbed[folder])
+        for name, url in names.items():
+            if name not in by_name:
+                raise NotFoundError(
+                    "the shard is missing; check the path or the pattern's range", shard=url
+                )
         tars = [
             FileInfo(url=url, size_or_none=by_name[name].size, version=by_name[name].version)
             for name, url in names.items()

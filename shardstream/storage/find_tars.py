@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -24,8 +24,9 @@ from shardstream.errors import (
     OptionError,
     StorageError,
     get_logger,
+    plural,
 )
-from shardstream.format import MANIFEST_NAME
+from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME
 from shardstream.storage.urls import (
     WEB,
     Urls,
@@ -142,9 +143,13 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
             folder = parent_url(url) if url.rsplit("/", 1)[-1] == MANIFEST_NAME else url
             files, folders = storage.list_folder(folder)
             found = tars_of_folder(folder, files)
+            names = [file.url.rsplit("/", 1)[-1] for file in files]
             if not found:
-                names = [file.url.rsplit("/", 1)[-1] for file in files]
                 raise no_tars_error(folder, names, folders, storage)
+            try:
+                check_complete(folder, names)
+            except NotFoundError as error:
+                _log.warning("%s", error)
             warn_of_links(folder, found)
             warn_of_folders(folder, folders, storage)
             tars += found
@@ -204,6 +209,31 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
         if parts.netloc == host and posixpath.dirname(clean) == posixpath.normpath(path or "/"):
             by_path.setdefault(clean, replace(file, url=parts._replace(path=clean).geturl()))
     return [by_path[one] for one in sorted(by_path)]
+
+
+def check_complete(folder: str, names: Collection[str], pattern: str = "*") -> None:
+    """Refuse a folder without a tar whose index is there: a part of it was copied, or the tar alone was deleted.
+
+    Args:
+        folder: URL of the folder.
+        names: Names of all its files.
+        pattern: Tars that are wanted.
+
+    Raises:
+        NotFoundError: If it is one.
+    """
+    indexed = sorted(
+        name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)
+    )
+    lost = [
+        tar for tar in indexed if is_tar(tar) and tar not in names and fnmatchcase(tar, pattern)
+    ]
+    if lost:
+        raise NotFoundError(
+            f"{plural(len(lost), 'shard')} missing, by the indexes of this folder",
+            remedy="copy the folder again, or delete these indexes, too",
+            shard=join_url(folder, lost[0]),
+        )
 
 
 def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:

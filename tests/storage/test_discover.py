@@ -105,6 +105,20 @@ def test_shards_are_found_with_their_sizes_and_counts(
         assert storage.read(shard.url) == TARS[name]  # the URL opens the same file
 
 
+@pytest.mark.parametrize("pattern", ["", "/*.tar", "/0[12].tar"])
+def test_tar_that_is_missing_beside_its_index_is_an_error_without_a_manifest(
+    folder: str, pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part of the folder was copied, or the tar was deleted alone."""
+    put(folder, {name: TARS[name] for name in ("00.tar", "02.tar")})
+    put(folder, {f"{name}.idx": make_index(data) for name, data in TARS.items()})
+    with pytest.raises(NotFoundError, match=r"1 shard missing, by the indexes.*01\.tar"):
+        locate_shards(folder + pattern, Storage())
+    assert names(locate_shards(f"{folder}/0[02].tar", Storage())) == ["00.tar", "02.tar"]
+    ss.index(folder)
+    assert "1 shard missing, by the indexes" in caplog.text
+
+
 def test_manifest_decides_shards_and_order(folder: str) -> None:
     put_tars(folder, indexed=("00.tar",))
     put(folder, {"index.json": MANIFEST})
