@@ -85,6 +85,7 @@ _SMALL_REQUEST_BYTES = 1 << 20
 _LARGEST_FACTOR = 100
 _STORE_WORKERS = 4  # for each core: a worker that waits needs none
 
+_WORDS = {"store": "waiting for bytes", "decoding": "decode", "transforms": "other steps"}
 _WORK = {
     "store": "waiting for bytes of the store",
     "reading": "reading and parsing",
@@ -162,24 +163,23 @@ class Load:
         """The loop's own work."""
         return max(self.total_s - self.wait_s, 1e-9)
 
-    @property
-    def phases(self) -> dict[Bottleneck, float]:
-        """Work on samples, summed over the workers."""
-        timings = self.timings
-        if timings.mixed_s:
-            return {"reading and steps": timings.read_s, "collate": timings.collate_s}
-        return {
-            "store": timings.wait_s,
-            "reading": timings.read_s - timings.wait_s,
-            "decoding": timings.decode_s,
-            "transforms": timings.steps_s - timings.decode_s,
-            "collate": timings.collate_s,
-        }
-
     def speedup(self, workers: int, busy_s: float) -> float:
         """Return how many times as fast it would be at most, with other workers or less work."""
         least_s = self.loop_s + busy_s if workers == 0 else max(self.loop_s, busy_s / workers, 1e-9)
         return max(1.0, self.total_s / least_s)
+
+
+def _phases_of(timings: WorkerTimings) -> dict[Bottleneck, float]:
+    """Return the seconds of the work on samples, summed over the workers."""
+    if timings.mixed_s:
+        return {"reading and steps": timings.read_s, "collate": timings.collate_s}
+    return {
+        "store": timings.wait_s,
+        "reading": timings.read_s - timings.wait_s,
+        "decoding": timings.decode_s,
+        "transforms": timings.steps_s - timings.decode_s,
+        "collate": timings.collate_s,
+    }
 
 
 def judge(load: Load) -> Verdict | None:
@@ -196,8 +196,7 @@ def judge(load: Load) -> Verdict | None:
         return _fast_enough(load)
     if load.workers and busy_s < _IDLE * load.workers * load.total_s:
         return _handed_over_slowly(load)
-    name = max(load.phases, key=lambda phase: load.phases[phase])
-    phase_s = load.phases[name]
+    name, phase_s = max(_phases_of(timings).items(), key=lambda phase: phase[1])
     speedup = load.speedup(load.workers, busy_s - phase_s)
     if speedup < _WORTH:
         return None
@@ -371,16 +370,9 @@ class LoaderStats:
 
     @property
     def _phases(self) -> dict[str, float]:
-        """Seconds of the work on samples."""
-        timings = self.timings
-        if timings.mixed_s:
-            return {"reading and steps": timings.read_s, "collate": timings.collate_s}
+        """Seconds of the work on samples, by the words for them."""
         return {
-            "waiting for bytes": timings.wait_s,
-            "reading": timings.read_s - timings.wait_s,
-            "decode": timings.decode_s,
-            "other steps": timings.steps_s - timings.decode_s,
-            "collate": timings.collate_s,
+            _WORDS.get(name, name): seconds for name, seconds in _phases_of(self.timings).items()
         }
 
     def __str__(self) -> str:
