@@ -133,9 +133,9 @@ def reshard(  # noqa: PLR0913  (public door)
     )
     reading = storage_options if source_options is None else source_options
     records = _open_records(source, reading)
-    steps = steps_of(records, map, batch_size)
+    steps = steps_of(records, map, batch_size, kept)
     names = _shard_names(dest, leaves_of(records.samples))
-    job = _plan_job(records, steps, kept, _Plan(names, limits, seed, version))
+    job = _plan_job(records, steps, names, limits, seed, version)
     return run_jobs(
         [replace(job, storage_options=storage_options)],
         executor=executor,
@@ -175,58 +175,53 @@ def _open_records(source: Urls | AnyDataset, options: Mapping[str, Any] | None) 
     return records
 
 
-class _Plan(NamedTuple):
-    """Options of the job."""
-
-    names: ShardNames
-    limits: WriterOptions
-    seed: int | None
-    version: int | str | None
-
-
-def _plan_job(records: Records, steps: Steps, kept: frozenset[str] | None, plan: _Plan) -> PartJob:
+def _plan_job(
+    records: Records,
+    steps: Steps,
+    names: ShardNames,
+    limits: WriterOptions,
+    seed: int | None,
+    version: int | str | None,
+) -> PartJob:
     """Return the job and the work of its parts."""
-    samples, limits = records.samples, plan.limits
+    samples = records.samples
     leaves = leaves_of(samples)
-    sizes = _measure(samples, kept, steps)
+    sizes = _measure(samples, steps)
     first = samples.first if isinstance(samples, Join) else samples
-    firsts = plan_shards(first, limits, is_shuffled=plan.seed is not None, sizes=sizes)
+    firsts = plan_shards(first, limits, is_shuffled=seed is not None, sizes=sizes)
     options: dict[str, Any] = {
         "max_samples": limits.max_samples,
         "max_bytes": limits.max_bytes,
-        "seed": plan.seed,
+        "seed": seed,
     }
     if limits.columns is not None:
         options |= {"columns": columns_identity(limits.columns)}
     if records.stages:
         options |= {"seed of the steps": records.seed, "epoch of the steps": records.epoch}
     options |= {
-        "fields": None if kept is None else sorted(kept),
+        "fields": None if steps.fields is None else sorted(steps.fields),
         "steps": [*steps.signatures],
-        "version": plan.version,
+        "version": version,
         **sizes.options,
     }
     source = None  # functions cannot be compared: a stopped job begins again
-    if plan.version is not None or steps.are_described:
+    if version is not None or steps.are_described:
         source = " ".join([samples.fingerprint, *map(_content_of, leaves)])
     classes = records.classes
     call = uuid.uuid4().hex
     work = ReshardWork(
         samples=SampleRange(
             samples=samples,
-            order=Order(0, len(samples), len(samples), plan.seed),
+            order=Order(0, len(samples), len(samples), seed),
             steps=Kept(call, "steps", steps),
             job=call,
         ),
-        seed=records.seed,
-        epoch=records.epoch,
-        fields=kept,
         warnings=_warn_of_unused(samples),
     )
     return PartJob(
         kind="reshard",
         title=_title(leaves),
-        names=plan.names,
+        names=names,
         source=source,
         options=options,
         limits=limits,
@@ -296,13 +291,13 @@ class _Sizes(NamedTuple):
         return {"kept": self.kept, "added_bytes": self.added_bytes}
 
 
-def _measure(samples: Samples, fields: frozenset[str] | None, steps: Steps) -> _Sizes:
+def _measure(samples: Samples, steps: Steps) -> _Sizes:
     """Measure new samples on evenly spaced ones, where their sizes follow from the source: functions may make samples of any size.
 
     Raises:
         OptionError: If no sample has one of the fields, by the manifest or by these samples.
     """
-    is_join = isinstance(samples, Join)
+    is_join, fields = isinstance(samples, Join), steps.fields
     chooses = all(isinstance(stage, KeepFields | Rename) for stage in steps.stages)
     is_mapped = steps.lists is not None or not chooses
     if not is_join and (is_mapped or (fields is None and not steps.stages)):
@@ -387,16 +382,10 @@ class ReshardWork:
 
     Args:
         samples: The samples, and the steps that they pass.
-        seed: Seed of steps with random numbers.
-        epoch: Epoch of these numbers.
-        fields: Fields to keep; None keeps all.
         warnings: Findings about the whole source, which the first part reports.
     """
 
     samples: SampleRange
-    seed: int
-    epoch: int
-    fields: frozenset[str] | None
     warnings: tuple[str, ...]
 
     def parts(self, firsts: Numbers) -> Iterator[ReshardWork]:
@@ -410,8 +399,7 @@ class ReshardWork:
     def write(self, writer: PartWriter) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
         pictures = set[str]()
-        context = Context(seed=self.seed, epoch=self.epoch)
-        with closing(encoded_samples(self.samples, context, self.fields)) as samples:
+        with closing(encoded_samples(self.samples)) as samples:
             for key, fields, encoded_again in samples:
                 writer.write(key, fields)
                 pictures.update(encoded_again)

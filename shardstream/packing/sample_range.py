@@ -153,8 +153,14 @@ class Steps(NamedTuple):
 
     stages: tuple[Stage, ...]
     signatures: tuple[str, ...]
+    seed: int
+    """Seed of stages with random numbers."""
+    epoch: int
+    """Epoch of these numbers."""
+    fields: frozenset[str] | None
+    """Fields to keep at the end; None keeps all."""
     lists: MapLists | None = None
-    """A function that comes last."""
+    """A function that comes after the stages."""
 
     @property
     def are_described(self) -> bool:
@@ -162,27 +168,34 @@ class Steps(NamedTuple):
         return self.lists is None and all(map(_is_described, self.stages))
 
 
-def steps_of(records: Records, function: SampleFunction | None, batch_size: int | None) -> Steps:
+def steps_of(
+    records: Records,
+    function: SampleFunction | None,
+    batch_size: int | None,
+    fields: frozenset[str] | None,
+) -> Steps:
     """Return the steps of a dataset, and after them a function of the user.
 
     Args:
         records: The dataset.
         function: Returns the new sample or samples; a class is instantiated once in each process.
         batch_size: Samples of a call of ``function``; None calls it with single samples.
+        fields: Fields to keep at the end; None keeps all.
 
     Raises:
         OptionError: If ``batch_size`` is under 1, or used without a function.
     """
     if batch_size is not None and (batch_size < 1 or function is None):
         raise OptionError("batch_size is the number of samples that map gets at a time, 1 or more")
+    steps = Steps(records.stages, records.steps, records.seed, records.epoch, fields)
     if function is None:
-        return Steps(records.stages, records.steps)
+        return steps
     one = _Instance(function) if isinstance(function, type) else function
-    if batch_size is not None:
-        lists = MapLists(one, batch_size)
-        return Steps(records.stages, (*records.steps, describe(lists)), lists)
-    stage = Map(function=one)
-    return Steps((*records.stages, stage), (*records.steps, describe(stage)))
+    last = Map(function=one) if batch_size is None else MapLists(one, batch_size)
+    steps = steps._replace(signatures=(*steps.signatures, describe(last)))
+    if isinstance(last, MapLists):
+        return steps._replace(lists=last)
+    return steps._replace(stages=(*steps.stages, last))
 
 
 def _is_described(stage: Stage) -> bool:
@@ -312,22 +325,18 @@ def read_rows(samples: Samples, numbers: Numbers, *, is_sparse: bool) -> Generat
 
 
 def encoded_samples(
-    samples: SampleRange, context: Context, fields: frozenset[str] | None
+    samples: SampleRange,
 ) -> Generator[tuple[str, dict[str, bytes], Collection[str]]]:
     """Yield the samples that are left after all steps: key, encoded fields, and the pictures among these that a step has decoded.
-
-    Args:
-        samples: The samples.
-        context: Seed and epoch of steps with random numbers.
-        fields: Fields to keep; None keeps all.
 
     Raises:
         SourceError: If a function raises an error of its own, or the last step returns no sample.
         SampleError: If a value does not fit its field.
     """
-    decoding = [stage for stage in samples.steps.value.stages if isinstance(stage, Decode)]
-    lists = samples.steps.value.lists
-    with closing(_stepped(samples, context)) as stepped:
+    steps = samples.steps.value
+    decoding = [stage for stage in steps.stages if isinstance(stage, Decode)]
+    lists, fields = steps.lists, steps.fields
+    with closing(_stepped(samples)) as stepped:
         for sample, key, url in stepped if lists is None else lists.apply(stepped):
             if not isinstance(sample, Mapping):
                 raise SourceError(
@@ -362,15 +371,16 @@ def _decoded_pictures(sample: Mapping[str, Any], decoding: Sequence[Decode]) -> 
     ]
 
 
-def _stepped(samples: SampleRange, context: Context) -> Generator[_Stepped]:
+def _stepped(samples: SampleRange) -> Generator[_Stepped]:
     """Yield the samples after all stages, with the keys and URLs that they had before."""
-    stages, rows = samples.steps.value.stages, samples.rows()
-    if not stages:
+    steps, rows = samples.steps.value, samples.rows()
+    if not steps.stages:
         with closing(rows):
             yield from ((row, row["__key__"], str(row["__url__"])) for row in rows)
         return
     first = _RangeRun(rows, iter(samples.order.numbers().tolist()))
-    with closing(open_stages(stages, first, context)) as run:
+    context = Context(seed=steps.seed, epoch=steps.epoch)
+    with closing(open_stages(steps.stages, first, context)) as run:
         for item in _translated(run):
             yield item, *first.origins.pop(run.number)
     if not first.is_at_end:
