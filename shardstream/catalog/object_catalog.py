@@ -72,7 +72,6 @@ class ObjectCatalog(Catalog):
 
     def __init__(self, root: str, files: Sequence[ListedFile], storage: Storage) -> None:
         self._storage = storage
-        self.timeout_s = storage.timeouts.total_s
         self._root = files[0].url.removesuffix(files[0].path)
         if any(file.url != self._root + file.path for file in files):
             raise OptionError("file URLs do not consist of the folder's URL and a path", shard=root)

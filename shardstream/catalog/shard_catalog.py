@@ -104,7 +104,6 @@ class ShardCatalog(Catalog):
         places: FieldPlaces | None = None,
     ) -> None:
         self._storage = storage
-        self.timeout_s = storage.timeouts.total_s
         self._scanned: dict[int, Offsets] = {}
         self._manifests, self._are_listed = located.manifests, located.manifest_url is not None
         self._fields = located.fields

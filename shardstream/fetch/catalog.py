@@ -213,8 +213,11 @@ class Catalog(Samples):
     """Maximum of prefetched samples."""
     max_read_ratio: float | None = None
     """Maximum of the bytes that are read for each byte of the requested samples, to fetch samples with gaps together; None for no maximum."""
-    timeout_s: float = 100.0
-    """Maximum time in seconds that `fetch` takes without receiving bytes before it raises."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Maximum time in seconds that `fetch` takes without receiving bytes before it raises; by default that of the storage."""
+        return self.storage.timeouts.total_s
 
     @abstractmethod
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:

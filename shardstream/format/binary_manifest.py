@@ -20,18 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, ManifestError
-from shardstream.format.manifest_entries import (
+from shardstream.format.dataset_version import (
     COUNT_LIMIT,
     FIRST_VERSION,
     VERSION_KEY,
     DatasetVersion,
-    ShardInfo,
-    checksum,
     decode_version,
     encode_version,
-    fingerprint,
 )
 from shardstream.format.names import find_repeated, is_name
+from shardstream.format.shard import ShardInfo, checksum, fingerprint
 from shardstream.format.tar_reader import BLOCK_BYTES
 
 BINARY_KIND = "shardstream-binary-index-v1"

@@ -24,7 +24,7 @@ from shardstream.errors import (
     how_to_install,
     plural,
 )
-from shardstream.format.manifest_entries import ShardInfo
+from shardstream.format.shard import ShardInfo
 
 if TYPE_CHECKING:
     import numpy as np

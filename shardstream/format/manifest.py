@@ -23,16 +23,16 @@ from shardstream.format.binary_manifest import (
     decode_binary,
     encode_binary,
 )
-from shardstream.format.manifest_entries import (
+from shardstream.format.dataset_version import (
     COUNT_LIMIT,
     FIRST_VERSION,
     VERSION_KEY,
     DatasetVersion,
-    ShardInfo,
     decode_version,
     encode_version,
 )
 from shardstream.format.names import find_repeated, is_name
+from shardstream.format.shard import ShardInfo
 
 MANIFEST_NAME = "index.json"
 MAX_LISTED_SHARDS = 4096

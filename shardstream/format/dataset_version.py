@@ -1,4 +1,4 @@
-"""Describe a shard and the version of a dataset in its manifest, and identify a list of shards.
+"""Describe the version of a dataset in its manifest.
 
 A version says what made it, which earlier versions are kept, and what it leaves out or replaces. The current version is ``index.json``;
 ``versions/000012.json`` is the ``index.json`` that was version 12, byte for byte. A manifest without the key ``dataset_version`` is
@@ -13,12 +13,8 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from shardstream.errors import redact
 from shardstream.format.names import is_name
 
-INDEX_SUFFIX = ".idx"
-TAR_SUFFIX = ".tar"
-COLUMNS_SUFFIX = ".cols.parquet"
 COUNT_LIMIT = 1 << 60  # of samples and bytes of a dataset: sums stay below 2**63
 
 VERSIONS_FOLDER = "versions"
@@ -28,66 +24,6 @@ _NUMBERS = re.compile(r"([a-z0-9-]+/)?(deleted|numbers)-[0-9a-f]{16}-[0-9a-f]{8}
 _REPLACED = re.compile(r"fields-[0-9a-f]{12}-[0-9a-f]{16}\.json")
 _KEYS = re.compile(r"keys-[0-9a-f]{16}\.npy")
 _TAG = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,99}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardInfo:
-    """Entry of one shard in the manifest.
-
-    Args:
-        url: URL, relative to the manifest or absolute.
-        nsamples: Number of samples; None if unknown.
-        filesize: Bytes of the tar; None if unknown.
-        sha256: Hex digest of the tar; None if unknown.
-        index: URL of its index, relative to the manifest or absolute; None if that is next to the tar.
-    """
-
-    url: str
-    nsamples: int | None = None
-    filesize: int | None = None
-    sha256: str | None = None
-    index: str | None = None
-
-    @property
-    def index_url(self) -> str:
-        """URL of the index; relative if the shard's is."""
-        return self.url + INDEX_SUFFIX if self.index is None else self.index
-
-    @property
-    def members_url(self) -> str:
-        """URL of its index of members, next to the index; relative if the shard's is."""
-        return self.index_url.removesuffix(TAR_SUFFIX + INDEX_SUFFIX) + INDEX_SUFFIX
-
-    @property
-    def columns_url(self) -> str:
-        """URL of its file of columns, next to the index; relative if the shard's is."""
-        return self.index_url.removesuffix(INDEX_SUFFIX) + COLUMNS_SUFFIX
-
-
-def fingerprint(shards: Iterable[ShardInfo]) -> str:
-    """Return 16 hex digits that change with the shards' names (without their folder), counts, order and sizes.
-
-    The folder is not included, so that a copy of a dataset can resume the states of its original.
-    """
-    digest = sha256()
-    for shard in shards:
-        # Without the signature, which may be renewed; a path has none.
-        url = redact(shard.url) if "://" in shard.url else shard.url
-        name = url.rsplit("/", 1)[-1]
-        digest.update(
-            f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
-        )
-    return digest.hexdigest()[:16]
-
-
-def checksum(shards: Iterable[ShardInfo]) -> str | None:
-    """Return 16 hex digits that change with the bytes of the shards; None if the sha256 of one is unknown."""
-    digest = sha256()
-    for shard in shards:
-        if shard.sha256 is None:
-            return None
-        digest.update(shard.sha256.encode())
-    return digest.hexdigest()[:16]
 
 
 def version_name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Encode, decode and compute the indexes of a shard: offsets of its samples, ``NAME.tar.idx``, and of their members, ``NAME.idx``.
+"""Describe a shard, and encode, decode and compute its indexes: offsets of its samples, ``NAME.tar.idx``, and of their members, ``NAME.idx``.
 
 ``NAME.tar.idx``: little-endian uint64: the offset of each sample's first header, then the end of the last sample: n + 1 numbers for n
 samples. Megatron Energon writes and reads the same.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import IndexMismatchError, SampleError, plural
+from shardstream.errors import IndexMismatchError, SampleError, plural, redact
 from shardstream.format.names import is_meta_name, split_member_name
 from shardstream.format.samples import iter_groups
 from shardstream.format.tar_reader import (
@@ -32,6 +33,69 @@ Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""
 
 OFFSET_BYTES = 8
+INDEX_SUFFIX = ".idx"
+TAR_SUFFIX = ".tar"
+COLUMNS_SUFFIX = ".cols.parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """Entry of one shard in the manifest.
+
+    Args:
+        url: URL, relative to the manifest or absolute.
+        nsamples: Number of samples; None if unknown.
+        filesize: Bytes of the tar; None if unknown.
+        sha256: Hex digest of the tar; None if unknown.
+        index: URL of its index, relative to the manifest or absolute; None if that is next to the tar.
+    """
+
+    url: str
+    nsamples: int | None = None
+    filesize: int | None = None
+    sha256: str | None = None
+    index: str | None = None
+
+    @property
+    def index_url(self) -> str:
+        """URL of the index; relative if the shard's is."""
+        return self.url + INDEX_SUFFIX if self.index is None else self.index
+
+    @property
+    def members_url(self) -> str:
+        """URL of its index of members, next to the index; relative if the shard's is."""
+        return self.index_url.removesuffix(TAR_SUFFIX + INDEX_SUFFIX) + INDEX_SUFFIX
+
+    @property
+    def columns_url(self) -> str:
+        """URL of its file of columns, next to the index; relative if the shard's is."""
+        return self.index_url.removesuffix(INDEX_SUFFIX) + COLUMNS_SUFFIX
+
+
+def fingerprint(shards: Iterable[ShardInfo]) -> str:
+    """Return 16 hex digits that change with the shards' names (without their folder), counts, order and sizes.
+
+    The folder is not included, so that a copy of a dataset can resume the states of its original.
+    """
+    digest = sha256()
+    for shard in shards:
+        # Without the signature, which may be renewed; a path has none.
+        url = redact(shard.url) if "://" in shard.url else shard.url
+        name = url.rsplit("/", 1)[-1]
+        digest.update(
+            f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
+        )
+    return digest.hexdigest()[:16]
+
+
+def checksum(shards: Iterable[ShardInfo]) -> str | None:
+    """Return 16 hex digits that change with the bytes of the shards; None if the sha256 of one is unknown."""
+    digest = sha256()
+    for shard in shards:
+        if shard.sha256 is None:
+            return None
+        digest.update(shard.sha256.encode())
+    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
