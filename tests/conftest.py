@@ -77,15 +77,17 @@ _FOREIGN_VARIABLES = (
     "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
 )
 
+_TOGETHER = ("tests/ray/", "tests/test_architecture.py")
 
-class OneProcessForRay(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not typed
-    """Distribute single tests, but those of tests/ray together, so that one cluster is started.
+
+class SomeInOneProcess(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not typed
+    """Distribute single tests, but those of `_TOGETHER` in one process: one cluster is started, and each file is parsed once.
 
     The groups of xdist itself (``--dist=loadgroup``) have no effect with xdist 3.8 and pytest 9.2.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ray" if nodeid.startswith("tests/ray/") else nodeid
+        return next((one for one in _TOGETHER if nodeid.startswith(one)), nodeid)
 
     def mark_test_complete(
         self, node: WorkerController, item_index: int, duration: float = 0
@@ -101,7 +103,7 @@ class OneProcessForRay(LoadScopeScheduling):  # type: ignore[misc]  # xdist is n
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Choose how tests are distributed over processes."""
-    return OneProcessForRay(config, log)
+    return SomeInOneProcess(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -178,6 +178,7 @@ def test_every_page_with_blocks_is_run() -> None:
             assert path in RUN or path.stem in elsewhere, path.name
 
 
+@pytest.mark.slow
 def test_every_block_of_the_extension_guide_runs(here: Path) -> None:
     found = [b.code for b in blocks(ROOT / "docs" / "extending.md") if b.language == "python"]
     (here / "extending.py").write_text("\n".join(found))  # classes need a module

@@ -61,6 +61,7 @@ def test_a_dataset_of_one_batch_is_measured_over_several_epochs(tmp_path: Path) 
     assert "recommended" in shown.stdout
 
 
+@pytest.mark.slow
 def test_wrong_use_is_explained(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 10, 5)
     few = run(folder, "--workers", "0", "--batch-size", "50")

@@ -187,7 +187,9 @@ def test_terminal_gets_a_progress_bar(photos: str, tmp_path: Path) -> None:
     ("tool", "arguments", "samples"),
     [
         ("pack_imagefolder", ["PHOTOS", "--max-side", "8"], 20),
-        ("pack_table", ["TABLE", "--map", "png=file", "--key", "id"], 2),
+        pytest.param(
+            "pack_table", ["TABLE", "--map", "png=file", "--key", "id"], 2, marks=pytest.mark.slow
+        ),
         pytest.param("pack_digits", [], 1797, marks=pytest.mark.slow),
     ],
 )

@@ -22,6 +22,7 @@ from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.codecs.sounds import RATE, ffmpeg_samples, sound_file, tone
 from tests.limits import set_limits
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES
 
 MiB = 1 << 20
@@ -134,10 +135,8 @@ def test_cut_files_that_pyav_reads_are_errors(name: str) -> None:
             ss.decode_sample({name: data + data}, "audio")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["aac", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_PYAV if name != "aac")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_PYAV)
 def test_without_pyav_its_formats_are_an_error_that_says_what_to_do(
     name: str, tmp_path: Path
 ) -> None:
@@ -286,8 +285,14 @@ def by_ffmpeg(*options: str) -> bytes:
     ).stdout
 
 
-@pytest.mark.parametrize("rate", [44_100, 48_000, 22_050, 11_025])
-@pytest.mark.parametrize("length", ["0", "1"])
+@pytest.mark.parametrize(
+    ("rate", "length"),
+    with_slow_rest(
+        [(44_100, "0"), (48_000, "1"), (11_025, "0")],
+        [44_100, 48_000, 22_050, 11_025],
+        ["0", "1"],
+    ),
+)
 def test_streamed_mp3_is_read_whole_or_refused(rate: int, length: str) -> None:
     options = ("-ar", str(rate), "-write_xing", length, "-f", "mp3")
     constant = AudioDecoder()(by_ffmpeg("-b:a", "32k", *options))

@@ -19,6 +19,7 @@ from shardstream.errors import DecodeError, OptionError, SkipBudgetError
 from shardstream.format import IMAGE_FORMATS
 from shardstream.loader import to_tensor
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, flat, grouped, labels, picture, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -131,9 +132,15 @@ def test_bad_image_stops_the_epoch_by_default(folder: str, threads: int, num_wor
         list(loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("on_error", ["skip", "warn", ss.SkipBudget(samples=4)])
+@pytest.mark.parametrize(
+    ("num_workers", "threads", "on_error"),
+    with_slow_rest(
+        [(0, 2, "skip"), (2, 0, "warn"), (0, 0, ss.SkipBudget(samples=4)), (2, 2, "skip")],
+        [0, 2],
+        [0, 2],
+        ["skip", "warn", ss.SkipBudget(samples=4)],
+    ),
+)
 def test_bad_images_are_skipped_and_counted(
     folder: str, on_error: Any, threads: int, num_workers: int
 ) -> None:

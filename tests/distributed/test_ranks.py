@@ -45,17 +45,13 @@ def steps_of(out: Path, ranks: int) -> list[list[dict[str, Any]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "samples", "options"),
     [
         (2, 203, ["--batch-size", "8", "--workers", "2", "--epochs", "2"]),
-        pytest.param(3, 101, ["--batch-size", "7"], marks=pytest.mark.slow),
-        pytest.param(
-            4,
-            97,
-            ["--batch-size", "5", "--microbatch", "5", "--lanes", "8", "--workers", "1"],
-            marks=pytest.mark.slow,
-        ),
+        (3, 101, ["--batch-size", "7"]),
+        (4, 97, ["--batch-size", "5", "--microbatch", "5", "--lanes", "8", "--workers", "1"]),
     ],
 )
 def test_ranks_train_in_step_and_see_each_sample_once(

@@ -181,11 +181,11 @@ for batch in ss.ShardLoader(dataset, batch_size=1, num_workers=1, multiprocessin
 @pytest.mark.parametrize(
     ("how", "method", "code"),
     [
-        ("break", "fork", 0),
+        pytest.param("break", "fork", 0, marks=pytest.mark.slow),
         pytest.param("error", "fork", 1, marks=pytest.mark.slow),
         ("SIGINT", "fork", -signal.SIGINT),
         pytest.param("SIGTERM", "fork", -signal.SIGTERM, marks=pytest.mark.slow),
-        ("SIGKILL", "fork", -signal.SIGKILL),
+        pytest.param("SIGKILL", "fork", -signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("SIGKILL", "spawn", -signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("SIGKILL", "forkserver", -signal.SIGKILL, marks=pytest.mark.slow),
     ],

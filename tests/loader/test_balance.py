@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, flat, labels, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:an epoch of this mix has:UserWarning")
@@ -88,7 +89,12 @@ def shares(batches: list[list[int]], ranks: int = 8) -> float:
     return float((costs.mean(axis=1) / costs.max(axis=1)).mean())
 
 
-@pytest.mark.parametrize("kind", ["all", "subset", "where", "weights", "mix", "weighted mix"])
+@pytest.mark.parametrize(
+    "kind",
+    with_slow_rest(
+        ["all", "weighted mix"], ["all", "subset", "where", "weights", "mix", "weighted mix"]
+    ),
+)
 def test_the_samples_of_some_steps_stay_and_their_costs_are_equal(folder: str, kind: str) -> None:
     dataset_of = datasets(folder)[kind]
     before, _ = read(dataset_of, order_of(remainder="keep"), 8)

@@ -31,6 +31,7 @@ from shardstream.fetch import RangeFetcher
 from shardstream.samples import FetchOptions
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.servers import (
     S3Server,
     ShapedS3,
@@ -50,7 +51,10 @@ SAMPLES, PER_SHARD = 2040, 20
 FEW = 300  # samples, in 15 shards
 ROOT = Path(__file__).parent.parent.parent
 READERS = (("s3fs", 2), ("https", 0), ("http", 2))
-by_reader = pytest.mark.parametrize(("client", "num_workers"), READERS)
+by_reader = pytest.mark.parametrize(
+    ("client", "num_workers"),
+    [pytest.param("s3fs", 2, marks=pytest.mark.slow), ("https", 0), ("http", 2)],
+)
 CALM = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0)
 MANY_READS: dict[str, Any] = {"shuffle": True, "window": 64, "block": 4}
 SMALL_READS: dict[str, Any] = {"shuffle": True, "window": 16, "block": 4, "prefetch_bytes": 1}
@@ -471,7 +475,8 @@ GOING = """
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_server_that_stays_down_is_an_error_within_the_retry_timeout(
     num_workers: int, mortal: Shop, tmp_path: Path
 ) -> None:
@@ -497,7 +502,7 @@ def as_large_batch(digests: list[str]) -> list[str]:
     return [*digests, " " * (2 << 20)]
 
 
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("grows", with_slow_rest([True], [False, True]))
 def test_shards_replaced_during_an_epoch_are_an_error(
     grows: bool, proxy: ShapedS3, shop: Shop
 ) -> None:

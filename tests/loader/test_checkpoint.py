@@ -195,6 +195,7 @@ def test_kill_during_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None
     assert names(folder) == ["step-00000003.pt"], "what the killed one left is in the way"
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported(tmp_path: Path) -> None:
     ss.save_checkpoint(tmp_path, step=1, value="whole")
     code = (

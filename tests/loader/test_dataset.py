@@ -271,6 +271,7 @@ def len_and_keys(samples: list[dict[str, Any]]) -> list[str]:
     return [sample["__key__"] for sample in samples]
 
 
+@pytest.mark.slow
 def test_plain_loader_spawns_workers_that_know_their_rank(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import shardstream as ss
 from shardstream.errors import OptionError
 from shardstream.loader import EpochAgreement
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, labels, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -65,19 +66,27 @@ LOOPS: list[Callable[[Any], Iterable[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=["list", "next", "zip", "islice", "break"])
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    ("plan", {}),
+    ("parts", {}),
+    ("plan", {"num_workers": 2, "persistent_workers": True}),
+    ("parts", {"num_workers": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("steps", "options"),
-    [
-        ("plan", {}),
-        ("parts", {}),
-        ("plan", {"num_workers": 2, "persistent_workers": True}),
-        ("parts", {"num_workers": 2}),
-    ],
+    ("kind", "loop"),
+    with_slow_rest(
+        [(kind, loop) for kind in KINDS[:2] for loop in LOOPS]
+        + [(KINDS[2], LOOPS[0]), (KINDS[2], LOOPS[4]), (KINDS[3], LOOPS[1]), (KINDS[3], LOOPS[3])],
+        KINDS,
+        LOOPS,
+    ),
 )
 def test_each_iteration_is_the_next_epoch(
-    loop: Callable[[Any], Iterable[Any]], steps: str, options: dict[str, Any], folder: str
+    kind: tuple[str, dict[str, Any]], loop: Callable[[Any], Iterable[Any]], folder: str
 ) -> None:
+    steps, options = kind
     workers = {"num_workers": options["num_workers"]} if options else {}
     expected = [epoch_of(folder, epoch, steps, **workers) for epoch in range(3)]
     loader = make(folder, steps, **options)

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardstream as ss
 from tests.codecs.test_video import FILES, LIBRARIES, WITH_FFMPEG
 from tests.codecs.videos import video_file
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, grouped
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -224,9 +225,17 @@ def test_names_with_capitals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"fields": ["bin", "txt"]}, {"lazy": ["bin"]}, {"fields": ["bin"], "lazy": ["bin"]}]
+    ("options", "change"),
+    with_slow_rest(
+        [
+            ({"fields": ["bin", "txt"]}, ("txt", "bin")),
+            ({"lazy": ["bin"]}, ("pdf", "bin")),
+            ({"fields": ["bin"], "lazy": ["bin"]}, ("bin", "txt", "small")),
+        ],
+        [{"fields": ["bin", "txt"]}, {"lazy": ["bin"]}, {"fields": ["bin"], "lazy": ["bin"]}],
+        [("txt", "bin"), ("pdf", "bin"), ("bin", "txt", "small")],
+    ),
 )
-@pytest.mark.parametrize("change", [("txt", "bin"), ("pdf", "bin"), ("bin", "txt", "small")])
 def test_an_index_of_members_of_another_tar_is_an_error(
     remote: CountingFileSystem, options: dict[str, Any], change: tuple[str, ...]
 ) -> None:
@@ -286,6 +295,7 @@ def long_video() -> bytes:
     return video_file(count=60, options=options, size=(720, 960), sound="aac")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_clip_fetches_its_part_of_a_video(
     remote: CountingFileSystem, long_video: bytes, library: str

@@ -222,7 +222,9 @@ def test_uneven_lanes_cause_a_warning(
             "some workers read one lane more than others",
             marks=pytest.mark.slow,
         ),
-        (5, 4, (130,), "workers read parts of the same windows"),
+        pytest.param(
+            5, 4, (130,), "workers read parts of the same windows", marks=pytest.mark.slow
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:lanes=")
@@ -276,7 +278,7 @@ def test_rank_and_world_size_come_from_torchruns_variables(
 # -- state ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 3), (2, 0), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), with_slow_rest([(0, 3), (2, 0)], [0, 2], [0, 3]))
 def test_resume_continues_at_the_saved_position(before: int, after: int, folder: str) -> None:
     options: dict[str, Any] = {"shuffle": True, "lanes": 6, "seed": 4}
     full = labels(loader(folder, **options))
@@ -332,8 +334,10 @@ def selects(sample: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("steps", ["plan", "parts"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("steps", "num_workers"),
+    with_slow_rest([("plan", 2), ("parts", 0)], ["plan", "parts"], [0, 2]),
+)
 def test_loaded_states_reach_persistent_workers_and_end_open_iterators(
     steps: str, num_workers: int, folder: str
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, all_ranks, flat, labels, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -29,8 +30,10 @@ def steps_of(loaders: list[ss.ShardLoader]) -> list[list[int]]:
     return [sorted(flat(batches)) for batches in zip(*ranks, strict=True)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("ranks", "num_workers"),
+    with_slow_rest([(1, 0), (2, 2), (4, 0), (8, 0)], [1, 2, 4, 8], [0, 2]),
+)
 @pytest.mark.filterwarnings("ignore:.* ranks are not a multiple of nodes=4")
 def test_global_batches_are_the_same_on_every_topology(
     ranks: int, num_workers: int, folder: str
@@ -137,7 +140,9 @@ def _mix(kind: str, folder: str, placement: ss.Placement, nodes: int = 2) -> Any
             return ss.mix([whole, odd], [1, 1], stop="all_exhausted", order=order)
 
 
-@pytest.mark.parametrize("kind", ["each once", "weights", "nested"])
+@pytest.mark.parametrize(
+    "kind", with_slow_rest(["each once", "nested"], ["each once", "weights", "nested"])
+)
 @pytest.mark.filterwarnings("ignore:an epoch of this mix")
 def test_nodes_of_a_mix_keep_blocks_of_all_its_datasets(kind: str, folder: str) -> None:
     read: list[set[int]] = [set(), set()]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import shardstream as ss
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, grouped, numbered
 
 pytestmark = [
@@ -123,8 +124,20 @@ def first_two(loader: Any) -> list[Any]:
     return list(islice(loader, 2))
 
 
-@pytest.mark.parametrize("loop", [next_by_next, first_two])
-@pytest.mark.parametrize("name", ["direct", "torch", "fork", "persistent", "stateful-fork"])
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    with_slow_rest(
+        [
+            ("direct", first_two),
+            ("torch", next_by_next),
+            ("fork", first_two),
+            ("persistent", next_by_next),
+            ("stateful-fork", next_by_next),
+        ],
+        ["direct", "torch", "fork", "persistent", "stateful-fork"],
+        [next_by_next, first_two],
+    ),
+)
 def test_a_loop_that_stops_early_has_read_its_epoch(name: str, loop: Any, folder: str) -> None:
     loader = loader_of(name, make(folder))
     found = [loop(loader) for _ in range(3)]
@@ -132,7 +145,9 @@ def test_a_loop_that_stops_early_has_read_its_epoch(name: str, loop: Any, folder
     assert found == [epoch[: len(got)] for epoch, got in zip(whole, found, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["direct", "fork", "persistent"])
+@pytest.mark.parametrize(
+    "name", ["direct", pytest.param("fork", marks=pytest.mark.slow), "persistent"]
+)
 def test_epochs_go_on_from_the_one_that_was_set(name: str, folder: str) -> None:
     dataset = make(folder)
     loader = loader_of(name, dataset)
@@ -144,8 +159,9 @@ def test_epochs_go_on_from_the_one_that_was_set(name: str, folder: str) -> None:
         assert dataset.epoch == chosen + 1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("taken", [3, 10])
+@pytest.mark.parametrize(
+    ("workers", "taken"), with_slow_rest([(0, 3), (0, 10), (2, 10)], [0, 2], [3, 10])
+)
 def test_epochs_go_on_after_a_resume(workers: int, taken: int, folder: str) -> None:
     left = stateful(make(folder), workers)
     list(left)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=", "ignore:an epoch of this mix")
@@ -109,7 +110,7 @@ MADE: dict[str, Callable[[str, str, At], Any]] = {
     ),
     "mix of rows and samples": lambda a, b, at: ss.mix([packed(read(a, at)), read(b, at)]),
 }
-QUICK = ("shuffled", "weights", "subset", "mix", "packed rows")
+QUICK = ("weights", "subset", "packed rows")
 
 
 def classes_of(item: Any) -> list[int]:
@@ -169,9 +170,7 @@ def assert_plan_is_what_is_read(loaders: list[ss.ShardLoader], plan: Any) -> Non
     assert in_order == sorted(in_order)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MADE]
-)
+@pytest.mark.parametrize("name", with_slow_rest(QUICK, MADE))
 @settings(max_examples=3)
 @given(
     ranks=st.sampled_from([1, 2, 4]),
@@ -213,7 +212,7 @@ def test_each_step_and_each_sample_come_as_planned(  # noqa: PLR0913, PLR0917
 HUGE = 10**10
 
 
-@pytest.mark.parametrize("name", ["shuffled", "nodes", "mix"])
+@pytest.mark.parametrize("name", with_slow_rest(["mix"], ["shuffled", "nodes", "mix"]))
 def test_samples_of_ten_thousand_million_are_found_where_they_are_planned(name: str) -> None:
     made = ss.plan(huge_datasets(HUGE)[name], 3, ranks=64, workers=2, batch_size=32)
     assert made.num_steps == -(-HUGE // (64 * 32))

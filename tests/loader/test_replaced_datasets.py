@@ -13,6 +13,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import ChangedError
 from tests.loader.test_overwritten_files import NEW, NSAMPLES, made, read
+from tests.pairs import with_slow_rest
 from tests.servers import ShapedS3
 from tests.small_datasets import FEW_CORES
 
@@ -45,9 +46,15 @@ def enlarged(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "padding": np.zeros(1 << 19, np.uint8)}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("index", ["require", "ignore"])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "index", "shuffle"),
+    with_slow_rest(
+        [(0, "require", True), (0, "ignore", False), (2, "require", False), (2, "ignore", True)],
+        [0, 2],
+        ["require", "ignore"],
+        [False, True],
+    ),
+)
 def test_replaced_dataset_on_s3_ends_the_epoch(
     workers: int, index: Any, shuffle: bool, remote: str, pair: list[Path]
 ) -> None:

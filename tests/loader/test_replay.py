@@ -18,6 +18,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, SampleError, StateError
 from shardstream.loader import StreamDataset
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, numbered
 from tests.static_server import serve_files
 
@@ -163,7 +164,7 @@ def moved_on(loader: ss.ShardLoader, batches: int) -> dict[str, Any]:
     return loader.state_dict()
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("name", with_slow_rest([*DATASETS][::2], DATASETS))
 def test_batches_of_all_ranks_are_made_again_byte_for_byte(name: str, folder: Path) -> None:
     state = moved_on(loader_of(name, folder, ranks=1, num_workers=0), 2)
     for ranks in (1, 2, 3):
@@ -178,7 +179,9 @@ def test_batches_of_all_ranks_are_made_again_byte_for_byte(name: str, folder: Pa
             assert on_one_machine.state_dict() == before
 
 
-@pytest.mark.parametrize("name", ["augmented", "mix", "rows", "refill"])
+@pytest.mark.parametrize(
+    "name", with_slow_rest(["augmented", "rows"], ["augmented", "mix", "rows", "refill"])
+)
 def test_batches_of_workers_are_made_again_without_them(name: str, folder: Path) -> None:
     run = loader_of(name, folder, 1, 2, num_workers=2)
     run.set_epoch(3)

@@ -639,6 +639,7 @@ def test_a_state_of_other_rows_is_refused(tokens: str) -> None:
         loader(65).load_state_dict(first.state_dict())
 
 
+@pytest.mark.slow
 def test_spawned_workers_read_the_same_rows(tokens: str) -> None:
     rows = opened(tokens, shuffle=True).pack_sequences("npy", 64, lengths=LENGTHS)
     expected = [batch["npy"] for batch in ss.ShardLoader(rows, batch_size=4)]

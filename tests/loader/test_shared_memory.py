@@ -350,7 +350,9 @@ def right(batch: dict[str, list[Any]]) -> list[int]:
     return [int(key) for key in batch["__key__"]]
 
 
-@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.parametrize(
+    ("context", "num_workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)]
+)
 def test_large_bytes_arrive_from_forked_and_spawned_workers(
     photos: str, context: str, num_workers: int
 ) -> None:

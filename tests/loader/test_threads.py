@@ -14,6 +14,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.storage import Storage, publish_bytes
+from tests.pairs import with_slow_rest
 from tests.small_datasets import numbered
 
 NSAMPLES, THREADS, READS = 60, 8, 6
@@ -84,7 +85,11 @@ def read(dataset: Any, thread: int) -> list[tuple[list[int], list[int]]]:
 
 @pytest.mark.usefixtures("_switching")
 @pytest.mark.parametrize(
-    "make", [shards, cached, verified, verified_on_disk, on_disk, objects, objects_on_disk]
+    "make",
+    with_slow_rest(
+        [verified, verified_on_disk, on_disk, objects_on_disk],
+        [shards, cached, verified, verified_on_disk, on_disk, objects, objects_on_disk],
+    ),
 )
 def test_each_thread_gets_its_requested_samples(
     make: Callable[[str, Path], Any], bucket: str, tmp_path: Path

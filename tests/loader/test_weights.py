@@ -272,6 +272,7 @@ def test_remote_samples_are_drawn_by_weight(s3_env: None, bucket: str) -> None:
     check_counts(flat(labels(reader)), WEIGHTS, 150)
 
 
+@pytest.mark.slow
 def test_weights_travel_to_spawned_workers_once(folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True).decode()
     weighted = ss.ShardDataset(folder, weights=WEIGHTS, shuffle=True).decode()

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shardstream as ss
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -296,7 +297,7 @@ def _switching() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_switching", "s3_env")
-@pytest.mark.parametrize("kind", ["plain", "cached", "verified"])
+@pytest.mark.parametrize("kind", with_slow_rest(["verified"], ["plain", "cached", "verified"]))
 def test_threads_read_from_a_store_what_processes_read(
     bucket: str, tmp_path: Path, kind: str
 ) -> None:

@@ -259,8 +259,11 @@ def cut_image(photos: Path) -> Path:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"processes": 2}, {"executor": LocalExecutor()}],
-    ids=["here", "processes", "parts"],
+    [
+        pytest.param({}, id="here"),
+        pytest.param({"processes": 2}, id="processes", marks=pytest.mark.slow),
+        pytest.param({"executor": LocalExecutor()}, id="parts"),
+    ],
 )
 def test_check_finds_images_whose_pixels_are_cut(
     options: dict[str, Any], photos: Path, tmp_path: Path

@@ -320,7 +320,9 @@ def mean(sample: dict[str, Any]) -> np.float32 | None:
     return array.mean(dtype=np.float32) if array.size else None
 
 
-@pytest.mark.parametrize("way", ["index", "headers", "processes", "writer"])
+@pytest.mark.parametrize(
+    "way", ["index", "headers", pytest.param("processes", marks=pytest.mark.slow), "writer"]
+)
 def test_function_of_a_sample_is_a_column(tmp_path: Path, way: str) -> None:
     columns: dict[str, Any] = {"keep": is_long, "mean": mean, "n": "npy.len"}
     write(tmp_path, samples(), columns if way == "writer" else None)

@@ -246,7 +246,8 @@ def test_repeated_keys_of_a_template_are_found_before_packing(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["images", pytest.param("files", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["images", "files"])
 def test_memory_does_not_grow_with_the_number_of_files(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

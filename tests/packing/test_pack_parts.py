@@ -27,6 +27,7 @@ from shardstream.packing import assign_splits
 from shardstream.storage import JOURNAL_NAME, LocalFolder
 from shardstream.tasks import JSON, Task
 from tests.limits import set_limits
+from tests.pairs import with_slow_rest
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -93,7 +94,7 @@ JOBS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", with_slow_rest([job for job in JOBS if job != "split"], JOBS))
 def test_parts_write_the_dataset_of_one_process(
     job: str, tmp_path: Path, request: pytest.FixtureRequest, two_processes: ProcessPoolExecutor
 ) -> None:
@@ -690,8 +691,12 @@ def published_in(dest: Path) -> set[str]:
     return {path.parent.name for path in dest.rglob("index.json")}
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "failed"])
-@pytest.mark.parametrize("again", ["same command", "merge"])
+@pytest.mark.parametrize(
+    ("again", "killed"),
+    with_slow_rest(
+        [("same command", True), ("merge", False)], ["same command", "merge"], [True, False]
+    ),
+)
 def test_publication_of_splits_that_was_stopped_goes_on(
     again: str, *, killed: bool, photos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ import shardstream as ss
 from shardstream.cli import main
 from shardstream.format import Manifest, decode_manifest
 from shardstream.packing import Progress, cut_by_size
+from tests.pairs import with_slow_rest
 
 ROOT = Path(__file__).parent.parent.parent
 NSAMPLES = 240
@@ -150,7 +151,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    with_slow_rest(OPTIONS[:3], OPTIONS),
+    ids=lambda options: "-".join(options) or "plain",
+)
 def test_executors_and_parts_write_the_same_bytes(
     source: str, tmp_path: Path, options: dict[str, Any], two_processes: ProcessPoolExecutor
 ) -> None:
@@ -207,7 +212,10 @@ def test_growing_samples_begin_further_shards_within_the_limit(source: str, tmp_
     assert keys_of(tmp_path / "new") == keys_of(source)
 
 
-@pytest.mark.parametrize("executor", [None, ss.tasks.LocalExecutor(processes=2)])
+@pytest.mark.parametrize(
+    "executor",
+    [None, pytest.param(ss.tasks.LocalExecutor(processes=2), marks=pytest.mark.slow)],
+)
 def test_error_of_a_function_names_shard_and_key(
     source: str, tmp_path: Path, executor: ss.tasks.Executor | None
 ) -> None:

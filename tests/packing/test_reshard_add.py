@@ -25,6 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.storage import Storage
+from tests.pairs import with_slow_rest
 
 ROOT = Path(__file__).parent.parent.parent
 NSAMPLES = 240
@@ -245,7 +246,11 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    with_slow_rest(OPTIONS[:1], OPTIONS),
+    ids=lambda options: "-".join(options) or "plain",
+)
 def test_executors_and_parts_write_the_same_bytes(
     places: dict[str, str],
     tmp_path: Path,

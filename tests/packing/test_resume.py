@@ -36,6 +36,7 @@ from shardstream.packing import (
     read_journal,
 )
 from shardstream.storage import LocalFolder, Storage, is_journal
+from tests.pairs import with_slow_rest
 from tests.servers import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +256,11 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="int"),
+        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.slow),
+    ],
 )
 def test_signal_prints_a_message_and_the_command_can_be_resumed(
     number: signal.Signals, code: int, files: Path, tmp_path: Path
@@ -311,6 +316,7 @@ def test_resume_neither_writes_nor_encodes_finished_shards(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
+@pytest.mark.slow
 def test_resume_after_each_shard(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
@@ -326,7 +332,12 @@ def test_resume_after_each_shard(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"key": "n"}, {"shuffle": True}, {"on_error": "skip"}], ids=str
+    "options",
+    with_slow_rest(
+        [{"shuffle": True}, {"on_error": "skip"}],
+        [{}, {"key": "n"}, {"shuffle": True}, {"on_error": "skip"}],
+    ),
+    ids=str,
 )
 def test_resume_of_several_splits_of_a_table(
     options: dict[str, Any], tmp_path: Path, stop_after: Callable[[int], None]

@@ -112,7 +112,7 @@ print(peak_mb() - before)
 """
 
 
-@pytest.mark.parametrize("shuffle", ["", "shuffled"])
+@pytest.mark.parametrize("shuffle", with_slow_rest([""], ["", "shuffled"]))
 def test_packing_parquet_holds_a_part_of_it(shuffle: str, tmp_path: Path) -> None:
     url = str(tmp_path / "t.parquet")
     random = np.random.default_rng(0)

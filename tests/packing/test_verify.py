@@ -110,7 +110,10 @@ def test_missing_index_is_a_warning(dataset: Path) -> None:
     assert report.errors == ()
 
 
-@pytest.mark.parametrize(("suffix", "processes"), [(".tar", None), (".tar", 2), (".tar.gz", None)])
+@pytest.mark.parametrize(
+    ("suffix", "processes"),
+    [(".tar", None), pytest.param(".tar", 2, marks=pytest.mark.slow), (".tar.gz", None)],
+)
 def test_images_that_cannot_be_decoded_are_listed_by_key(
     suffix: str, processes: int | None, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.order import MixSchedule, derive_key
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, grouped, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -141,8 +142,7 @@ def test_mix_whose_lanes_leave_few_or_no_samples_says_so(folders: dict[str, str]
         ss.ShardLoader(ss.mix(parts, WEIGHTS, samples=50), batch_size=64)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("taken", [1, 5])
+@pytest.mark.parametrize(("workers", "taken"), with_slow_rest([(0, 1), (2, 5)], [0, 2], [1, 5]))
 def test_mix_resumes_exactly(folders: dict[str, str], workers: int, taken: int) -> None:
     def loader() -> ss.ShardLoader:
         return ss.ShardLoader(

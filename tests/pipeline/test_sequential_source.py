@@ -90,7 +90,7 @@ def test_each_sample_is_returned_once_for_any_compression(
 
 @pytest.mark.parametrize(
     ("num_workers", "shuffle"),
-    with_slow_rest([(0, True), (2, False), (2, True)], [0, 2], [False, True]),
+    with_slow_rest([(0, True), (2, True)], [0, 2], [False, True]),
 )
 def test_sequential_dataset_resumes_on_the_same_topology(
     num_workers: int,

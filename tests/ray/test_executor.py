@@ -230,6 +230,7 @@ def test_address_that_does_not_answer_is_an_error_within_seconds() -> None:
     assert "bounded True" in done.stdout
 
 
+@pytest.mark.slow
 def test_killed_driver_is_resumed_to_the_same_bytes(
     cluster: None, source: str, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_maps_take_and_return_tensors_one_after_the_other(folder: str, in_order:
     assert mapped.count() == 50
 
 
+@pytest.mark.slow
 def test_transforms_of_torchvision_are_applied(folder: str, tmp_path: Path) -> None:
     place = install_torchvision(tmp_path)
     v2 = import_transforms(place)

@@ -659,7 +659,7 @@ def start_all(
     return list(workers), results
 
 
-@pytest.mark.parametrize("room", [ROOM, 4 * MIB])
+@pytest.mark.parametrize("room", [pytest.param(ROOM, marks=pytest.mark.slow), 4 * MIB])
 def test_concurrent_processes_stay_within_the_cache_size(folder: Path, room: int) -> None:
     workers, results = start_all(folder, room, 2, rounds=3)
     most = 0

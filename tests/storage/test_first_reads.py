@@ -68,6 +68,7 @@ def test_client_reads_a_folder_without_index_or_manifest(packed: str) -> None:
     assert "ManifestError" in look(packed).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ceph")
 def test_client_reports_a_denied_access(packed: str) -> None:
     done = look(packed, AWS_SECRET_ACCESS_KEY="not-the-secret")  # noqa: S106  (it is none)
@@ -105,6 +106,7 @@ print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.s
 """
 
 
+@pytest.mark.slow
 def test_cache_records_all_versions_at_once(packed: str, tmp_path: Path) -> None:
     """Otherwise each worker would look up each file, and would not notice a file that was replaced."""
     done = look(packed, str(tmp_path), say=WITH_CACHE)

@@ -65,7 +65,8 @@ def run(program: str, folder: Path, *arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "client"), [("fork", "s3fs"), ("fork", "http"), ("spawn", "http")]
+    ("method", "client"),
+    [("fork", "s3fs"), ("fork", "http"), pytest.param("spawn", "http", marks=pytest.mark.slow)],
 )
 def test_child_and_parent_read_after_any_use_in_the_parent(
     method: str, client: str, bucket: str, tmp_path: Path

@@ -97,7 +97,11 @@ def byte_by_byte(request: Request) -> bytes:
     [
         (slow_body, "did not answer in time"),
         (slow_headers, "did not answer in time"),
-        (continues, "did not answer in time|no end of the response's headers"),
+        pytest.param(
+            continues,
+            "did not answer in time|no end of the response's headers",
+            marks=pytest.mark.slow,
+        ),
         (long_error, "the server failed"),
         (slow_error, "the server failed"),
         (byte_by_byte, "the connection broke off"),

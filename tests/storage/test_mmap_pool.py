@@ -121,7 +121,7 @@ def use_indexes(catalog: ShardCatalog) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("switching")
-@pytest.mark.parametrize("use", [use_maps, use_indexes])
+@pytest.mark.parametrize("use", [use_maps, pytest.param(use_indexes, marks=pytest.mark.slow)])
 def test_children_forked_during_a_read_do_not_hang(
     use: Callable[[ShardCatalog], None], folder: Path
 ) -> None:

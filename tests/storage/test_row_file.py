@@ -71,6 +71,7 @@ def _check_rows(rows: RowFile[int]) -> None:
     assert list(rows) == list(range(100_000))
 
 
+@pytest.mark.slow
 def test_many_rows_take_two_bytes_each() -> None:
     count = 80_000
     rows = ((f"class{number % 100:03d}/{number:09d}.jpg", number) for number in range(count))

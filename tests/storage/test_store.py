@@ -194,10 +194,10 @@ def test_endpoint_is_taken_from_the_environment(bucket: str) -> None:
     ("given", "start_method"),
     [
         ("options", "fork"),
-        ("options", "spawn"),
+        pytest.param("options", "spawn", marks=pytest.mark.slow),
         ("filesystem", "fork"),
         ("folder of a filesystem", "fork"),
-        ("folder of a filesystem", "spawn"),
+        pytest.param("folder of a filesystem", "spawn", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -21,6 +21,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.packing import Progress
+from tests.pairs import with_slow_rest
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,7 +84,9 @@ OPENED = {one.__name__: one for one in (local_1, local_2, threads, forked)}
 PROCESSES = ("local_2", "forked", "spawned")
 
 
-@pytest.fixture(params=[*OPENED, "spawned"])
+@pytest.fixture(
+    params=with_slow_rest(["local_1", "threads", "forked", "spawned"], [*OPENED, "spawned"])
+)
 def executor(request: pytest.FixtureRequest) -> Iterator[ss.tasks.Executor]:
     if request.param == "spawned":
         yield ss.tasks.FuturesExecutor(request.getfixturevalue("two_processes"), in_flight=3)
@@ -197,8 +200,8 @@ ss.reshard(sys.argv[-1], sys.argv[-1] + "/out", map=change, executor=ss.tasks.Lo
     ("start", "code", "message"),
     [
         ("script.py", _VERIFY, r"imports .*/script\.py .*put what the script runs under 'if __name__ =="),
-        ("-c", _MAP, "functions and classes of a notebook .*write them to a module"),
-        ("-", _MAP, "a program that is read from standard input: save it to a file"),
+        pytest.param("-c", _MAP, "functions and classes of a notebook .*write them to a module", marks=pytest.mark.slow),
+        pytest.param("-", _MAP, "a program that is read from standard input: save it to a file", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_process_that_cannot_import_the_program_is_explained(

@@ -230,7 +230,7 @@ def test_an_append_that_is_done_is_not_repeated(url: str, tmp_path: Path) -> Non
     assert numbers(url) == [*range(60)]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_parts_are_appended_together(url: str, tmp_path: Path, processes: int) -> None:
     table = write_table(tmp_path / "new.jsonl", N, 75)
     if processes == 2:
@@ -367,7 +367,8 @@ with ss.ShardWriter(url, append=True, max_samples=3) as writer:
 """
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 50])
 def test_a_writer_that_is_killed_leaves_what_it_has_published(url: str, count: int) -> None:
     choose = random.Random(count)
     for first in range(1000, 1000 + 100 * count, 100):

@@ -37,7 +37,7 @@ def url(tmp_path: Path) -> str:
     return url
 
 
-@pytest.mark.parametrize("processes", [None, 2])
+@pytest.mark.parametrize("processes", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_deleted_samples_are_gone_and_the_others_as_before(url: str, processes: int | None) -> None:
     before = {s["__key__"]: s for s in ss.ShardDataset(url)}
     gone = [0, 3, 4, 14, *range(15, 30), 44, 99]

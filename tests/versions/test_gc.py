@@ -15,6 +15,7 @@ import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import ManifestError, NotFoundError, OptionError, StateError
 from shardstream.storage import encode_numbers
+from tests.pairs import with_slow_rest
 from tests.small_datasets import numbered
 
 pytest.importorskip("pyarrow")
@@ -64,8 +65,14 @@ def test_one_version_is_left_and_its_files(url: str) -> None:
     assert (again.removed, again.files) == ([], [])
 
 
-@pytest.mark.parametrize("keep", [1, 2, 3, 4, 5, 6, 9])
-@pytest.mark.parametrize("tagged", [(), (1,), (2,), (4,)])
+@pytest.mark.parametrize(
+    ("keep", "tagged"),
+    with_slow_rest(
+        [(1, ()), (1, (4,)), (2, (1,)), (3, (2,)), (4, (4,)), (5, ()), (6, (2,)), (9, (1,))],
+        [1, 2, 3, 4, 5, 6, 9],
+        [(), (1,), (2,), (4,)],
+    ),
+)
 def test_versions_that_stay_have_their_samples(
     url: str, keep: int, tagged: tuple[int, ...]
 ) -> None:

@@ -22,6 +22,7 @@ from shardstream.errors import OptionError, StateError
 from shardstream.samples import deleted_since
 from shardstream.storage import Storage
 from shardstream.versions import next_version, publish_version
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, numbered
 
 pytest.importorskip("pyarrow")
@@ -220,8 +221,10 @@ def change_much(url: str) -> set[int]:
     return gone | delete_some(url, {10, 11, 30})
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("view", "workers"),
+    with_slow_rest([("where", 2), ("mix", 0), ("join", 0), ("batches", 2)], VIEWS, [0, 2]),
+)
 def test_views_are_made_of_the_version_of_the_state(
     view: str, workers: int, tmp_path: Path
 ) -> None:

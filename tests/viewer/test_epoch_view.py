@@ -21,6 +21,7 @@ from shardstream.cli import main
 from shardstream.pipeline import IndexedSource
 from shardstream.testing import make_shards
 from shardstream.viewer import Session, Stored, Training, ViewOptions, read_state, view_epoch
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, labels, loader, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=")
@@ -84,7 +85,14 @@ def test_each_step_is_that_of_a_loader_of_each_rank(folder: str, ranks: int, **v
             assert labels(made) == found[rank]
 
 
-@pytest.mark.parametrize(("taken", "nodes"), [(0, 1), (1, 2), (5, 1)])
+@pytest.mark.parametrize(
+    ("taken", "nodes"),
+    [
+        pytest.param(0, 1, marks=pytest.mark.slow),
+        (1, 2),
+        pytest.param(5, 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:3 ranks are not a multiple of nodes=2")
 def test_a_state_continues_as_loaders_with_workers_do(folder: str, taken: int, nodes: int) -> None:
     options: dict[str, Any] = {"shuffle": True, "seed": 7, "lanes": 8, "microbatch": 4}
@@ -206,7 +214,9 @@ COMPOSED: dict[str, Callable[[str, str, ss.Placement | None], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize(
+    "name", with_slow_rest(["weights of a condition", "mix of rows", "join"], COMPOSED)
+)
 def test_epochs_of_a_dataset_of_any_kind_are_those_of_its_loaders(
     tmp_path: Path, name: str
 ) -> None:

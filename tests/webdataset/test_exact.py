@@ -12,6 +12,7 @@ import pytest
 
 import shardstream as ss
 import shardstream.webdataset as wds
+from tests.pairs import with_slow_rest
 
 SHARDS, SAMPLES = 3, 17
 
@@ -42,11 +43,16 @@ def identity(batch: list[Any]) -> list[Any]:
     return batch
 
 
-@pytest.mark.parametrize("shuffle", [False, 9])
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 4), (3, 2), (2, 5)])
+@pytest.mark.parametrize(
+    ("topology", "shuffle"),
+    with_slow_rest(
+        [((1, 0), False), ((1, 4), 9), ((3, 2), 9)], [(1, 0), (1, 4), (3, 2), (2, 5)], [False, 9]
+    ),
+)
 def test_readers_take_each_sample_once(
-    world_size: int, workers: int, shuffle: int, shards: str, monkeypatch: pytest.MonkeyPatch
+    topology: tuple[int, int], shuffle: int, shards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world_size, workers = topology
     found, sizes = [], []
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     for rank in range(world_size):
