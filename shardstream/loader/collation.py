@@ -117,7 +117,7 @@ def collate(items: Sequence[Any]) -> Any:
     becomes a list. `Audio` of one length and rate becomes an `Audio` with samples of shape (B, C, T) and rates of shape (B,).
 
     Raises:
-        SampleError: If arrays of one field differ in shape or dtype, or samples in their fields.
+        SampleError: If arrays of one field differ in shape or dtype, samples in their fields, or only some items are samples or tuples.
     """
     if isinstance(items, Columns):
         return {name: _column(values, name, items) for name, values in items.columns.items()}
@@ -126,6 +126,8 @@ def collate(items: Sequence[Any]) -> Any:
             _column(values, f"element {place}", items) for place, values in enumerate(items.columns)
         )
     first = items[0]
+    if len(kinds := set(map(type, items))) > 1:
+        _check_kinds(kinds)
     if isinstance(first, Mapping):
         return _collate_mappings(first, items)
     if isinstance(first, tuple):
@@ -140,6 +142,16 @@ def collate(items: Sequence[Any]) -> Any:
             ],
         )
     return _column(list(items), "items", items)
+
+
+def _check_kinds(kinds: set[type]) -> None:
+    """Check that all items are samples, all are tuples, or none is either; ``len`` and iteration do not tell them apart."""
+    if len({(issubclass(kind, Mapping), issubclass(kind, tuple)) for kind in kinds}) > 1:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise SampleError(
+            f"items of the types {names} cannot be one batch; return one type from each step, and leave samples out with select() "
+            "instead of None"
+        )
 
 
 def _collate_mappings(

@@ -12,7 +12,12 @@ from typing import Any
 from shardstream.catalog import Classes, ClassNames, warn_of_difference
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
-from shardstream.loader.dataset import OPTIONS_OF_OPENING, ShardDataset, StreamDataset
+from shardstream.loader.dataset import (
+    OPTIONS_OF_OPENING,
+    ShardDataset,
+    StreamDataset,
+    own_iteration_error,
+)
 from shardstream.loader.dataset_versions import Versions
 from shardstream.pipeline import (
     IndexedSource,
@@ -149,6 +154,8 @@ class _FirstClassNames(ClassNames):
 
 def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSource:
     source = dataset.pipeline.source
+    if type(dataset).__iter__ is not StreamDataset.__iter__:
+        raise own_iteration_error(dataset)
     if dataset.pipeline.stages and not dataset.pipeline.num_steps:
         raise OptionError(
             "a dataset with fields= or lazy= cannot be joined; leave them out, and give fields of the others as {url: [field, ...]}, or "
@@ -258,6 +265,8 @@ def mix(  # noqa: PLR0913  (the public door)
             raise OptionError(
                 f"mix takes datasets such as ShardDataset, not a {type(dataset).__name__}; by_number() comes after mix"
             )
+        if type(dataset).__iter__ is not StreamDataset.__iter__:
+            raise own_iteration_error(dataset)
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = MixRecipe(parts=parts, weights=weights, stop=stop, samples=samples)
     order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)

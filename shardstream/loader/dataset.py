@@ -93,9 +93,9 @@ _SAY_BALANCE = (
     "balance= makes microbatches equal, but without a ShardLoader the batch size is not known; pass order=ss.OrderOptions(microbatch=N, lanes=L), "
     "where N is the batch size and L a multiple of ranks x workers, or use a ShardLoader"
 )
-_SAY_LEFT_OUT = (
-    "samples may be left out (select, on_error=), so ranks may differ in batches and wait for each other without end; use a ShardLoader, "
-    "where all ranks have equally many batches, or choose samples with where= or subset="
+SAY_LEFT_OUT = (
+    "samples may be left out (select, on_error=), so ranks may differ in batches and wait for each other without end; use a ShardLoader "
+    "with a batch_size and steps that give one item per item, where all ranks have equally many batches, or choose samples with where= or subset="
 )
 OPTIONS_OF_OPENING = ("index", "lazy", "filesystem", "cache_dir", "cache_bytes", "verify")
 """Fields of `ReadOptions` that are used where shards are opened."""
@@ -245,7 +245,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             if source.balance and is_default_microbatch and (is_part or self._has_several_ranks()):
                 warnings.warn(_SAY_BALANCE, stacklevel=2)
             if self.pipeline.may_leave_out and is_part:
-                warnings.warn(_SAY_LEFT_OUT, stacklevel=2)
+                warnings.warn(SAY_LEFT_OUT, stacklevel=2)
         epoch = begin_epoch(self, worker_info.placement)
         return WorkerIterator(
             self.pipeline, worker_info, epoch, self._epochs.resume, self._versions
@@ -474,12 +474,22 @@ class ShardDataset(StreamDataset):
         self._remake = lambda *present: reopen(made, on_new_version, *present)
 
 
+def own_iteration_error(dataset: StreamDataset) -> OptionError:
+    """Return the error of a dataset whose class has an ``__iter__`` of its own, where only the steps are applied."""
+    return OptionError(
+        f"{type(dataset).__name__}.__iter__ would not be called here, so its changes would be lost; make them a step (map, select, compose), or read the "
+        "dataset with torch's DataLoader"
+    )
+
+
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:
-    """Refuse a dataset that has ``placement=`` of one of several ranks.
+    """Refuse a dataset that has ``placement=`` of one of several ranks, or an ``__iter__`` of its own.
 
     Raises:
         OptionError: With the reason, if it has.
     """
+    if type(dataset).__iter__ is not StreamDataset.__iter__:
+        raise own_iteration_error(dataset)
     given = dataset._given_placement
     if given is not None and given.world_size > 1:
         raise OptionError(reason)

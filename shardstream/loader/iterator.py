@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,11 @@ from shardstream.pipeline import (
     check_state,
     seal_state,
     state_digest,
+)
+
+EMPTY_EPOCH = (
+    "select or on_error= left out all samples of this epoch{}, so {}; before decode() fields "
+    "are bytes, which a predicate may not expect"
 )
 
 
@@ -41,13 +47,27 @@ class WorkerIterator:
         self._pipeline, self._worker_info = pipeline, worker_info
         self._resume_epoch, self._versions = resume_epoch, versions
         self._bad: list[BadSample] = []
+        self._has_items = False
         self._run = self._open(epoch)
 
     def __iter__(self) -> WorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        return next(self._run)
+        try:
+            item = next(self._run)
+        except StopIteration:
+            skips = self._context.skips
+            if not self._has_items and (skips.refused or skips.counts):
+                reader = self._worker_info
+                where = f" in worker {reader.worker}, rank {reader.placement.rank}"
+                is_part = reader.num_global_workers > 1
+                warnings.warn(
+                    EMPTY_EPOCH.format(where if is_part else "", "no sample came"), stacklevel=2
+                )
+            raise
+        self._has_items = True
+        return item
 
     @property
     def bad_samples(self) -> list[BadSample]:
@@ -103,6 +123,7 @@ class WorkerIterator:
         self._run.close()
         self._run = self._open(state["epoch"])
         self._run.load_state_dict(state["run"])
+        self._has_items = True  # before the state, perhaps
         if self._resume_epoch is not None:
             self._resume_epoch(state["epoch"])
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardstream.errors import OptionError, ReportWarning
 from shardstream.loader.batch_dataset import BatchDataset
 from shardstream.loader.device_transfer import StartedBatch
+from shardstream.loader.iterator import EMPTY_EPOCH
 from shardstream.loader.rank_consistency import EpochAgreement
 from shardstream.loader.stats import LoaderStats, WarmUp, WorkerTimings, sum_timings
 from shardstream.loader.worker import SampleCounts, WorkerBatch, total_counts
@@ -30,11 +31,7 @@ Opened = tuple[Iterator[WorkerBatch], PoolIteration | None]
 """The batches of an iteration, and its workers if there are any."""
 
 _START = LoaderPosition()
-_EMPTY_EPOCH = (
-    "select or on_error= left out all samples of this epoch, so no batch came (loader.stats() counts them); before decode() fields "
-    "are bytes, which a predicate may not expect"
-)
-
+_NO_BATCH = "no batch came (loader.stats() counts them)"
 _SECOND_ITERATION = (
     "the loader was iterated again, or its position set, while this iteration goes on: both may read the same epoch, and only the later one "
     "counts in states; for a look at a batch meanwhile, or pairs as in zip(loader, loader), make two loaders with other seeds"
@@ -284,7 +281,7 @@ class Progress:
     def _end(self, begin: Cursor) -> None:
         """Move to the next epoch; an epoch without a batch is worth a warning."""
         if self.stopwatch.batches and not (self.cursor.is_left or begin.position.consumed):
-            warnings.warn(_EMPTY_EPOCH, UserWarning, stacklevel=3)
+            warnings.warn(EMPTY_EPOCH.format("", _NO_BATCH), UserWarning, stacklevel=3)
         self.cursor = self.cursor.at_end()
         if self.agreement is not None:
             self.agreement.end()

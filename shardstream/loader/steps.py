@@ -71,7 +71,8 @@ class ItemSteps(DecodeStep):
 
     def _refuse_transform(self, _transform: object) -> None:
         raise OptionError(
-            "a transform that is set on a dataset is not called; append it with map or map_tuple (docs/trainers.md, timm)"
+            "a transform that is set on a dataset is not called; append it with map or map_tuple (docs/trainers.md, timm); a class of your own that calls one "
+            "stores it under another name"
         )
 
     transform = property(None, _refuse_transform)  # torchvision's datasets have one that can be set

@@ -32,6 +32,7 @@ from shardstream.order import (
 )
 from shardstream.pipeline.bad_samples import BadSample, SkipTracker
 from shardstream.pipeline.options import (
+    Balance,
     OrderOptions,
     ReadOptions,
     SampleWeights,
@@ -249,7 +250,7 @@ class SamplesSource(IndexedSource):
 
         Args:
             weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class.
-            version: The version of the dataset, if the weights may be of another one.
+            version: The version of the dataset, if weights or costs may be of another one.
 
         Raises:
             OptionError: If the options of the order or the weights are not possible.
@@ -263,7 +264,9 @@ class SamplesSource(IndexedSource):
                 warn_of_numbers("weights= has weights by the numbers", version)
             source = replace(source, draw=draw_of(source.samples, weights))
         source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
-        if options.balance is not None:
+        if isinstance(options.balance, Balance):  # else None
+            if are_by_number(options.balance.costs):
+                warn_of_numbers("balance= has costs by the numbers", version)
             balance = balance_of(options.balance, source.samples, shuffle=source.shuffle)
             source = replace(source, balance=balance)
         return source

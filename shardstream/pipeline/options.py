@@ -380,8 +380,8 @@ class WeightSchedule:
 MixWeights = Mapping[str, float] | Callable[[int], Mapping[str, float]] | WeightSchedule
 
 
-def are_by_number(weights: SampleWeights | Weights | None) -> bool:
-    """Return whether weights are given in the order of the samples, not by class or column."""
+def are_by_number(weights: SampleWeights | Weights | Lengths | None) -> bool:
+    """Return whether weights or costs are given in the order of the samples, not by class or column."""
     values = weights.values if isinstance(weights, Weights) else weights
     if isinstance(values, str | os.PathLike):
         return os.fspath(values).endswith(".npy")

@@ -115,6 +115,9 @@ def sample(key: str, **fields: Any) -> dict[str, Any]:
         ([(np.zeros(2),), (np.zeros(3),)], "element 0: "),
         ([np.zeros(2), np.zeros(3)], "items: "),
         ([(1,), (1, 2)], r"tuples of different lengths, \[1, 2\], cannot be one batch"),
+        ([(1,), {"x": 1}], "items of the types dict, tuple cannot be one batch"),
+        ([None, {"x": 1}], r"NoneType, dict cannot .* leave samples out with select\(\) instead of None"),
+        ([(1,), None], "NoneType, tuple cannot"),
     ],
 )  # fmt: skip
 def test_unstackable_values_raise_with_field_and_sample(items: list[Any], message: str) -> None:

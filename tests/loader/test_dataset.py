@@ -395,6 +395,31 @@ def test_indexing_names_the_samples_by_number(folder: str) -> None:
             one[0]
 
 
+class Numbered(ss.ShardDataset):
+    """A dataset as users write it, with a loop of its own."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return (sample["cls"] for sample in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda one: ss.ShardLoader(one, 4),
+        lambda one: ss.mix([one, one]),
+        lambda one: ss.join(one, one),
+        lambda one: one.by_number(),
+        lambda one: one.records(),
+    ],
+    ids=["loader", "mix", "join", "by_number", "records"],
+)
+def test_an_iter_that_would_not_be_called_is_refused(use: Any, folder: str) -> None:
+    dataset = Numbered(folder)
+    with pytest.raises(OptionError, match=r"Numbered.__iter__ would not be called here, .*map"):
+        use(dataset)
+    assert next(iter(DataLoader(dataset, batch_size=2))) == [b"0", b"1"]
+
+
 # -- datasets read in workers of others --------------------------------------------------------------------------------------------
 
 

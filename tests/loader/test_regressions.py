@@ -205,6 +205,7 @@ def test_dropped_iterator_leaves_no_threads(bucket: str, s3_env: None) -> None:
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore:select or on_error= left out all")
 def test_signatures_are_removed_from_notes_logs_and_fingerprints(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:

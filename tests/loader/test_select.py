@@ -154,6 +154,22 @@ def test_an_epoch_without_accepted_samples_warns_or_is_an_error_that_names_selec
         take(loader, 1)
 
 
+@pytest.mark.filterwarnings("ignore:samples may be left out")
+def test_a_loop_without_a_loader_warns_of_an_epoch_without_samples(folder: str) -> None:
+    dataset = ss.ShardDataset(folder).decode()
+    for refused in (dataset.select(none), dataset.select(none).batched(4).repeat()):
+        with pytest.warns(UserWarning, match=r"of this epoch, so no sample came; before decode"):
+            assert list(refused) == []
+    part = ss.ShardDataset(folder, placement=ss.Placement(1, 2)).decode().select(none)
+    with pytest.warns(UserWarning, match="epoch in worker 0, rank 1, so no sample"):
+        assert list(part) == []
+    assert len(list(dataset.select(tenth))) == 10
+    state = iter(dataset.select(none)).state_dict()
+    continued = iter(dataset.select(none))
+    continued.load_state_dict(state)
+    assert list(continued) == []
+
+
 def test_lengths_are_those_of_the_planned_samples(folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode().select(odd)
     assert len(dataset) == SAMPLES
@@ -224,4 +240,6 @@ def test_ranks_without_a_loader_are_warned_that_they_may_differ_in_batches(folde
         found = [lengths(part) for part in parts]
     assert found != [len(ss.ShardLoader(part, 8)) for part in parts]
     assert len({len(labels(ss.ShardLoader(part, 8))) for part in parts}) == 1
+    with pytest.warns(UserWarning, match="use a ShardLoader with a batch_size and steps"):
+        list(ss.ShardLoader(parts[0], batch_size=None))
     assert lengths(ss.ShardDataset(folder).decode().select(tenth)) == 2

@@ -106,6 +106,9 @@ def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     with pytest.warns(UserWarning, match=r"weights= has .* they count in version 4; pass"):
         ss.ShardDataset(url, weights=ss.Weights(np.ones(len(expected))))
     ss.ShardDataset(url, weights="cls")
+    balanced = ss.OrderOptions(balance=np.ones(len(expected)))
+    with pytest.warns(UserWarning, match=r"balance= has costs .* they count in version 4; pass"):
+        ss.ShardDataset(url, shuffle=True, order=balanced)
     pattern = f"{url}/{{000003..000006}}.tar"
     assert numbers(ss.ShardDataset(pattern)) == [n for n in expected if n >= 45]
     assert numbers(ss.ShardDataset(f"{url}/index.json")) == expected
