@@ -57,8 +57,11 @@ class Pipeline:
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
-        if isinstance(stage, Decode) and self.kept_fields is not None:
-            stage = replace(stage, left_out=self.kept_fields.left_out)
+        if isinstance(stage, Decode):
+            kept = frozenset[str]() if self.kept_fields is None else self.kept_fields.left_out
+            source = self.source
+            joined = source.samples.left_out if isinstance(source, IndexedSource) else kept
+            stage = replace(stage, left_out=kept | joined)
         return replace(self, stages=(*self.stages, stage))
 
     @property

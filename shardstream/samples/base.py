@@ -247,6 +247,11 @@ class Samples(ABC):
         return None
 
     @property
+    def left_out(self) -> frozenset[str]:
+        """Fields that a join leaves out of datasets of which it takes masks: a png is a mask by the jpg beside it."""
+        return frozenset()
+
+    @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
         return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"

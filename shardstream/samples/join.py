@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, SampleError, plural
-from shardstream.format import Columns, Rows, Sample
+from shardstream.format import Columns, Rows, Sample, mask_fields
 from shardstream.samples.base import Fetcher, Numbers, Samples, places_in
 from shardstream.samples.view import View, ViewFetcher
 
@@ -50,6 +50,11 @@ class JoinPart:
     def known_fields(self) -> tuple[str, ...] | None:
         """Fields that it adds; None if they are unknown."""
         return self.samples.fields if self.fields is None else tuple(self.fields)
+
+    @property
+    def taken(self) -> Collection[str] | None:
+        """Names there of the fields to take; None for all."""
+        return None if self.fields is None else self.fields.values()
 
     @property
     def has_classes(self) -> bool:
@@ -169,6 +174,17 @@ class Join(View):
         if None in found:
             return None
         return tuple(sorted({name for names in found for name in names or ()}))
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Fields that are left out of datasets of which masks are taken."""
+        names = super().left_out
+        chosen = [(self.first, self.kept), *((one.samples, one.taken) for one in self.parts)]
+        for samples, taken in chosen:
+            known = frozenset(samples.fields or ())
+            if taken is not None and not mask_fields(sorted(known)).isdisjoint(taken):
+                names |= known.difference(taken)
+        return names
 
     @property
     def summary(self) -> str:

@@ -204,6 +204,19 @@ def test_fields_get_other_names(parts: dict[str, str]) -> None:
         ss.join(parts["images"], {parts["captions"]: {"cls": "txt"}})
 
 
+def test_mask_whose_photo_is_left_out_stays_a_mask(tmp_path: Path) -> None:
+    mask = np.repeat(np.array([[0, 200] * 4], np.uint8).T, 8, axis=1)
+    for name, fields in (("images", {"jpg": mask, "png": mask}), ("texts", {"txt": "a"})):
+        with ss.ShardWriter(tmp_path / name, columns="__key__") as writer:
+            writer.write({"__key__": "a", **fields})
+    images, texts = str(tmp_path / "images"), str(tmp_path / "texts")
+    joins = (ss.join(texts, {images: ["png"]}), ss.join({images: ["png"]}, texts))
+    for dataset in (ss.ShardDataset(images), *joins, joins[0].by_number()):
+        (sample,) = dataset.decode("rgb8", max_side=4)
+        assert set(sample["png"].ravel().tolist()) <= {0, 200}
+    assert {*next(iter(joins[1]))} == {"__key__", "__url__", "png", "txt"}
+
+
 @pytest.mark.parametrize("other", ["shards", "table"])
 def test_sample_without_a_named_field_is_an_error_unless_it_is_kept(
     parts: dict[str, str], tmp_path: Path, other: str
