@@ -20,13 +20,14 @@ from fsspec.utils import glob_translate
 
 from shardstream.errors import (
     AccessDeniedError,
+    ManifestError,
     NotFoundError,
     OptionError,
     StorageError,
     get_logger,
     plural,
 )
-from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME
+from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME, is_numbers_name
 from shardstream.storage.urls import (
     WEB,
     Urls,
@@ -148,7 +149,7 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
                 raise no_tars_error(folder, names, folders, storage)
             try:
                 check_complete(folder, names)
-            except NotFoundError as error:
+            except (ManifestError, NotFoundError) as error:
                 _log.warning("%s", error)
             warn_of_links(folder, found)
             warn_of_folders(folder, folders, storage)
@@ -212,7 +213,7 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def check_complete(folder: str, names: Collection[str], pattern: str = "*") -> None:
-    """Refuse a folder without a tar whose index is there: a part of it was copied, or the tar alone was deleted.
+    """Refuse a folder that lacks a tar whose index is there, or the manifest that says which samples were deleted: a part of it was copied.
 
     Args:
         folder: URL of the folder.
@@ -220,8 +221,16 @@ def check_complete(folder: str, names: Collection[str], pattern: str = "*") -> N
         pattern: Tars that are wanted.
 
     Raises:
-        NotFoundError: If it is one.
+        ManifestError: If the manifest is missing.
+        NotFoundError: If a tar is.
     """
+    deleted = [*filter(is_numbers_name, names)]
+    if deleted and MANIFEST_NAME not in names:
+        raise ManifestError(
+            f"there is no index.json, without which deleted samples or old fields would be read, by {deleted[0]}",
+            remedy="copy it again, or an earlier one from versions/",
+            shard=folder,
+        )
     indexed = sorted(
         name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)
     )

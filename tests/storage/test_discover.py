@@ -119,6 +119,17 @@ def test_tar_that_is_missing_beside_its_index_is_an_error_without_a_manifest(
     assert "1 shard missing, by the indexes" in caplog.text
 
 
+@pytest.mark.parametrize("pattern", ["", "/*.tar"])
+def test_deleted_samples_are_not_read_where_the_manifest_is_missing(
+    folder: str, pattern: str
+) -> None:
+    ss.pack([{"__key__": key, "txt": key} for key in "ab"], folder)
+    ss.delete(folder, keys=["a"])
+    Storage().resolve(folder)[0].rm(f"{folder}/index.json")
+    with pytest.raises(ManifestError, match=r"no index\.json, without which deleted samples"):
+        locate_shards(folder + pattern, Storage())
+
+
 def test_manifest_decides_shards_and_order(folder: str) -> None:
     put_tars(folder, indexed=("00.tar",))
     put(folder, {"index.json": MANIFEST})
