@@ -131,7 +131,9 @@ def test_global_batches_are_the_same_on_every_topology_and_after_two_resumes(
     assert len(found) <= len(whole) + 1  # a last step of fewer samples is split evenly
 
 
-@pytest.mark.parametrize(("ranks", "num_workers"), [(1, 2), (2, 2), (4, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "num_workers"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.slow), (4, 0)]
+)
 def test_workers_read_the_same_batches(folder: str, ranks: int, num_workers: int) -> None:
     dataset_of, order = datasets(folder)["all"], order_of("n")
     whole, _ = read(dataset_of, order, 1)

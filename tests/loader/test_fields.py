@@ -13,6 +13,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import OptionError, SampleError, StateError
 from shardstream.testing import make_shards
+from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, grouped, picture, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -55,8 +56,14 @@ def only(samples: list[dict[str, Any]], *fields: str) -> list[dict[str, Any]]:
     return [{name: sample[name] for name in names} for sample in samples]
 
 
-@pytest.mark.parametrize("options", [{}, {"shuffle": True, "seed": 4}, {"index": "ignore"}])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("options", "num_workers"),
+    with_slow_rest(
+        [({}, 0), ({"shuffle": True, "seed": 4}, 2), ({"index": "ignore"}, 0)],
+        [{}, {"shuffle": True, "seed": 4}, {"index": "ignore"}],
+        [0, 2],
+    ),
+)
 def test_samples_have_the_fields_that_are_named(
     folder: str, options: dict[str, Any], num_workers: int
 ) -> None:

@@ -99,12 +99,28 @@ def test_index_elsewhere_has_the_members(s3_env: None, bucket: str, tmp_path: Pa
     ("change", "message"),
     [
         (lambda _: b"", "not an index of members"),
-        (lambda text: text.replace(b"v1.2 5", b"v1.2 6"), "5 samples under the title"),
+        pytest.param(
+            lambda text: text.replace(b"v1.2 5", b"v1.2 6"),
+            "5 samples under the title",
+            marks=pytest.mark.slow,
+        ),
         (lambda text: text.replace(b" 700000 ", b" 900000 "), "members that overlap"),
-        (lambda text: text.replace(b"mp4 ", b""), "not an index of members"),
+        pytest.param(
+            lambda text: text.replace(b"mp4 ", b""),
+            "not an index of members",
+            marks=pytest.mark.slow,
+        ),
         (lambda text: b"v1.2 1\n" + text.split(b"\n")[1] + b"\n", "does not match the index"),
-        (lambda _: b"v1.2 1\ntxt 512 5000000 a.txt\n", "does not match the index"),
-        (lambda _: b"v1.2 1\ntxt 99999999 5 a.txt\n", "does not match the index"),
+        pytest.param(
+            lambda _: b"v1.2 1\ntxt 512 5000000 a.txt\n",
+            "does not match the index",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda _: b"v1.2 1\ntxt 99999999 5 a.txt\n",
+            "does not match the index",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wrong_indexes_of_members_are_errors(

@@ -55,7 +55,7 @@ def test_slices_and_ranges_are_subsets(folder: str, subset: Any) -> None:
     assert flat(labels(loader(folder, subset=subset))) == list(range(10, 50, 4))
 
 
-@pytest.mark.parametrize("numbers", [CHOSEN, mask_of(CHOSEN)])
+@pytest.mark.parametrize("numbers", [pytest.param(CHOSEN, marks=pytest.mark.slow), mask_of(CHOSEN)])
 def test_a_subset_is_read_from_a_file(s3_folder: str, tmp_path: Path, numbers: Any) -> None:
     np.save(tmp_path / "ids.npy", numbers)
     Storage().resolve(s3_folder)[0].put(str(tmp_path / "ids.npy"), f"{s3_folder}/ids.npy")

@@ -429,6 +429,7 @@ def with_many_bytes(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"large": [bytes([sample["cls"]]) * (1 << 20)] * 300}
 
 
+@pytest.mark.slow
 def test_24_workers_read_each_sample_once(many: str, worker_method: str) -> None:
     loader = ss.ShardLoader(
         ss.ShardDataset(many, shuffle=True).decode(),

@@ -474,6 +474,7 @@ class _Deadly(RecordEncoder):
         return super().encode(records)
 
 
+@pytest.mark.slow
 def test_dead_process_raises_without_hanging(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.cli import main
+from tests.pairs import with_slow_rest
 
 ROOT = Path(__file__).parent.parent.parent
 COUNT = 60
@@ -95,7 +96,9 @@ DATASETS: dict[str, Callable[[str, str], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize(
+    "name", with_slow_rest([name for name in DATASETS if name not in ("where", "fields")], DATASETS)
+)
 def test_samples_are_those_of_the_dataset_with_any_executor(
     name: str, images: str, scores: str, tmp_path: Path, two_processes: ProcessPoolExecutor
 ) -> None:

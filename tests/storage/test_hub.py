@@ -16,6 +16,7 @@ import shardstream as ss
 from shardstream.errors import ChangedError, NotFoundError
 from shardstream.storage import Storage
 from shardstream.testing import check_reader, make_shards
+from tests.pairs import with_slow_rest
 from tests.static_server import Served, serve_hub
 
 COUNT = 60
@@ -49,8 +50,14 @@ def numbers(dataset: ss.ShardDataset) -> list[int]:
     return [int(label) for batch in loader for label in batch[0]]
 
 
-@pytest.mark.parametrize("path", ["packed", "packed/index.json", "packed/{000000..000002}.tar"])
-@pytest.mark.parametrize("revision", ["", "@main"])
+@pytest.mark.parametrize(
+    ("path", "revision"),
+    with_slow_rest(
+        [("packed", "@main"), ("packed/index.json", ""), ("packed/{000000..000002}.tar", "@main")],
+        ["packed", "packed/index.json", "packed/{000000..000002}.tar"],
+        ["", "@main"],
+    ),
+)
 def test_dataset_with_a_manifest_has_exact_epochs(path: str, revision: str, hub: Served) -> None:
     url = f"{URL}{revision}/{path}"
     dataset = ss.ShardDataset(url, shuffle=True, storage_options=options(hub))

@@ -247,9 +247,8 @@ def test_parts_are_appended_together(url: str, tmp_path: Path, processes: int) -
     assert left_in(url) == []
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
 def test_a_killed_append_goes_on(
     url: str, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,7 +223,7 @@ def test_spawned_workers_of_a_rank_know_the_rank(
     assert [Path(shard["url"]).name for shard in iterator] == ["1.tar", "3.tar", "5.tar"]
 
 
-@pytest.mark.parametrize("samples", [10, 42, 100])
+@pytest.mark.parametrize("samples", [10, 42, pytest.param(100, marks=pytest.mark.slow)])
 def test_epoch_of_a_loader_has_the_given_length(samples: int, shards: str) -> None:
     dataset = wds.WebDataset(shards, shardshuffle=False)
     loader = wds.WebLoader(dataset, batch_size=None, num_workers=2).with_epoch(samples)
