@@ -182,6 +182,12 @@ class MixIndexedSource(IndexedSource):
         """Whether steps of its parts may leave samples out."""
         return any(part.may_leave_out for part in self.recipe.parts.values())
 
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Fields that joins, or ``fields=`` of its parts, have left out beside masks."""
+        kept = [part.kept_fields for part in self.recipe.parts.values()]
+        return self.samples.left_out.union(*(one.left_out for one in kept if one is not None))
+
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``.
 

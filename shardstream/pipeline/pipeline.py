@@ -59,9 +59,8 @@ class Pipeline:
         """Return the pipeline with one more stage."""
         if isinstance(stage, Decode):
             kept = frozenset[str]() if self.kept_fields is None else self.kept_fields.left_out
-            source = self.source
-            joined = source.samples.left_out if isinstance(source, IndexedSource) else kept
-            stage = replace(stage, left_out=kept | joined)
+            before = self.source.left_out if isinstance(self.source, IndexedSource) else kept
+            stage = replace(stage, left_out=kept | before)
         return replace(self, stages=(*self.stages, stage))
 
     @property

@@ -211,7 +211,8 @@ def test_mask_whose_photo_is_left_out_stays_a_mask(tmp_path: Path) -> None:
             writer.write({"__key__": "a", **fields})
     images, texts = str(tmp_path / "images"), str(tmp_path / "texts")
     joins = (ss.join(texts, {images: ["png"]}), ss.join({images: ["png"]}, texts))
-    for dataset in (ss.ShardDataset(images), *joins, joins[0].by_number()):
+    mixed = ss.mix([ss.ShardDataset(images, fields=["png"])])
+    for dataset in (ss.ShardDataset(images), *joins, joins[0].by_number(), mixed):
         (sample,) = dataset.decode("rgb8", max_side=4)
         assert set(sample["png"].ravel().tolist()) <= {0, 200}
     assert {*next(iter(joins[1]))} == {"__key__", "__url__", "png", "txt"}
