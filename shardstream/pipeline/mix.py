@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from shardstream.errors import OptionError, plural
+from shardstream.format import mask_fields
 from shardstream.order import (
     BalancedEpochPlan,
     CopyPlan,
@@ -185,8 +186,12 @@ class MixIndexedSource(IndexedSource):
     @property
     def left_out(self) -> frozenset[str]:
         """Fields that joins, or ``fields=`` of its parts, have left out beside masks."""
-        kept = [part.kept_fields for part in self.recipe.parts.values()]
-        return self.samples.left_out.union(*(one.left_out for one in kept if one is not None))
+        names = self.samples.left_out
+        for kept in filter(None, (part.kept_fields for part in self.recipe.parts.values())):
+            masks = mask_fields([*kept.possible, *sorted(kept.left_out)])
+            if not masks.isdisjoint(kept.possible):  # else pictures of other parts became masks
+                names |= kept.left_out
+        return names
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``.

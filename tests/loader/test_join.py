@@ -215,6 +215,12 @@ def test_mask_whose_photo_is_left_out_stays_a_mask(tmp_path: Path) -> None:
     for dataset in (ss.ShardDataset(images), *joins, joins[0].by_number(), mixed):
         (sample,) = dataset.decode("rgb8", max_side=4)
         assert set(sample["png"].ravel().tolist()) <= {0, 200}
+    with ss.ShardWriter(tmp_path / "pictures") as writer:
+        writer.write({"__key__": "b", "png": mask, "txt": "b"})
+    pictures = ss.ShardDataset(str(tmp_path / "pictures"))
+    mixed = ss.mix([ss.ShardDataset(images, fields=["jpg"]), pictures])
+    found = {one["__key__"]: one for one in mixed.decode("rgb8", max_side=4)}
+    assert not set(found["b"]["png"].ravel().tolist()) <= {0, 200}
     assert {*next(iter(joins[1]))} == {"__key__", "__url__", "png", "txt"}
 
 
