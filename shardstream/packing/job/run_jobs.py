@@ -39,7 +39,7 @@ from shardstream.storage import absolute_url, is_part_record
 from shardstream.tasks import JSON, Executor, Parts, RetryCount, Task
 
 # Parts that are flushed and published while another is written; their records are written in order, by one thread. With one part, 2,048 photos
-# from files take 1.1 of the time (docs/decisions/packing.md).
+# from files take 1.1 of the time (docs/decisions/optimisations.md).
 _ENDING = 2
 
 FindKept = Callable[[int, int], PartResult | None]
