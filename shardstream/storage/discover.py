@@ -143,7 +143,7 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
         return _from_version(expanded, storage, version)
     located: list[LocatedShards] = []
     tars: list[str] = []
-    globbed: dict[str, str] = {}
+    globbed: dict[str, tuple[str, ...]] = {}
     for url in expanded:
         if not url.strip():
             raise OptionError(
@@ -153,7 +153,8 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
             storage.resolve(url)  # raises the error
         elif storage.is_glob(url):
             found = [tar.url for tar in glob_tars(url, storage)]
-            globbed |= dict.fromkeys(map(parent_url, found), url.rsplit("/", 1)[-1])
+            names = (url.rsplit("/", 1)[-1],)
+            globbed |= {one: globbed.get(one, ()) + names for one in {*map(parent_url, found)}}
             tars += found
         elif is_tar(url):
             tars.append(url)
@@ -448,13 +449,15 @@ def _check_finished(folder: str, names: Collection[str], storage: Storage) -> No
         check_finished(folder, names)
 
 
-def _from_tars(urls: list[str], storage: Storage, globbed: Mapping[str, str]) -> LocatedShards:
+def _from_tars(
+    urls: list[str], storage: Storage, globbed: Mapping[str, Sequence[str]]
+) -> LocatedShards:
     """Return named tars with their entries in the manifest of their folder, or counts from their indexes.
 
     Args:
         urls: The tars.
         storage: Where they are.
-        globbed: Folder whose tars a pattern matched -> pattern of their names; an unfinished dataset there, or one that lacks tars, is refused.
+        globbed: Folder whose tars patterns matched -> patterns of their names; an unfinished dataset there, or one that lacks tars, is refused.
     """
     found, indexed = dict[str, ShardInfo](), set[str]()
     manifests: dict[str, SeenManifest] = {}

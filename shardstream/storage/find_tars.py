@@ -212,13 +212,13 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
     return [by_path[one] for one in sorted(by_path)]
 
 
-def check_complete(folder: str, names: Collection[str], pattern: str = "*") -> None:
+def check_complete(folder: str, names: Collection[str], patterns: Sequence[str] = ("*",)) -> None:
     """Refuse a folder that lacks a tar whose index is there, or the manifest that says which samples were deleted: a part of it was copied.
 
     Args:
         folder: URL of the folder.
         names: Names of all its files.
-        pattern: Tars that are wanted.
+        patterns: Tars that are wanted.
 
     Raises:
         ManifestError: If the manifest is missing.
@@ -231,11 +231,10 @@ def check_complete(folder: str, names: Collection[str], pattern: str = "*") -> N
             remedy="copy it again, or an earlier one from versions/",
             shard=folder,
         )
-    indexed = sorted(
-        name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)
-    )
+    indexed = {name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)}
+    missing = sorted(indexed.difference(names))
     lost = [
-        tar for tar in indexed if is_tar(tar) and tar not in names and fnmatchcase(tar, pattern)
+        tar for tar in missing if is_tar(tar) and any(fnmatchcase(tar, one) for one in patterns)
     ]
     if lost:
         raise NotFoundError(

@@ -114,6 +114,8 @@ def test_tar_that_is_missing_beside_its_index_is_an_error_without_a_manifest(
     put(folder, {f"{name}.idx": make_index(data) for name, data in TARS.items()})
     with pytest.raises(NotFoundError, match=r"1 shard missing, by the indexes.*01\.tar"):
         locate_shards(folder + pattern, Storage())
+    with pytest.raises(NotFoundError, match="1 shard missing"):
+        locate_shards([f"{folder}/0[01].tar", f"{folder}/*2.tar"], Storage())
     assert names(locate_shards(f"{folder}/0[02].tar", Storage())) == ["00.tar", "02.tar"]
     ss.index(folder)
     assert "1 shard missing, by the indexes" in caplog.text
