@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardstream.catalog import open_samples
+from shardstream.catalog import open_samples, read_classes
 from shardstream.errors import ChangedError, OptionError, SampleError, get_logger, plural, redact
 from shardstream.format import (
     FIRST_VERSION,
@@ -22,7 +22,9 @@ from shardstream.format import (
     count_fields,
     import_parquet,
 )
+from shardstream.packing.encode import encode_field
 from shardstream.packing.sample_range import read_rows
+from shardstream.packing.shards.part_writer import check_class
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, ShardWriter
 from shardstream.packing.sources.joined_table import open_table_part
 from shardstream.packing.sources.tables import is_table
@@ -71,7 +73,7 @@ def replace_fields(
 
     Raises:
         OptionError: If a key is unknown, values are too few or too many, or a column of the dataset (``columns=``) is made of one of the fields.
-        SampleError: If a value cannot be encoded.
+        SampleError: If a value cannot be encoded, or a class number has no name in ``classes.json`` of the dataset.
         ChangedError: If another writer publishes a compaction meanwhile, or has published a version since ``version``.
         StorageError: If the dataset cannot be read or written.
     """
@@ -90,9 +92,12 @@ def replace_fields(
     _check_columns(located, new.names, storage)
     name = change_folder("fields", uuid.uuid4().hex[:12])
     target = join_url(folder, name)
+    classes = read_classes(folder, storage) if "cls" in new.names else None
     with ShardWriter(target, max_bytes=max_bytes, storage_options=storage_options) as writer:
         for sample in new.samples:
             writer.write(sample)
+            if classes is not None:
+                check_class(sample[KEY_COLUMN], encode_field("cls", sample["cls"]), len(classes))
     numbers_name = None
     if len(new.numbers) < len(current.whole):
         file, data = encode_numbers("numbers", new.numbers)

@@ -461,6 +461,8 @@ def test_class_numbers_without_names_are_refused(write: Any, tmp_path: Path) -> 
     new = [{**samples(4, 5)[0], "cls": 2}, *samples(5, 7)]
     with pytest.raises(ShardStreamError, match="class 5 has no name: .* has 3 names.*000005"):
         write(new, url, append=True)
+    with pytest.raises(ShardStreamError, match="class 5 has no name.*000001"):
+        ss.replace_fields(url, {"cls": {"000001": 5}})
     assert numbers(url) == [0, 1, 2, -1]
     assert len(ss.pack(new, url, append=True, on_error="skip").skipped) == 2
     assert numbers(url) == [0, 1, 2, -1, 2]

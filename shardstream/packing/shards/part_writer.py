@@ -80,8 +80,12 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
     return encode_members(f"{key}.", fields)
 
 
-def _check_class(key: str, data: bytes, num_classes: int) -> None:
-    """Refuse a class number without a name."""
+def check_class(key: str, data: bytes, num_classes: int) -> None:
+    """Refuse a class number without a name.
+
+    Raises:
+        SampleError: If it has none.
+    """
     if data.strip().isdigit() and int(data) >= num_classes:
         raise SampleError(
             f"class {int(data)} has no name: {CLASSES_NAME} of the dataset has {plural(num_classes, 'name')}; correct the number, or add the name "
@@ -269,7 +273,7 @@ class PartWriter:
         """
         self._check_usable()
         if self._limits.num_classes is not None:
-            _check_class(key, bytes(fields.get("cls", b"")), self._limits.num_classes)
+            check_class(key, bytes(fields.get("cls", b"")), self._limits.num_classes)
         pieces = sample_pieces(key, fields)
         size = sum(map(len, pieces))
         try:
