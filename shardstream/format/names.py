@@ -7,7 +7,7 @@ Ghostscript.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -236,6 +236,23 @@ def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
         if (form in _LOSSLESS and stem in photos)
         or (form in (*_LOSSLESS, "webp") and has_mask_word(stem))
     )
+
+
+def photos_of_masks(names: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
+    """Return photos beside which fields with new names are masks, as they are beside those of a dataset.
+
+    A field that is a mask by a word of its name is one by its new name only.
+
+    Args:
+        names: New name -> old name.
+        known: Fields of the dataset.
+
+    >>> sorted(photos_of_masks({"png": "png", "m.png": "png", "c.png": "seg.png"}, ["jpg", "png", "seg.png"]))
+    ['jpg', 'm.jpg']
+    """
+    masks = mask_fields(known) - {old for old in names.values() if mask_fields([old])}
+    taken = [new for new, old in names.items() if old in masks and is_image_field(new)]
+    return frozenset(f"{new.rpartition('.')[0]}.jpg".removeprefix(".") for new in taken)
 
 
 def has_mask_word(name: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import OptionError, SampleError, plural, redact
-from shardstream.format import Columns, Sample, TupleColumns
+from shardstream.format import Columns, Sample, TupleColumns, mask_fields, photos_of_masks
 from shardstream.order import derive_key
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
 from shardstream.samples import RefusedError
@@ -259,6 +259,12 @@ class Rename(ItemStage):
 
     names: Mapping[str, str]
     keep: bool = True
+
+    def photos(self, known: Collection[str]) -> frozenset[str]:
+        """Return photos beside which fields stay masks that get another name, or whose photo gets one; ``known`` are the fields before."""
+        lost = mask_fields(sorted(known))
+        lost -= mask_fields(sorted({*known}.difference(self.names.values())))
+        return photos_of_masks({name: name for name in lost} | {**self.names}, sorted(known))
 
     def apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
         """Return the sample with new names of fields."""

@@ -248,7 +248,7 @@ class Samples(ABC):
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Fields that a join leaves out of datasets of which it takes masks: a png is a mask by the jpg beside it."""
+        """Photos, beside which fields are masks, that a join leaves out or renames."""
         return frozenset()
 
     @property

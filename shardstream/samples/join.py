@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, SampleError, plural
-from shardstream.format import Columns, Rows, Sample, mask_fields
+from shardstream.format import Columns, Rows, Sample, photos_of_masks
 from shardstream.samples.base import Fetcher, Numbers, Samples, places_in
 from shardstream.samples.view import View, ViewFetcher
 
@@ -50,11 +50,6 @@ class JoinPart:
     def known_fields(self) -> tuple[str, ...] | None:
         """Fields that it adds; None if they are unknown."""
         return self.samples.fields if self.fields is None else tuple(self.fields)
-
-    @property
-    def taken(self) -> Collection[str] | None:
-        """Names there of the fields to take; None for all."""
-        return None if self.fields is None else self.fields.values()
 
     @property
     def has_classes(self) -> bool:
@@ -177,13 +172,13 @@ class Join(View):
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Fields that are left out of datasets of which masks are taken."""
+        """Photos of the masks that are taken of a dataset, under the names of these."""
         names = super().left_out
-        chosen = [(self.first, self.kept), *((one.samples, one.taken) for one in self.parts)]
+        kept = {name: name for name in self.kept or ()}
+        chosen = [(self.first, kept), *((one.samples, one.fields) for one in self.parts)]
         for samples, taken in chosen:
-            known = frozenset(samples.fields or ())
-            if taken is not None and not mask_fields(sorted(known)).isdisjoint(taken):
-                names |= known.difference(taken)
+            known = sorted({*(samples.fields or ()), *samples.left_out})
+            names |= photos_of_masks(taken or {}, known)
         return names
 
     @property

@@ -224,6 +224,29 @@ def test_mask_whose_photo_is_left_out_stays_a_mask(tmp_path: Path) -> None:
     assert {*next(iter(joins[1]))} == {"__key__", "__url__", "png", "txt"}
 
 
+def test_renamed_mask_stays_a_mask(tmp_path: Path) -> None:
+    mask = np.repeat(np.array([[0, 200] * 4], np.uint8).T, 8, axis=1)
+    for name, fields in (("images", {"jpg": mask, "png": mask}), ("texts", {"txt": "a"})):
+        with ss.ShardWriter(tmp_path / name, columns="__key__") as writer:
+            writer.write({"__key__": "a", **fields})
+    images = ss.ShardDataset(str(tmp_path / "images"))
+    to_m: dict[str, Any] = {"m.png": "png"}
+    twice: list[dict[str, Any]] = [{"left.png": "png"}, {"m.png": "left.png"}]
+    renamed = {
+        "join": ss.join(str(tmp_path / "texts"), {str(tmp_path / "images"): to_m}),
+        "rename": images.rename(keep=False, **to_m),
+        "twice": images.rename(**twice[0]).rename(**twice[1]),
+        "photo": images.rename(image="jpg"),
+        "alone": images.rename(keep=False, png="png"),
+    }
+    for name, dataset in renamed.items():
+        sample = next(iter(dataset.decode("rgb8", max_side=4, only=["png", "m.png"])))
+        found = sample.get("m.png", sample.get("png"))
+        assert set(found.ravel().tolist()) <= {0, 200}, name
+    photos = images.rename(photo="png").decode("rgb8", max_side=4)
+    assert not set(next(iter(photos))["jpg"].ravel().tolist()) <= {0, 200}
+
+
 @pytest.mark.parametrize("other", ["shards", "table"])
 def test_sample_without_a_named_field_is_an_error_unless_it_is_kept(
     parts: dict[str, str], tmp_path: Path, other: str
