@@ -100,7 +100,7 @@ class JoinFetcher(ViewFetcher):
             waiting.append(fetcher.request(theirs[places[-1]]))
 
         def wait() -> Rows:
-            joined = _chosen(waiting[0](), join.kept)
+            joined = _chosen(waiting[0](), join)
             for part, mine, wait_for_part in zip(join.parts, places, waiting[1:], strict=True):
                 found = wait_for_part()
                 joined = _join_columns(joined, found, part) or _join_rows(joined, found, mine, part)
@@ -117,7 +117,7 @@ class Join(View):
     Args:
         first: The first dataset.
         parts: The others.
-        kept: Fields of the first that are kept, where a sample has them; None for all.
+        kept: Fields of the first that are kept, where a sample has them; None for all. Where its fields are unknown, each sample has them.
     """
 
     fetcher_type = JoinFetcher
@@ -127,6 +127,7 @@ class Join(View):
     ) -> None:
         super().__init__([first, *(part.samples for part in parts)])
         self.parts, self.kept = tuple(parts), None if kept is None else frozenset(kept)
+        self.is_strict = first.fields is None
         self.can_coalesce = first.can_coalesce  # others may be tables, or in any order
 
     @property
@@ -220,17 +221,26 @@ class Join(View):
         return made
 
 
-def _chosen(samples: Rows, kept: frozenset[str] | None) -> Rows:
-    """Return samples with some of their fields."""
-    if kept is None:
+def _chosen(samples: Rows, join: Join) -> Rows:
+    """Return samples of the first dataset with the fields that are kept."""
+    if join.kept is None:
         return samples
-    names = kept.union(_OWN)
-    if isinstance(samples, Columns):
+    names = join.kept.union(_OWN)
+    if isinstance(samples, Columns) and (not join.is_strict or names <= samples.columns.keys()):
         return Columns({name: one for name, one in samples.columns.items() if name in names})
-    return [
-        row if isinstance(row, Exception) else {n: v for n, v in row.items() if n in names}
-        for row in samples
-    ]
+    return [row if isinstance(row, Exception) else _choose(row, names, join) for row in samples]
+
+
+def _choose(row: Sample, names: frozenset[str], join: Join) -> Sample | Exception:
+    absent = sorted(names.difference(row))
+    if absent and join.is_strict:
+        return SampleError.of(
+            row,
+            f"no such field, which was to be kept; the sample has {', '.join(sorted(row.keys() - _OWN))}",
+            remedy="correct its name, or run 'shardstream index' on the folder if some samples lack it",
+            field=absent[0],
+        )
+    return {name: value for name, value in row.items() if name in names}
 
 
 def _names_in(part: JoinPart, fields: Iterable[str]) -> dict[str, str]:

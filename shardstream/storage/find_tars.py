@@ -29,6 +29,7 @@ from shardstream.errors import (
 )
 from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME, is_numbers_name
 from shardstream.storage.urls import (
+    IN_PLACE_SUFFIXES,
     WEB,
     Urls,
     expand_urls,
@@ -283,8 +284,10 @@ def no_tars_error(
             "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
         )
     contents = ", ".join([f"{folder}/" for folder in folders[:5]] + [*names[:5]]) or "nothing"
+    tables = (end for end in IN_PLACE_SUFFIXES if any(name.lower().endswith(end) for name in names))
+    in_place = "".join(f", or read tables in place as {url.rstrip('/')}/*{end}" for end in tables)
     return StorageError(
         f"no index.json and no .tar here (found: {contents}); name the folder that holds the shards, "
-        "or pack them with 'shardstream pack'",
+        f"or pack them with 'shardstream pack'{in_place}",
         shard=url,
     )

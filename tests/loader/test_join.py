@@ -373,6 +373,9 @@ def test_fields_are_chosen_by_dataset(parts: dict[str, str], tmp_path: Path) -> 
     ordered = ss.ShardDataset(parts["images"], subset=shuffled(7))
     with pytest.raises(SampleError, match="two of the joined datasets have the field 'cls'"):
         rows(ss.join(ordered, folder))
+    assert rows(ss.join({folder: ["cls"]}, parts["same"], by="key"))[0][1] == "7"
+    with pytest.raises(SampleError, match="was to be kept; the sample has cls, id, txt"):
+        rows(ss.join({folder: ["jpg"]}, parts["same"], by="key"))
 
 
 def test_class_names_are_those_of_the_dataset_whose_cls_is_taken(
