@@ -158,8 +158,7 @@ def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSour
         raise own_iteration_error(dataset)
     if dataset.pipeline.stages and not dataset.pipeline.num_steps:
         raise OptionError(
-            "a dataset with fields= or lazy= cannot be joined; leave them out, and give fields of the others as {url: [field, ...]}, or "
-            "choose fields after the join with rename(..., keep=False)"
+            "a dataset with fields= or lazy= cannot be joined; leave them out, and give fields to join: {url: [field, ...]}"
         )
     if dataset.pipeline.stages:
         raise OptionError(

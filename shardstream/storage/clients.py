@@ -110,8 +110,9 @@ class Clients:
         self.timeouts, given = _TIMEOUTS, options.keys() & asdict(_TIMEOUTS)
         if given:
             self.timeouts = Timeouts(**{name: self._options.pop(name) for name in given})
-        if "read_timeout" in (config := options.get("config_kwargs") or {}):
-            self.timeouts = replace(self.timeouts, read_timeout_s=config["read_timeout"])
+        read_timeout_s = (options.get("config_kwargs") or {}).get("read_timeout")
+        if read_timeout_s is not None:  # of botocore, for which None is no limit
+            self.timeouts = replace(self.timeouts, read_timeout_s=read_timeout_s)
         self._filesystem = filesystem
         self._opened: dict[tuple[str, bool], Any] = {}
         self._s3_reader: S3HttpReader | str | None = None

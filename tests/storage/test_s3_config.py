@@ -111,7 +111,9 @@ def test_timeouts_reach_s3fs_unless_the_user_sets_them() -> None:
     assert (config["connect_timeout"], config["read_timeout"]) == (5, 7)
     assert config["request_checksum_calculation"] == "when_required"
     assert "read_timeout" not in complete_s3fs_options({}, {}, read_timeout_s=None)["config_kwargs"]
-    assert Storage({"config_kwargs": {"read_timeout": 7}}).timeouts.read_timeout_s == 7
+    for given, expected in ((7, 7), (None, 20)):
+        storage = Storage({"config_kwargs": {"read_timeout": given}})
+        assert storage.timeouts.read_timeout_s == expected
 
 
 def test_aws_region_is_passed_to_s3fs() -> None:
