@@ -10,7 +10,7 @@ from shardstream.errors import OptionError
 from shardstream.pipeline.bad_samples import BadSampleReport, OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.indexed_source import IndexedSource, SamplesSource, numbered_source
-from shardstream.pipeline.sample_steps import KeepFields, OpenFields, Rename, Select
+from shardstream.pipeline.sample_steps import KeepFields, Map, OpenFields, Rename, Select
 from shardstream.pipeline.stage import (
     Context,
     ItemStage,
@@ -57,11 +57,17 @@ class Pipeline:
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
+        stages = self.stages
         if isinstance(stage, Decode):
+            if stage.masks is None and stage.mask_table is not None:
+                stages = tuple(
+                    replace(one, finds_masks=True) if isinstance(one, KeepFields | Map) else one
+                    for one in stages
+                )
             kept = frozenset[str]() if self.kept_fields is None else self.kept_fields.left_out
             before = self.source.left_out if isinstance(self.source, IndexedSource) else kept
             stage = replace(stage, left_out=self._with_renamed(kept | before))
-        return replace(self, stages=(*self.stages, stage))
+        return replace(self, stages=(*stages, stage))
 
     def _with_renamed(self, left_out: frozenset[str]) -> frozenset[str]:
         """Return fields that are left out, and photos of the masks that steps rename; samples of a mix differ in their fields."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from shardstream.errors import OptionError, SampleError, plural, redact
+from shardstream.errors import OptionError, SampleError, get_logger, plural, redact
 from shardstream.format import Columns, Sample, TupleColumns, mask_fields, photos_of_masks
 from shardstream.order import derive_key
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
@@ -17,6 +18,8 @@ from shardstream.storage import FieldFile, FieldPlaces, Storage
 if TYPE_CHECKING:
     import numpy as np
 
+
+_log = get_logger(__name__)
 
 FRAME = ("__key__", "__url__")
 """Names that are in every sample and are no fields."""
@@ -31,10 +34,12 @@ class KeepFields(ItemStage):
     Args:
         names: Names of fields; of ``"jpg;png"`` the first that the sample has, under its own name.
         left_out: Other fields of the dataset, as far as they are known: `Decode` takes a png for a mask if there is a jpg, too.
+        finds_masks: Whether a `Decode` follows that finds masks by the names of all fields.
     """
 
     names: tuple[str, ...]
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
+    finds_masks: bool = field(default=False, compare=False)
     leads_by_column = True
 
     @property
@@ -48,12 +53,18 @@ class KeepFields(ItemStage):
         for names in self.names:
             name = names if names in sample else find_field(names, sample, "fields=")
             kept[name] = sample[name]
+        if self.finds_masks:
+            _warn_of_masks((*sample,), (*kept, *self.left_out), "fields=")
         return kept
 
     def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Return the fields of samples that all have the same; None if they lack one."""
         names = self.chosen(columns.columns)
-        return None if names is None else Columns({n: columns.columns[n] for n in (*FRAME, *names)})
+        if names is None:
+            return None
+        if self.finds_masks:
+            _warn_of_masks((*columns.columns,), (*names, *self.left_out), "fields=")
+        return Columns({n: columns.columns[n] for n in (*FRAME, *names)})
 
     def chosen(self, fields: Collection[str]) -> list[str] | None:
         """Return the field that each name stands for; None if there is none for one of them."""
@@ -142,6 +153,18 @@ class OpenFields(ItemStage):
         return FieldFile.in_shard(self.storage, sample["__url__"], sample["__key__"], name, place)
 
 
+@lru_cache(maxsize=1000)
+def _warn_of_masks(names: tuple[str, ...], left: tuple[str, ...], step: str) -> None:
+    """Warn once of a field that a step takes from the photo beside which it is a mask; `Decode` sees only the fields that are left."""
+    for name in (mask_fields(names) - mask_fields(left)).intersection(left):
+        _log.warning(
+            "%s leaves out the photo beside which %r is a mask, so that decode takes it for a picture; name it: decode(masks=[%r])",
+            step,
+            name,
+            name,
+        )
+
+
 def name_of(function: object) -> str:
     """Return the name of a function for messages."""
     inner = inspect.unwrap(function) if callable(function) else function
@@ -167,6 +190,7 @@ class Map(ItemStage):
         threads: As in `ItemStage`.
         name: Name of the function in states, instead of its own name.
         version: Version of the function; states with another version are refused.
+        finds_masks: As in `KeepFields`.
     """
 
     function: Callable[..., Any]
@@ -175,6 +199,7 @@ class Map(ItemStage):
     threads: int = 0
     name: str | None = None
     version: int | str | None = None
+    finds_masks: bool = field(default=False, compare=False)
 
     def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
@@ -188,7 +213,15 @@ class Map(ItemStage):
                 add_place(error, step, item)
                 raise
 
-        return apply
+        def apply_to_raw(item: Any, number: int) -> Any:
+            names = (*item,) if isinstance(item, dict) else ()
+            new = apply(item, number)
+            if isinstance(new, dict) and len(new) < len(names):
+                raw = (name for name, value in new.items() if isinstance(value, bytes))
+                _warn_of_masks(names, (*raw,), step)
+            return new
+
+        return apply_to_raw if self.finds_masks else apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,6 +247,29 @@ def test_renamed_mask_stays_a_mask(tmp_path: Path) -> None:
     assert not set(next(iter(photos))["jpg"].ravel().tolist()) <= {0, 200}
 
 
+def test_mask_whose_photo_a_step_leaves_out_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mask = np.zeros((8, 8), np.uint8)
+    with ss.ShardWriter(tmp_path / "images") as writer:
+        writer.write({"__key__": "a", "jpg": mask, "png": mask})
+    (tmp_path / "images/index.json").unlink()  # so that the fields are unknown
+
+    def without_photo(sample: dict[str, Any]) -> dict[str, Any]:
+        del sample["jpg"]
+        return sample
+
+    url = str(tmp_path / "images")
+    datasets = ss.ShardDataset(url, fields=["png"]), ss.ShardDataset(url).map(without_photo)
+    for dataset in datasets:
+        assert {*next(iter(dataset.decode("rgb8", masks=["png"])))} >= {"png"}
+    assert not caplog.text
+    for dataset in datasets:
+        caplog.clear()
+        assert {*next(iter(dataset.decode("rgb8")))} >= {"png"}
+        assert "leaves out the photo beside which 'png' is a mask" in caplog.text
+
+
 @pytest.mark.parametrize("other", ["shards", "table"])
 def test_sample_without_a_named_field_is_an_error_unless_it_is_kept(
     parts: dict[str, str], tmp_path: Path, other: str
