@@ -16,7 +16,7 @@ from shardstream.loader.dataset import (
     OPTIONS_OF_OPENING,
     ShardDataset,
     StreamDataset,
-    refuse_own_iteration,
+    own_iteration_error,
 )
 from shardstream.loader.dataset_versions import Versions
 from shardstream.pipeline import (
@@ -154,7 +154,8 @@ class _FirstClassNames(ClassNames):
 
 def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSource:
     source = dataset.pipeline.source
-    refuse_own_iteration(dataset)
+    if type(dataset).__iter__ is not StreamDataset.__iter__:
+        raise own_iteration_error(dataset)
     if dataset.pipeline.stages and not dataset.pipeline.num_steps:
         raise OptionError(
             "a dataset with fields= or lazy= cannot be joined; leave them out, and give fields to join: {url: [field, ...]}"
@@ -263,7 +264,8 @@ def mix(  # noqa: PLR0913  (the public door)
             raise OptionError(
                 f"mix takes datasets such as ShardDataset, not a {type(dataset).__name__}; by_number() comes after mix"
             )
-        refuse_own_iteration(dataset)
+        if type(dataset).__iter__ is not StreamDataset.__iter__:
+            raise own_iteration_error(dataset)
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = MixRecipe(parts=parts, weights=weights, stop=stop, samples=samples)
     order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
