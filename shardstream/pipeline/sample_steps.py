@@ -216,7 +216,7 @@ class Map(ItemStage):
         def apply_to_raw(item: Any, number: int) -> Any:
             names = (*item,) if isinstance(item, dict) else ()
             new = apply(item, number)
-            if isinstance(new, dict) and len(new) < len(names):
+            if isinstance(new, dict) and not new.keys() >= {*names}:
                 raw = (name for name, value in new.items() if isinstance(value, bytes))
                 _warn_of_masks(names, (*raw,), step)
             return new

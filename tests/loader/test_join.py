@@ -257,7 +257,7 @@ def test_mask_whose_photo_a_step_leaves_out_is_named(
 
     def without_photo(sample: dict[str, Any]) -> dict[str, Any]:
         del sample["jpg"]
-        return sample
+        return sample | {"id": 1}
 
     url = str(tmp_path / "images")
     datasets = ss.ShardDataset(url, fields=["png"]), ss.ShardDataset(url).map(without_photo)
