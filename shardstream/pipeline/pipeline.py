@@ -59,11 +59,12 @@ class Pipeline:
         """Return the pipeline with one more stage."""
         stages = self.stages
         if isinstance(stage, Decode):
-            if stage.masks is None and stage.mask_table is not None:
-                stages = tuple(
-                    replace(one, finds_masks=True) if isinstance(one, KeepFields | Map) else one
-                    for one in stages
-                )
+            masks = {} if stage.masks is not None else stage.mask_table or {}
+            forms = tuple(form for form in masks if masks[form] is not stage.table.get(form))
+            stages = tuple(
+                replace(one, mask_forms=forms) if isinstance(one, KeepFields | Map) else one
+                for one in stages
+            )
             kept = frozenset[str]() if self.kept_fields is None else self.kept_fields.left_out
             before = self.source.left_out if isinstance(self.source, IndexedSource) else kept
             stage = replace(stage, left_out=self._with_renamed(kept | before))

@@ -34,12 +34,12 @@ class KeepFields(ItemStage):
     Args:
         names: Names of fields; of ``"jpg;png"`` the first that the sample has, under its own name.
         left_out: Other fields of the dataset, as far as they are known: `Decode` takes a png for a mask if there is a jpg, too.
-        finds_masks: Whether a `Decode` follows that finds masks by the names of all fields.
+        mask_forms: Last parts of fields that a `Decode` after it decodes in another way if they are masks by the names of all fields.
     """
 
     names: tuple[str, ...]
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
-    finds_masks: bool = field(default=False, compare=False)
+    mask_forms: tuple[str, ...] = field(default=(), compare=False)
     leads_by_column = True
 
     @property
@@ -53,8 +53,8 @@ class KeepFields(ItemStage):
         for names in self.names:
             name = names if names in sample else find_field(names, sample, "fields=")
             kept[name] = sample[name]
-        if self.finds_masks:
-            _warn_of_masks((*sample,), (*kept, *self.left_out), "fields=")
+        if self.mask_forms:
+            _warn_of_masks((*sample,), (*kept, *self.left_out), self.mask_forms, "fields=")
         return kept
 
     def apply_to_columns(self, columns: Columns) -> Columns | None:
@@ -62,8 +62,9 @@ class KeepFields(ItemStage):
         names = self.chosen(columns.columns)
         if names is None:
             return None
-        if self.finds_masks:
-            _warn_of_masks((*columns.columns,), (*names, *self.left_out), "fields=")
+        if self.mask_forms:
+            left = (*names, *self.left_out)
+            _warn_of_masks((*columns.columns,), left, self.mask_forms, "fields=")
         return Columns({n: columns.columns[n] for n in (*FRAME, *names)})
 
     def chosen(self, fields: Collection[str]) -> list[str] | None:
@@ -154,15 +155,15 @@ class OpenFields(ItemStage):
 
 
 @lru_cache(maxsize=1000)
-def _warn_of_masks(names: tuple[str, ...], left: tuple[str, ...], step: str) -> None:
+def _warn_of_masks(
+    names: tuple[str, ...], left: tuple[str, ...], forms: tuple[str, ...], step: str
+) -> None:
     """Warn once of a field that a step takes from the photo beside which it is a mask; `Decode` sees only the fields that are left."""
     for name in (mask_fields(names) - mask_fields(left)).intersection(left):
-        _log.warning(
-            "%s leaves out the photo beside which %r is a mask, so that decode takes it for a picture; name it: decode(masks=[%r])",
-            step,
-            name,
-            name,
-        )
+        if name.rpartition(".")[2] in forms:
+            _log.warning(
+                f"{step} leaves out the photo beside which {name!r} is a mask, so that decode takes it for a picture; name it: decode(masks=[{name!r}])"
+            )
 
 
 def name_of(function: object) -> str:
@@ -190,7 +191,7 @@ class Map(ItemStage):
         threads: As in `ItemStage`.
         name: Name of the function in states, instead of its own name.
         version: Version of the function; states with another version are refused.
-        finds_masks: As in `KeepFields`.
+        mask_forms: As in `KeepFields`.
     """
 
     function: Callable[..., Any]
@@ -199,29 +200,26 @@ class Map(ItemStage):
     threads: int = 0
     name: str | None = None
     version: int | str | None = None
-    finds_masks: bool = field(default=False, compare=False)
+    mask_forms: tuple[str, ...] = field(default=(), compare=False)
 
     def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
         function, purpose, rng = self.function, derive_key(self.purpose), self.rng
-        step = f"map({name_of(function)})"
+        step, forms = f"map({name_of(function)})", self.mask_forms
 
         def apply(item: Any, number: int) -> Any:
+            names = (*item,) if forms and isinstance(item, dict) else ()
             try:
-                return function(item, context.generator(number, purpose)) if rng else function(item)
+                new = function(item, context.generator(number, purpose)) if rng else function(item)
             except Exception as error:
                 add_place(error, step, item)
                 raise
-
-        def apply_to_raw(item: Any, number: int) -> Any:
-            names = (*item,) if isinstance(item, dict) else ()
-            new = apply(item, number)
-            if isinstance(new, dict) and not new.keys() >= {*names}:
+            if names and isinstance(new, dict) and not new.keys() >= {*names}:
                 raw = (name for name, value in new.items() if isinstance(value, bytes))
-                _warn_of_masks(names, (*raw,), step)
+                _warn_of_masks(names, (*raw,), forms, step)
             return new
 
-        return apply_to_raw if self.finds_masks else apply
+        return apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
