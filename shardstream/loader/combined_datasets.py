@@ -16,7 +16,7 @@ from shardstream.loader.dataset import (
     OPTIONS_OF_OPENING,
     ShardDataset,
     StreamDataset,
-    own_iteration_error,
+    refuse_own_iteration,
 )
 from shardstream.loader.dataset_versions import Versions
 from shardstream.pipeline import (
@@ -154,8 +154,7 @@ class _FirstClassNames(ClassNames):
 
 def _source_of(dataset: StreamDataset, *, is_first: bool = False) -> SamplesSource:
     source = dataset.pipeline.source
-    if type(dataset).__iter__ is not StreamDataset.__iter__:
-        raise own_iteration_error(dataset)
+    refuse_own_iteration(dataset)
     if dataset.pipeline.stages and not dataset.pipeline.num_steps:
         raise OptionError(
             "a dataset with fields= or lazy= cannot be joined; leave them out, and give fields to join: {url: [field, ...]}"
@@ -264,8 +263,7 @@ def mix(  # noqa: PLR0913  (the public door)
             raise OptionError(
                 f"mix takes datasets such as ShardDataset, not a {type(dataset).__name__}; by_number() comes after mix"
             )
-        if type(dataset).__iter__ is not StreamDataset.__iter__:
-            raise own_iteration_error(dataset)
+        refuse_own_iteration(dataset)
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = MixRecipe(parts=parts, weights=weights, stop=stop, samples=samples)
     order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)

@@ -474,12 +474,17 @@ class ShardDataset(StreamDataset):
         self._remake = lambda *present: reopen(made, on_new_version, *present)
 
 
-def own_iteration_error(dataset: StreamDataset) -> OptionError:
-    """Return the error of a dataset whose class has an ``__iter__`` of its own, where only the steps are applied."""
-    return OptionError(
-        f"{type(dataset).__name__}.__iter__ would not be called here, so its changes would be lost; make them a step (map, select, compose), or read the "
-        "dataset with torch's DataLoader"
-    )
+def refuse_own_iteration(dataset: StreamDataset) -> None:
+    """Refuse a dataset whose class has an ``__iter__`` of its own, where only the steps are applied.
+
+    Raises:
+        OptionError: If it has.
+    """
+    if type(dataset).__iter__ is not StreamDataset.__iter__:
+        raise OptionError(
+            f"{type(dataset).__name__}.__iter__ would not be called here, so its changes would be lost; make them a step (map, select, compose), or read the "
+            "dataset with torch's DataLoader"
+        )
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:
@@ -488,8 +493,7 @@ def refuse_placement(dataset: StreamDataset, reason: str) -> None:
     Raises:
         OptionError: With the reason, if it has.
     """
-    if type(dataset).__iter__ is not StreamDataset.__iter__:
-        raise own_iteration_error(dataset)
+    refuse_own_iteration(dataset)
     given = dataset._given_placement
     if given is not None and given.world_size > 1:
         raise OptionError(reason)

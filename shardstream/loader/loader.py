@@ -23,7 +23,7 @@ from shardstream.errors import OptionError, StateError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
 from shardstream.loader.batch_transfer import new_tensor
 from shardstream.loader.collation import collate
-from shardstream.loader.dataset import SAY_LEFT_OUT, StreamDataset, own_iteration_error
+from shardstream.loader.dataset import SAY_LEFT_OUT, StreamDataset, refuse_own_iteration
 from shardstream.loader.dataset_versions import FollowSource
 from shardstream.loader.device_transfer import (
     PinnedMemory,
@@ -113,8 +113,7 @@ class ShardLoader(DataLoader[Any]):
             "worker_method": worker_method,
         }
         check_options(dataset, batch_size, shuffle, options | own)
-        if type(dataset).__iter__ is not StreamDataset.__iter__:
-            raise own_iteration_error(dataset)
+        refuse_own_iteration(dataset)
         self.worker_method = worker_method
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
