@@ -29,6 +29,7 @@ from shardstream.errors import (
 )
 from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME, is_numbers_name
 from shardstream.storage.urls import (
+    COMPRESSED_SUFFIXES,
     IN_PLACE_SUFFIXES,
     WEB,
     Urls,
@@ -149,7 +150,7 @@ def find_tars(urls: Urls, storage: Storage) -> list[FileInfo]:
             if not found:
                 raise no_tars_error(folder, names, folders, storage)
             try:
-                check_complete(folder, names)
+                check_complete(folder, {*names})
             except (ManifestError, NotFoundError) as error:
                 _log.warning("%s", error)
             warn_of_links(folder, found)
@@ -214,7 +215,7 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def check_complete(folder: str, names: Collection[str], patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a folder that lacks a tar whose index is there, or the manifest that says which samples were deleted: a part of it was copied.
+    """Refuse a folder that lacks a tar whose index is there, and that was not compressed since, or the manifest that says which samples were deleted: a part of it was copied.
 
     Args:
         folder: URL of the folder.
@@ -233,10 +234,16 @@ def check_complete(folder: str, names: Collection[str], patterns: Sequence[str] 
             shard=folder,
         )
     indexed = {name.removesuffix(INDEX_SUFFIX) for name in names if name.endswith(INDEX_SUFFIX)}
-    missing = sorted(indexed.difference(names))
-    lost = [
-        tar for tar in missing if is_tar(tar) and any(fnmatchcase(tar, one) for one in patterns)
-    ]
+
+    def is_wanted(tar: str) -> bool:
+        return is_tar(tar) and any(fnmatchcase(tar, one) for one in patterns)
+
+    def is_compressed_now(tar: str) -> bool:
+        stem = tar.removesuffix(".tar")
+        return any(stem + end in names and is_wanted(stem + end) for end in COMPRESSED_SUFFIXES)
+
+    missing = filter(is_wanted, sorted(indexed.difference(names)))
+    lost = [tar for tar in missing if not is_compressed_now(tar)]
     if lost:
         raise NotFoundError(
             f"{plural(len(lost), 'shard')} missing, by the indexes of this folder",
