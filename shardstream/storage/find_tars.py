@@ -215,7 +215,9 @@ def tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def check_complete(folder: str, names: Collection[str], patterns: Sequence[str] = ("*",)) -> None:
-    """Refuse a folder that lacks a tar whose index is there, and that was not compressed since, or the manifest that says which samples were deleted: a part of it was copied.
+    """Refuse a folder of which only a part was copied: without a tar whose index is there, or the manifest that says which samples were deleted.
+
+    A tar that was compressed since is there.
 
     Args:
         folder: URL of the folder.
