@@ -38,9 +38,8 @@ from shardstream.packing.shards.part_writer import PartResult, Skip
 from shardstream.storage import absolute_url, is_part_record
 from shardstream.tasks import JSON, Executor, Parts, RetryCount, Task
 
-# Parts that are flushed and published while another is written; their records are written in order, by one thread. With one part, 2,048 photos
-# from files take 1.1 of the time (docs/decisions/optimisations.md).
-_ENDING = 2
+# Parts that are flushed and published while others are written; their records are written in order.
+_ENDING = 1
 
 FindKept = Callable[[int, int], PartResult | None]
 """Returns the result of a part, by the numbers of its job and of the part, if an earlier run has written it and it is kept."""
