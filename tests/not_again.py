@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # Modules that start servers or programs which a bare machine has not, or ask whether this is CI.
-_WITH_SERVERS = {
+WITH_SERVERS = {
     "tests.servers",
     "tests.lossy_proxy",
     "tests.viewer.viewers",
@@ -49,4 +49,4 @@ def _differs_in_ci(item: pytest.Item) -> bool:
     homes = {
         getattr(value, "__module__", None) or getattr(value, "__name__", None) for value in found
     }
-    return bool(fixtures) or is_drawn or not _WITH_SERVERS.isdisjoint(homes)
+    return bool(fixtures) or is_drawn or not WITH_SERVERS.isdisjoint(homes)

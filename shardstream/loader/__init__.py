@@ -21,6 +21,7 @@ from shardstream.loader.dataset import ShardDataset as ShardDataset
 from shardstream.loader.dataset import StreamDataset as StreamDataset
 from shardstream.loader.dataset import begin_epoch as begin_epoch
 from shardstream.loader.dataset import current_worker_info as current_worker_info
+from shardstream.loader.dataset import refuse_own_iteration as refuse_own_iteration
 from shardstream.loader.dataset import refuse_placement as refuse_placement
 from shardstream.loader.dataset_versions import Follow as Follow
 from shardstream.loader.decoding import decode_sample as decode_sample

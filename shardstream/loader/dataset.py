@@ -200,6 +200,7 @@ class StreamDataset(StreamSteps, SplitDataset):
             OptionError: If the samples have no numbers: of shards without an index, drawn by weights, or after a step that changes counts; or
                 the dataset has ``placement=``.
         """
+        refuse_own_iteration(self)
         refuse_placement(
             self,
             "placement= chooses the samples of one rank, but all samples have a number; leave it out, and use torch's DistributedSampler",
@@ -306,6 +307,7 @@ class StreamDataset(StreamSteps, SplitDataset):
         Raises:
             OptionError: If there is no such order, or a step needs more than one sample.
         """
+        refuse_own_iteration(self)
         refuse_placement(
             self,
             "the samples of all ranks are written, but the dataset has placement=; leave it out, and pass executor=ss.tasks.Parts(part, of)",
@@ -488,12 +490,11 @@ def refuse_own_iteration(dataset: StreamDataset) -> None:
 
 
 def refuse_placement(dataset: StreamDataset, reason: str) -> None:
-    """Refuse a dataset that has ``placement=`` of one of several ranks, or an ``__iter__`` of its own.
+    """Refuse a dataset that has ``placement=`` of one of several ranks.
 
     Raises:
         OptionError: With the reason, if it has.
     """
-    refuse_own_iteration(dataset)
     given = dataset._given_placement
     if given is not None and given.world_size > 1:
         raise OptionError(reason)

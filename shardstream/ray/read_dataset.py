@@ -21,7 +21,12 @@ from ray.data.context import DEFAULT_TARGET_MAX_BLOCK_SIZE
 from shardstream.catalog import ShardCatalog
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError, parse_bytes
-from shardstream.loader import ShardDataset, StreamDataset, refuse_placement
+from shardstream.loader import (
+    ShardDataset,
+    StreamDataset,
+    refuse_own_iteration,
+    refuse_placement,
+)
 from shardstream.pipeline import (
     Context,
     Decode,
@@ -186,6 +191,7 @@ def _open(
         raise OptionError(
             f"{', '.join(given)} must be given to {type(urls_or_dataset).__name__}(...), not to read()"
         )
+    refuse_own_iteration(urls_or_dataset)
     refuse_placement(
         urls_or_dataset,
         "read() returns the samples of all ranks, but the dataset has placement=; leave it out, and split the Ray dataset with "

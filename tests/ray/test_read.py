@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,12 @@ def test_large_functions_travel_with_the_tasks(folder: str) -> None:
     assert rows.take(1) == [{"size": 3 << 20}]
 
 
+class Repeated(ss.ShardDataset):
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+        yield from super().__iter__()
+
+
 def test_arguments_are_checked_before_anything_is_read(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ss.errors.StorageError, match="nowhere"):
         ss.ray.read(str(tmp_path / "nowhere"))
@@ -195,6 +202,8 @@ def test_arguments_are_checked_before_anything_is_read(folder: str, tmp_path: Pa
         ss.ray.read(dataset, storage_options={})
     with pytest.raises(ss.errors.OptionError, match=r"streaming_split\(\)"):
         ss.ray.read(ss.ShardDataset(folder, placement=ss.Placement(0, 2)))
+    with pytest.raises(ss.errors.OptionError, match=r"Repeated.__iter__ would not be called here"):
+        ss.ray.read(Repeated(folder))
     with pytest.raises(ss.errors.OptionError, match="MapDataset reads single samples by number"):
         ss.ray.read(ss.ShardDataset(folder).by_number())  # type: ignore[arg-type]
     with pytest.raises(ss.errors.OptionError, match="'many' is not a size"):
