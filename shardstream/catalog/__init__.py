@@ -33,6 +33,7 @@ from shardstream.catalog.object_catalog import LabelFunction as LabelFunction
 from shardstream.catalog.object_catalog import ObjectCatalog as ObjectCatalog
 from shardstream.catalog.object_catalog import folder_label as folder_label
 from shardstream.catalog.shard_catalog import ShardCatalog as ShardCatalog
+from shardstream.catalog.shard_catalog import deleted_samples as deleted_samples
 from shardstream.catalog.shard_catalog import lacks_index as lacks_index
 from shardstream.catalog.shard_catalog import open_samples as open_samples
 from shardstream.fetch import Catalog as Catalog

@@ -579,8 +579,13 @@ def open_samples(
         )
     samples: Samples = Join(catalog, parts) if parts else catalog
     if located.deleted:
-        firsts = catalog.first_samples([place for place, _ in located.deleted])
-        deleted = zip(firsts, located.deleted, strict=True)
-        gone = np.concatenate([numbers + first for first, (_, numbers) in deleted])
-        samples = WithoutDeleted(samples, gone)
+        samples = WithoutDeleted(samples, deleted_samples(located, catalog))
     return samples
+
+
+def deleted_samples(located: LocatedShards, catalog: ShardCatalog) -> Numbers:
+    """Return the numbers in a catalog of the samples of its shards that are deleted, ascending, shape (n,)."""
+    firsts = catalog.first_samples([place for place, _ in located.deleted])
+    deleted = zip(firsts, located.deleted, strict=True)
+    none = np.empty(0, dtype=np.int64)
+    return np.concatenate([none, *(numbers + first for first, (_, numbers) in deleted)])

@@ -32,6 +32,7 @@ from shardstream.samples.subset import Subset as Subset
 from shardstream.samples.subset import WithoutDeleted as WithoutDeleted
 from shardstream.samples.subset import deleted_since as deleted_since
 from shardstream.samples.subset import has_deleted_since as has_deleted_since
+from shardstream.samples.subset import numbers_left as numbers_left
 from shardstream.samples.subset import select_subset as select_subset
 from shardstream.samples.view import Concat as Concat
 from shardstream.samples.view import RowItem as RowItem

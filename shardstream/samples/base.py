@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -164,6 +164,24 @@ def split_by_step(steps: Iterable[Numbers], samples: Rows | MappedSamples) -> It
         first += len(numbers)
 
 
+class Stored(NamedTuple):
+    """Samples of one dataset, of which others are made.
+
+    Args:
+        samples: The dataset. No view, unless fields of it are joined.
+        places: Places of the others among those that were asked for, shape (n,).
+        numbers: Number of each in the dataset, shape (n,).
+        is_joined: Whether fields of it are joined to those of the samples that were named before.
+        fields: These fields; None for all.
+    """
+
+    samples: Samples
+    places: Numbers
+    numbers: Numbers
+    is_joined: bool = False
+    fields: Collection[str] | None = None
+
+
 class Samples(ABC):
     """The samples of a dataset by number, 0 to n - 1; picklable, thread-safe and fork-safe.
 
@@ -260,6 +278,10 @@ class Samples(ABC):
         """Return the shards of some samples, each once, in ascending order."""
         found: list[int] = np.unique(self.find_shards(numbers)).tolist()
         return found
+
+    def find_stored(self, numbers: Numbers) -> Iterator[Stored]:
+        """Yield where samples are stored, each once, through all views; of a row its first sample. Those whose fields are joined to them follow."""
+        yield Stored(self, np.arange(len(numbers)), numbers)
 
     def place_of(self, number: int) -> tuple[str, int | None]:
         """Return the URL of a sample's shard, and its offset there, where it has one."""

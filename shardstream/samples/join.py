@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, SampleError, plural
 from shardstream.format import Columns, Rows, Sample, photos_of_masks
-from shardstream.samples.base import Fetcher, Numbers, Samples, places_in
+from shardstream.samples.base import Fetcher, Numbers, Samples, Stored, places_in
 from shardstream.samples.view import View, ViewFetcher
 
 _OWN = ("__key__", "__url__")
@@ -197,6 +197,14 @@ class Join(View):
             return numbers
         theirs = self.parts[place - 1].numbers_of(numbers, len(self))
         return theirs[theirs >= 0]
+
+    def find_stored(self, numbers: Numbers) -> Iterator[Stored]:
+        """Yield where the samples of the first dataset are stored, and then those that are joined to them."""
+        yield from super().find_stored(numbers)
+        for part in self.parts:
+            theirs = part.numbers_of(numbers, len(self))
+            mine = np.flatnonzero(theirs >= 0)
+            yield Stored(part.samples, mine, theirs[mine], is_joined=True, fields=part.fields)
 
     def sizes(self, numbers: Numbers) -> Numbers:
         """Return the bytes of each sample in all datasets, shape (n,)."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shardstream.errors import OptionError, plural
 from shardstream.samples.base import Numbers, Samples
 from shardstream.samples.subset import read_array
-from shardstream.samples.view import View, has_rows, parts_in_rows, samples_in_rows
+from shardstream.samples.view import has_rows, parts_in_rows, samples_in_rows
 
 Lengths = str | os.PathLike[str] | Sequence[float] | npt.NDArray[Any]
 """The name of a column, the path or URL of a ``.npy`` file, or one number for each sample."""
@@ -133,7 +133,10 @@ def run_lengths(samples: Samples, name: str) -> Numbers:
             shard=samples.url_of(0),
         )
     encoded = column.combine_chunks().dictionary_encode()
-    datasets, stored = _stored(samples, np.arange(len(samples), dtype=np.int64))
+    datasets, stored = np.empty((2, len(samples)), dtype=np.int64)
+    for place, one in enumerate(samples.find_stored(np.arange(len(samples), dtype=np.int64))):
+        if not one.is_joined:
+            datasets[one.places], stored[one.places] = place, one.numbers
     groups = encoded.indices.to_numpy().astype(np.int64) + datasets * len(encoded.dictionary)
     is_first = np.diff(groups, prepend=-1) != 0
     seen, counts = np.unique(groups[is_first], return_counts=True)
@@ -147,19 +150,6 @@ def run_lengths(samples: Samples, name: str) -> Numbers:
     starts = np.flatnonzero(is_first | (np.diff(stored, prepend=-2) != 1))
     lengths: Numbers = np.diff(np.append(starts, len(groups)))
     return lengths
-
-
-def _stored(samples: Samples, numbers: Numbers) -> tuple[Numbers, Numbers]:
-    """Return the dataset in which each sample is stored, through all views, and its number there; shape (n,) each."""
-    if not isinstance(samples, View):
-        return np.zeros_like(numbers), numbers
-    places, own = samples.find(numbers)
-    datasets, stored = np.empty_like(own), np.empty_like(own)
-    for place in np.unique(places).tolist():
-        mine = places == place
-        inner, stored[mine] = _stored(samples.inner[place], own[mine])
-        datasets[mine] = place + inner * len(samples.inner)
-    return datasets, stored
 
 
 def values_of(samples: Samples, given: Lengths, option: str) -> npt.NDArray[Any]:

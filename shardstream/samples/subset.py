@@ -139,17 +139,26 @@ class WithoutDeleted(ViewOfOne):
         found: Numbers = wanted + before + copies * len(self.whole)
         return found
 
-    def numbers_of(self, whole_numbers: Numbers) -> Numbers:
-        """Return the numbers that samples of the whole have here, shape (n,); -1 for deleted ones: the inverse of `numbers_in`."""
-        before = np.searchsorted(self.deleted, whole_numbers)
-        is_deleted = np.append(self.deleted, -1)[before] == whole_numbers
-        return np.where(is_deleted, -1, whole_numbers - before)
-
     def read_columns(self, names: Sequence[str] | None, *, scans: bool = False) -> pa.Table:
         """Return the columns of all samples that are left; row i is sample i."""
         left = np.ones(len(self.whole), dtype=bool)
         left[self.deleted] = False
         return self.whole.read_columns(names, scans=scans).filter(left)
+
+
+def numbers_left(numbers: Numbers, deleted: Numbers) -> Numbers:
+    """Return the numbers that samples have without the deleted ones, shape (n,); -1 for these: the inverse of `WithoutDeleted.numbers_in`.
+
+    >>> numbers_left(np.array([0, 1, 2, 3]), np.array([1])).tolist()
+    [0, -1, 1, 2]
+
+    Args:
+        numbers: Their numbers with the deleted ones, shape (n,).
+        deleted: Numbers of the deleted ones, ascending, shape (m,).
+    """
+    before = np.searchsorted(deleted, numbers)
+    is_deleted = np.append(deleted, -1)[before] == numbers
+    return np.where(is_deleted, -1, numbers - before)
 
 
 class _DeletedSinceFetcher(ViewFetcher):

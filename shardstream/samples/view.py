@@ -24,6 +24,7 @@ from shardstream.samples.base import (
     MappedSamples,
     Numbers,
     Samples,
+    Stored,
 )
 from shardstream.storage import DEFAULT_REQUESTS, Storage, limit_of_worker
 
@@ -229,6 +230,14 @@ class View(Samples):
             numbers,
             lambda place, own: self.inner[place].find_shards(own) + self._first_shards[place],
         )
+
+    def find_stored(self, numbers: Numbers) -> Iterator[Stored]:
+        """Yield where samples are stored (see `Samples.find_stored`)."""
+        places, own = self.find(numbers)
+        for place in np.unique(places).tolist():
+            mine = np.flatnonzero(places == place)
+            for one in self.inner[place].find_stored(own[mine]):
+                yield one._replace(places=mine[one.places])
 
     def place_of(self, number: int) -> tuple[str, int | None]:
         """Return the URL of a sample's shard, and its offset there."""

@@ -11,7 +11,7 @@ import numpy as np
 from shardstream.catalog import Keys, Where, find_where, open_samples, samples_with_keys
 from shardstream.errors import ChangedError, OptionError, plural
 from shardstream.format import DatasetVersion
-from shardstream.samples import Choice, Numbers, Samples, WithoutDeleted, select_subset
+from shardstream.samples import Choice, Numbers, Samples, select_subset
 from shardstream.storage import (
     LazyShards,
     LocatedShards,
@@ -102,9 +102,8 @@ def delete(  # noqa: PLR0913  (the public door)
         report = DeleteReport(deleted=len(chosen), version=before.number, unknown=unknown)
         if dry_run or not len(chosen):
             return None
-        gone = chosen
-        if isinstance(samples, WithoutDeleted):
-            gone = np.concatenate((samples.deleted, samples.numbers_in(0, chosen)))
+        stored = [one.numbers for one in samples.find_stored(chosen) if not one.is_joined]
+        gone = np.concatenate([*stored, *(numbers for _, numbers in located.deleted)])
         name, data = encode_numbers("deleted", np.sort(gone))
         publish_bytes(storage, join_url(folder, name), data)
         return next_version(manifest, "delete", deleted=name, ndeleted=len(gone))

@@ -18,7 +18,7 @@ from shardstream.format import (
     OpenWriter,
     decode_manifest,
 )
-from shardstream.samples import Numbers, WithoutDeleted, deleted_since
+from shardstream.samples import Numbers, deleted_since, numbers_left
 from shardstream.storage import (
     Storage,
     Urls,
@@ -169,8 +169,7 @@ def diff(
     found = None
     if keys:
         samples = open_samples(locate_shards(folder, storage, first), storage)
-        if isinstance(samples, WithoutDeleted):
-            removed = samples.numbers_of(removed)
+        removed = numbers_left(removed, read_deleted(before, manifest_url, storage))
         table = samples.read_columns([KEY_COLUMN], scans=True)
         found = table[KEY_COLUMN].take(removed).to_pylist()
     return VersionDiff(

@@ -15,12 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import ShardCatalog, lacks_index, stream_samples
+from shardstream.catalog import ShardCatalog, deleted_samples, lacks_index, stream_samples
 from shardstream.catalog import open_samples as open_by_number
 from shardstream.errors import OptionError, ShardStreamError
 from shardstream.fetch import coalesce
 from shardstream.format import Buffer, Group, iter_groups, iter_members, read_sample
-from shardstream.samples import Join, Numbers, RowSamples, Samples, View, WithoutDeleted
+from shardstream.samples import (
+    Numbers,
+    Samples,
+    leaves_of,
+    numbers_left,
+    parts_in_rows,
+    samples_in_rows,
+)
 from shardstream.storage import LocatedShards, Storage, Urls, is_compressed, locate_shards
 
 FIELD_LIMIT_BYTES = 256 << 20
@@ -168,14 +175,10 @@ class IndexedSamples(ViewedSamples):
     ) -> None:
         super().__init__(located, storage)
         self.samples: Samples = open_by_number(located, storage) if samples is None else samples
-        whole = self.samples
-        if isinstance(whole, WithoutDeleted):
-            whole = whole.whole
-        parts = whole.parts if isinstance(whole, Join) else ()
-        self._replaced = [(one, IndexedSamples(located, storage, one.samples)) for one in parts]
-        stored = whole.first if isinstance(whole, Join) else whole
+        stored, *others = leaves_of(self.samples)
         assert isinstance(stored, ShardCatalog)  # noqa: S101  (of shards)
         self.catalog: ShardCatalog = stored
+        self._replaced = {one: IndexedSamples(located, storage, one) for one in others}
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-view")
         self._kept: OrderedDict[int, FoundSample] = OrderedDict()
         self._kept_bytes = 0
@@ -186,26 +189,23 @@ class IndexedSamples(ViewedSamples):
 
     def find(self, numbers: Sequence[int]) -> list[Shown]:
         """Return samples by number: neighbours with one request, of large samples the headers only."""
-        whole = np.array(numbers, dtype=np.int64)
-        if isinstance(self.samples, WithoutDeleted):
-            whole = self.samples.numbers_in(0, whole)
-        found = self._find(whole.tolist())
-        for part, others in self._replaced:
-            theirs = part.numbers_of(whole, len(self.catalog))
-            mine = np.flatnonzero(theirs >= 0)
-            new = others.find(theirs[mine].tolist())
-            for place, one in zip(mine.tolist(), new, strict=True):
-                found[place] = _with_fields(found[place], one, part.fields or {}, others.catalog)
+        found: dict[int, Shown] = {}
+        for part in self.samples.find_stored(np.array(numbers, dtype=np.int64)):
+            places, theirs = part.places.tolist(), part.numbers.tolist()
+            if not part.is_joined:
+                found |= zip(places, self._find(theirs), strict=True)
+                continue
+            others = self._replaced[part.samples]
+            for place, one in zip(places, others.find(theirs), strict=True):
+                found[place] = _with_fields(found[place], one, part.fields or (), others.catalog)
         return [
-            replace(one, place=replace(one.place, number=number))
-            for number, one in zip(numbers, found, strict=True)
+            replace(found[place], place=replace(found[place].place, number=number))
+            for place, number in enumerate(numbers)
         ]
 
     def numbers_here(self, whole: Numbers) -> Numbers:
         """Return the numbers of samples of the catalog, -1 for those that are deleted; shape (n,)."""
-        if isinstance(self.samples, WithoutDeleted):
-            return self.samples.numbers_of(whole)
-        return whole
+        return numbers_left(whole, self._deleted)
 
     def _find(self, numbers: Sequence[int]) -> list[Shown]:
         with self._lock:
@@ -257,34 +257,28 @@ class IndexedSamples(ViewedSamples):
             samples: The other dataset: a view of this one, or one that is opened from the same shards.
             numbers: Numbers of its samples, or of copies of them.
         """
-        whole = self._whole_numbers_of(samples, numbers)
+        numbers = parts_in_rows(samples, numbers)[1]
+        whole = np.full_like(numbers, -1)
+        for one in samples_in_rows(samples).find_stored(numbers):
+            if not one.is_joined and isinstance(one.samples, ShardCatalog):
+                whole[one.places] = self._numbers_in_catalog(one.samples, one.numbers)
         return np.where(whole < 0, -1, self.numbers_here(whole.clip(0)))
 
-    def _whole_numbers_of(self, samples: Samples, numbers: Numbers) -> Numbers:
-        if samples is self.catalog:
-            return numbers % len(samples)
-        if isinstance(samples, RowSamples):
-            return self._whole_numbers_of(samples.whole, samples.plan.parts(numbers).numbers)
-        if isinstance(samples, View) and any(isinstance(one, RowSamples) for one in samples.inner):
-            places, own = samples.find(numbers)
-            rows = zip(places.tolist(), own.reshape(-1, 1), strict=True)
-            in_rows = [self._whole_numbers_of(samples.inner[place], one) for place, one in rows]
-            return np.concatenate([np.empty_like(numbers, shape=0), *in_rows])
-        found = np.full_like(numbers, -1)
-        if isinstance(samples, View):
-            places, own = samples.find(numbers)
-            for place in np.unique(places).tolist():
-                inner, mine = samples.inner[place], places == place
-                found[mine] = self._whole_numbers_of(inner, own[mine])
-        elif isinstance(samples, ShardCatalog):
-            numbers = numbers % len(samples)
-            shards, of_shard = np.unique(samples.find_shards(numbers), return_inverse=True)
-            urls = [self._identity(samples.url_of(one), samples.storage) for one in shards.tolist()]
-            here = np.array([self._shard_of.get(url, -1) for url in urls], np.int64)
-            firsts = samples.first_samples(shards.tolist())
-            moved = self.catalog.first_samples(here.clip(0).tolist()) - firsts
-            found = np.where(here[of_shard] < 0, -1, numbers + moved[of_shard])
-        return found
+    def _numbers_in_catalog(self, other: ShardCatalog, numbers: Numbers) -> Numbers:
+        """Return the numbers in the catalog of samples of another one, -1 for those of other shards; shape (n,)."""
+        numbers = numbers % len(other)
+        if other is self.catalog:
+            return numbers
+        shards, of_shard = np.unique(other.find_shards(numbers), return_inverse=True)
+        urls = [self._identity(other.url_of(one), other.storage) for one in shards.tolist()]
+        here = np.array([self._shard_of.get(url, -1) for url in urls], np.int64)
+        firsts = other.first_samples(shards.tolist())
+        moved = self.catalog.first_samples(here.clip(0).tolist()) - firsts
+        return np.where(here[of_shard] < 0, -1, numbers + moved[of_shard])
+
+    @cached_property
+    def _deleted(self) -> Numbers:
+        return deleted_samples(self.located, self.catalog)
 
     @cached_property
     def _shard_of(self) -> dict[str, int]:

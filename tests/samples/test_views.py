@@ -139,6 +139,19 @@ def test_samples_pass_the_contract(kind: str, place: str, tmp_path: Path) -> Non
     made = KINDS[kind](at)
     check_samples(lambda: made.samples, made.rows)
     assert re.fullmatch("[0-9a-f]{16}", made.samples.fingerprint)
+    check_stored(made)
+
+
+def check_stored(made: Made) -> None:
+    """Check that all samples, and copies of them, are found by number in the datasets that store them."""
+    numbers, found = np.arange(len(made.rows))[::-1], list[int]()
+    for one in made.samples.find_stored(numbers + len(numbers)):
+        assert one.is_joined or leaves_of(one.samples) == [one.samples]
+        found += [] if one.is_joined else one.places.tolist()
+        with closing(one.samples.open_fetcher()) as fetcher:
+            keys = [row["__key__"] for row in fetcher.samples(one.numbers)]  # type: ignore[index]
+        assert keys == [made.rows[number]["__key__"] for number in numbers[one.places]]
+    assert sorted(found) == [*range(len(numbers))]
 
 
 class Shifted(Subset):
