@@ -18,6 +18,10 @@ def test_names_are_few_sorted_and_listed_once() -> None:
     assert dir(ss) == ss.__all__
 
 
+def test_a_dataset_has_few_options() -> None:
+    assert len(inspect.signature(ss.ShardDataset).parameters) <= 13  # the URLs and 12 options
+
+
 @pytest.mark.parametrize("name", ss.__all__)
 def test_each_public_name_exists_and_has_a_docstring(name: str) -> None:
     found = getattr(ss, name)

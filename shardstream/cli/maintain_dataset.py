@@ -330,7 +330,7 @@ def close(
     writer: str | None = None,
     option: list[str] | None = None,
 ) -> None:
-    """Close writers that were killed, so that readers with follow=True do not wait for them.
+    """Close writers that were killed, so that readers that follow the dataset do not wait for them.
 
     'shardstream log' lists the open writers. One that still runs is listed again by its next publication.
 

@@ -6,10 +6,11 @@ import copy
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as fields_of
 from functools import partial
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -34,9 +35,7 @@ from shardstream.errors import NoIndexWarning, OptionError, redact, shown
 from shardstream.loader.dataset_versions import (
     Follow,
     FollowSource,
-    OnNewVersion,
     Versions,
-    as_follow,
     locate_followed,
     reopen,
 )
@@ -97,8 +96,8 @@ SAY_LEFT_OUT = (
     "samples may be left out (select, on_error=), so ranks may differ in batches and wait for each other without end; use a ShardLoader "
     "with a batch_size and steps that give one item per item, where all ranks have equally many batches, or choose samples with where= or subset="
 )
-OPTIONS_OF_OPENING = ("index", "lazy", "filesystem", "cache_dir", "cache_bytes", "verify")
-"""Fields of `ReadOptions` that are used where shards are opened."""
+OPTIONS_OF_OPENING = {one.name for one in fields_of(ReadOptions)} - {"prefetch_bytes", "hedge"}
+"""Fields of `ReadOptions` that only a dataset of shards uses, where they are opened or made again."""
 _WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
 
 
@@ -397,15 +396,11 @@ class ShardDataset(StreamDataset):
             of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all. Of tables: columns, or ``{field: column}``;
             others are not read.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
-        read: Index, cache, prefetching, lazy fields, checksums and a file system of your own.
+        read: Index, cache, prefetching, lazy fields, checksums, states of earlier versions and a file system of your own.
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
-        version: Number or tag of an earlier version of the dataset, whose folder ``urls`` is then; None for the current one.
-        follow: Read a dataset while writers append to it (`ShardWriter` with ``publish_s=``): each sample once, in the order of publication, until no writer is open.
-            A `Follow` sets the time between two looks, and how long to wait for a writer, or for a dataset that is not there yet. Only a
-            `ShardLoader` reads it; see docs/versions.md.
-        on_new_version: What a `ShardLoader` does with a state that was saved with an earlier version: "continue" reads the rest of its epoch in that version,
-            without the samples that were deleted since, and later epochs in this one; "error" refuses it.
+        version: Number or tag of an earlier version of the dataset, whose folder ``urls`` is then; None for the current one. Or `Follow()`: read it while writers append to it
+            (`ShardWriter` with ``publish_s=``), each sample once, in the order of publication, until no writer is open. Only a `ShardLoader` does; see docs/versions.md.
 
     Raises:
         OptionError: If an argument is invalid.
@@ -429,32 +424,28 @@ class ShardDataset(StreamDataset):
         read: ReadOptions | None = None,
         on_error: OnError = "raise",
         placement: Placement | None = None,
-        version: int | str | None = None,
-        follow: bool | Follow = False,
-        on_new_version: OnNewVersion = "continue",
+        version: int | str | Follow | None = None,
     ) -> None:
         order, read = options_or_default(order, OrderOptions), options_or_default(read, ReadOptions)
         SkipTracker(on_error)  # validates, before any I/O
-        if on_new_version not in get_args(OnNewVersion):
-            raise OptionError(f"on_new_version is 'continue' or 'error', not {on_new_version!r}")
         seed, storage = whole_number("seed", seed), read.open_storage(storage_options)
         choice: Any = {"subset": subset, "where": where, "weights": weights}
         ordered = partial(SamplesSource, shuffle=shuffle, seed=seed, options=order, reading=read)
         first = urls if isinstance(urls, str | os.PathLike) else next(iter(urls := [*urls]), "")
         if os.fspath(first).lower().endswith(IN_PLACE_SUFFIXES):
-            source: Source = table_source(urls, storage, fields, version or follow, choice, ordered)
+            source: Source = table_source(urls, storage, fields, version, choice, ordered)
             super().__init__(Pipeline(source=source, on_error=on_error), placement, ClassNames({}))
             return
-        if follow:
-            located = locate_followed(follow, urls, storage, choice | {"version": version}, ordered)
+        if isinstance(version, Follow):
+            located = locate_followed(version, urls, storage, choice, ordered)
         else:
             located = locate_shards(urls, storage, version)
         lacking = located.shards[0].url if read.index == "ignore" else lacks_index(located, storage)
         stages, kept, places = first_stages(fields, read.lazy, located.fields, storage)
         opens = partial(open_samples, storage=storage, verify=read.verify)
         opens = partial(opens, fields=kept, places=places)
-        if follow:
-            source = FollowSource(located, as_follow(follow), opens, ordered, seed)
+        if isinstance(version, Follow):
+            source = FollowSource(located, version, opens, ordered, seed)
         elif lacking is None:
             whole, takes_all = opens(located), subset is None and where is None
             counted_in = None if version else located.version
@@ -473,7 +464,7 @@ class ShardDataset(StreamDataset):
         made = partial(ShardDataset, urls, shuffle=shuffle, seed=seed, order=order, read=read)
         made = partial(made, fields=fields, on_error=on_error, placement=placement, **choice)
         made = partial(made, storage_options=storage_options)
-        self._remake = lambda *present: reopen(made, on_new_version, *present)
+        self._remake = lambda *present: reopen(made, read.on_new_version, *present)
 
 
 def refuse_own_iteration(dataset: StreamDataset) -> None:

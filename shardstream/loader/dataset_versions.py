@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,7 +53,6 @@ from shardstream.storage import (
 if TYPE_CHECKING:
     from shardstream.loader.dataset import StreamDataset
 
-OnNewVersion = Literal["continue", "error"]
 Versions = Iterator[int | None]
 """The version of each `ShardDataset` that a dataset is made of, in order; None for one that has none."""
 _FINISH = (
@@ -103,7 +102,7 @@ def _is_of(state: Mapping[str, Any], source: Source) -> bool:
 
 def reopen(
     open_version: partial[Any],
-    on_new_version: OnNewVersion,
+    on_new_version: str,
     dataset: StreamDataset,
     versions: Versions,
 ) -> StreamDataset:
@@ -111,7 +110,7 @@ def reopen(
 
     Args:
         open_version: Opens it by ``version=``; the argument is its URL.
-        on_new_version: As in `ShardDataset`.
+        on_new_version: As in `ReadOptions`.
         dataset: The present one.
         versions: The next one is that of this dataset.
 
@@ -172,7 +171,7 @@ def _shown(versions: list[Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Follow:
-    """How a dataset is followed (``follow=`` of `ShardDataset`).
+    """How a dataset is read while writers append to it, as ``version=`` of `ShardDataset`.
 
     Args:
         poll_s: Seconds from one look at ``index.json`` to the next, while the reader waits.
@@ -200,7 +199,7 @@ class Follow:
         """
         folder, *others = expand_urls(absolute_urls(urls))
         if others or is_tar(folder):
-            raise OptionError(f"follow= needs the folder of one dataset, not {urls}")
+            raise OptionError(f"version=Follow() needs the folder of one dataset, not {urls}")
         url = folder if folder.endswith(".json") else join_url(folder, MANIFEST_NAME)
         until, storage = time.monotonic() + self.timeout_s, storage.uncached()
         if not storage.exists(url):  # the name may be wrong
@@ -208,23 +207,11 @@ class Follow:
         while not storage.exists(url):
             if time.monotonic() >= until:
                 raise NotFoundError(
-                    f"nobody has published a dataset in the {self.timeout_s:g} s that follow= has waited for it",
+                    f"nobody has published a dataset in the {self.timeout_s:g} s that version=Follow() has waited for it",
                     shard=url,
                 )
             time.sleep(self.poll_s)
         return locate_shards(folder_of_manifest(url), storage)
-
-
-def as_follow(follow: Follow | bool) -> Follow:
-    """Return how a dataset is followed, with the defaults for True.
-
-    Raises:
-        OptionError: If it is something else.
-    """
-    found = Follow() if follow is True else follow
-    if not isinstance(found, Follow):
-        raise OptionError(f"follow= is True, False or a Follow, not {follow!r}")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +243,7 @@ class FollowSource(Source):
     @property
     def lacks_numbers(self) -> str:
         """Why its samples have no numbers."""
-        return "a dataset with follow= grows while it is read, and is read by a ShardLoader alone; open it without follow= for anything else"
+        return "a dataset with version=Follow() grows while it is read, and is read by a ShardLoader alone; open it without version= for anything else"
 
     @property
     def summary(self) -> str:
@@ -324,7 +311,7 @@ class Round(SamplesSource):
 
 
 def locate_followed(
-    follow: bool | Follow,
+    follow: Follow,
     urls: Urls,
     storage: Storage,
     needs: Mapping[str, object],
@@ -333,7 +320,7 @@ def locate_followed(
     """Return the shards of a dataset that is to be followed, as soon as it is there.
 
     Args:
-        follow: How long to wait for it; True for the defaults.
+        follow: How long to wait for it.
         urls: Its folder.
         storage: Where it is.
         needs: Options that cannot be followed, by name; None where the user did not give them.
@@ -347,11 +334,12 @@ def locate_followed(
     given = [f"{name}=" for name, value in needs.items() if value is not None]
     if given:
         raise OptionError(
-            f"{' and '.join(given)}: follow= reads all samples in the order of their publication; choose or shuffle them when the dataset is complete"
+            f"{' and '.join(given)}: version=Follow() reads all samples in the order of their publication; choose or shuffle them when the dataset is complete"
         )
     order = ordered.keywords["options"]
-    refuse_options(order, [one.name for one in fields(order)], "with follow=")
-    return as_follow(follow).wait_for(urls, storage)
+    refuse_options(order, [one.name for one in fields(order)], "with version=Follow()")
+    refuse_options(ordered.keywords["reading"], ["on_new_version"], "with version=Follow()")
+    return follow.wait_for(urls, storage)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from shardstream.pipeline import (
 _log = get_logger(__name__)
 _TOLD_S = 0.1  # between two looks at what rank 0 says
 _ROUND_SAMPLES = 1 << 17  # at most, so that deletions are seen
-_GROWS = "a dataset with follow= grows while it is read"
+_GROWS = "a dataset with version=Follow() grows while it is read"
 _NO_AGREEMENT = (
     "without torch.distributed ranks cannot agree where a followed dataset ends, and so on its last, short batches; call init_process_group, or "
     "pass drop_last=True: then the last samples wait for the next iteration"
@@ -68,7 +68,7 @@ class FollowedBatches(BatchDataset):
             isinstance(stage, ItemStage) for stage in dataset.pipeline.stages
         ):
             raise OptionError(
-                "follow= needs a batch_size, and steps that yield one item per item: batches are the next samples of all ranks"
+                "version=Follow() needs a batch_size, and steps that yield one item per item: batches are the next samples of all ranks"
             )
         self._given_dataset, self._drops_last = dataset, drop_last
         self._follower: Follower | None = Follower(source)
@@ -244,7 +244,7 @@ def _late_error(follower: Follower, *, is_told: bool) -> UnfinishedError:
     what = "rank 0 has said of no new samples" if is_told else "nothing was published"
     why = (
         f"and these writers are open: {writers}; continue them, close those that were killed by 'shardstream close URL --writer TOKEN' "
-        "(ss.versions.close_writers), or wait longer with follow=ss.loader.Follow(timeout_s=)"
+        "(ss.versions.close_writers), or wait longer with version=ss.loader.Follow(timeout_s=)"
         if writers
         else "and no writer is open; all ranks break out of the loader after the same batch, and begin again together"
     )

@@ -214,7 +214,7 @@ class ShardLoader(DataLoader[Any]):
         return sum_values(counts.per_dataset for counts in self._progress.counts.values())
 
     def stats(self) -> LoaderStats:
-        """Return timings of the current or last epoch; ``print`` them, or log `as_dict`. With ``follow=`` waiting for writers does not count."""
+        """Return timings of the current or last epoch; ``print`` them, or log `as_dict`. Of a dataset that is followed, waiting for writers does not count."""
         return self._progress.stopwatch.stats()
 
     def set_epoch(self, epoch: int) -> None:
@@ -497,7 +497,7 @@ class ShardLoader(DataLoader[Any]):
         return self._batches.state_at(position, cursor.partition)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; no samples are read before the next iteration. For one of an earlier version see ``on_new_version`` of `ShardDataset`.
+        """Continue from a state; no samples are read before the next iteration. For one of an earlier version see ``on_new_version`` of `ReadOptions`.
 
         Raises:
             StateError: If an exact resume is impossible: data, seed or steps differ; if steps change counts, also the number of ranks or workers.

@@ -91,7 +91,7 @@ class CatalogDataset(StreamDataset):
 
 Label = Literal["folder"] | LabelFunction
 
-_OF_SHARDS = ("index", "lazy", "verify")  # options of reading
+_OF_SHARDS = ("index", "lazy", "verify", "on_new_version")  # options of reading
 
 
 class ObjectDataset(StreamDataset):
@@ -119,7 +119,7 @@ class ObjectDataset(StreamDataset):
         weights: As in `ShardDataset`.
         fields: As in `ShardDataset`; files of other fields are read, but not decoded.
         storage_options: As in `ShardDataset`.
-        read: As in `ShardDataset`, but for ``index``, ``lazy`` and ``verify``; the cache has one file for each.
+        read: As in `ShardDataset`, but for ``index``, ``lazy``, ``verify`` and ``on_new_version``; the cache has one file for each.
         on_error: As in `ShardDataset`; a missing or changed file is always an error.
         placement: As in `ShardDataset`.
 

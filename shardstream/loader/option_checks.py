@@ -110,7 +110,7 @@ def check_options(
         reason = (
             "with batch_size=None"
             if batch_size is None
-            else "with follow="
+            else "with version=Follow()"
             if isinstance(dataset.pipeline.source, FollowSource)
             else "after steps that change counts, or without an index"
         )

@@ -113,7 +113,7 @@ class Cursor:
             OptionError: If it is one.
         """
         if self.continues:
-            raise OptionError(f"{reason}: a dataset with follow= grows while it is read")
+            raise OptionError(f"{reason}: a dataset with version=Follow() grows while it is read")
 
     def at_end(self) -> Cursor:
         """Return the cursor after the last batch of the iteration."""

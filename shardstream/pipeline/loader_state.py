@@ -387,7 +387,7 @@ def _remedy(name: str) -> str:
         return "finish the epoch with the same value, then leave out the state and call set_epoch"
     if name == "kind":
         return (
-            "'follow' is of a dataset with follow=True; 'parts' are positions of workers: steps change counts, or the state was saved before select kept the numbers of samples: use the "
+            "'follow' is of a dataset with version=Follow(); 'parts' are positions of workers: steps change counts, or the state was saved before select kept the numbers of samples: use the "
             "same steps, or restart the epoch with set_epoch"
         )
     return "use the same value, or start without the state"

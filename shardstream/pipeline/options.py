@@ -171,6 +171,8 @@ class ReadOptions:
             At its first use a shard is read whole, so the first epoch reads everything once more, in windows of whole MiB. Forked
             workers share the results, and later epochs reuse them; spawned workers verify again each time. ``cache_dir``
             keeps those bytes on local disk. Local shards are read once when they are opened.
+        on_new_version: What a `ShardLoader` does with a state that was saved with an earlier version of the dataset: "continue" reads the rest of its epoch in
+            that version, without the samples that were deleted since, and later epochs in this one; "error" refuses it.
 
     Raises:
         OptionError: If an option is invalid, or two exclude each other.
@@ -184,8 +186,13 @@ class ReadOptions:
     prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
     hedge: bool = False
     verify: Verify | None = None
+    on_new_version: Literal["continue", "error"] = "continue"
 
     def __post_init__(self) -> None:
+        if self.on_new_version not in ("continue", "error"):
+            raise OptionError(
+                f"on_new_version is 'continue' or 'error', not {self.on_new_version!r}"
+            )
         if self.index not in ("auto", "require", "ignore"):
             raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {self.index!r}")
         if self.verify not in (None, "sha256"):

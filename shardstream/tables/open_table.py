@@ -30,7 +30,7 @@ def table_source(
     urls: Urls,
     storage: Storage,
     fields: Sequence[str] | Mapping[str, str] | None,
-    of_shards: object,
+    version: object,
     choice: Mapping[str, Any],
     ordered: partial[SamplesSource],
 ) -> SamplesSource:
@@ -39,12 +39,12 @@ def table_source(
     Raises:
         OptionError: If an option is for shards; or as `open_table`.
     """
-    if of_shards:
-        raise OptionError("version= and follow= are for shards, not for tables; pack them first")
+    if version is not None:
+        raise OptionError("version= is for shards, not for tables; pack them first")
     reason = "on tables that are read in place"
     read = ordered.keywords["reading"]
     no_index = ["index"] if read.index == "ignore" else []  # row groups are read by number
-    refuse_options(read, ["lazy", "verify", *no_index], reason)
+    refuse_options(read, ["lazy", "verify", "on_new_version", *no_index], reason)
     if fields is not None and not isinstance(fields, Mapping):
         check_fields(fields, None, "the table", alternatives=False)
     samples = open_table(urls, storage, fields)

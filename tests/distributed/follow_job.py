@@ -22,7 +22,7 @@ def append(url: str, first: int, last: int) -> None:
 def read(rank: int, url: str, port: int, out: Path) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    dataset = ss.ShardDataset(url, follow=ss.loader.Follow(poll_s=0.01, timeout_s=5))
+    dataset = ss.ShardDataset(url, version=ss.loader.Follow(poll_s=0.01, timeout_s=5))
     loader = ss.ShardLoader(dataset.decode(), batch_size=4)
     found: list[list[list[int]]] = [[]]
     for batch in loader:
@@ -41,7 +41,9 @@ def read(rank: int, url: str, port: int, out: Path) -> None:
             next(iter(loader))
         except ss.errors.UnfinishedError as error:
             text = str(error)
-    fork = ss.ShardDataset(str(out / str(rank) / "fork"), follow=True)  # which begins as the other
+    fork = ss.ShardDataset(
+        str(out / str(rank) / "fork"), version=ss.loader.Follow()
+    )  # which begins as the other
     refusal = ""
     try:
         next(iter(ss.ShardLoader(fork.decode(), batch_size=4)))

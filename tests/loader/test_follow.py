@@ -47,7 +47,7 @@ def follow(
     **options: Any,
 ) -> ss.ShardLoader:
     placement = ss.Placement(rank, ranks)
-    dataset = ss.ShardDataset(url, follow=QUICK, placement=placement).decode()
+    dataset = ss.ShardDataset(url, version=QUICK, placement=placement).decode()
     return ss.ShardLoader(
         dataset, batch_size, num_workers=num_workers, drop_last=ranks > 1, **options
     )
@@ -241,11 +241,9 @@ def test_bytes_are_verified_and_a_step_of_deleted_samples_is_left_out(
     ss.delete(url, numbers=range(9))
     append(url, 10, 13)
     read = ss.ReadOptions(verify="sha256")
-    dataset = ss.ShardDataset(url, follow=QUICK, read=read, fields=("cls",)).decode()
+    dataset = ss.ShardDataset(url, version=QUICK, read=read, fields=("cls",)).decode()
     loader = ss.ShardLoader(dataset, 4, num_workers=num_workers)
     assert [*map(numbers, loader)] == [[9, 10, 11], [12]]
-    with pytest.raises(OptionError, match="follow= is True, False or a Follow, not 'yes'"):
-        ss.ShardDataset(url, follow="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -261,7 +259,7 @@ def test_a_break_after_the_last_batch_is_no_end(url: str, num_workers: int) -> N
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_bad_samples_count_over_all_publications(url: str, num_workers: int) -> None:
-    dataset = ss.ShardDataset(url, follow=QUICK, on_error=ss.SkipBudget(samples=5))
+    dataset = ss.ShardDataset(url, version=QUICK, on_error=ss.SkipBudget(samples=5))
     loader = ss.ShardLoader(dataset.decode().map(refuse_100), 20, num_workers=num_workers)
     writer, found = ss.ShardWriter(url, append=True, publish_s=3600), list[int]()
     batches = iter(loader)
@@ -326,7 +324,7 @@ def test_publications_of_one_second_are_seen_on_s3_without_etags(tmp_path: Path)
     with serve_files(tmp_path, has_etags=False) as served:
         options = {"anon": True, "endpoint_url": served.url}
         late = ss.loader.Follow(poll_s=0.01, timeout_s=5)
-        dataset = ss.ShardDataset("s3://bucket/data", follow=late, storage_options=options)
+        dataset = ss.ShardDataset("s3://bucket/data", version=late, storage_options=options)
         batches = iter(ss.ShardLoader(dataset.decode(), 5))
         assert [numbers(next(batches)) for _ in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
         for first in (10, 15):
@@ -345,7 +343,7 @@ def test_a_look_without_news_reads_no_manifest_on_s3(shaped_s3: ShapedS3, bucket
     for number in range(10, 18):
         writer.write(sample(number))
     writer.publish()
-    dataset = ss.ShardDataset(url, follow=QUICK, storage_options=options).decode()
+    dataset = ss.ShardDataset(url, version=QUICK, storage_options=options).decode()
     batches = iter(ss.ShardLoader(dataset, 6))
     assert [number for _ in range(3) for number in numbers(next(batches))] == [*range(18)]
 
@@ -383,8 +381,10 @@ def test_a_reader_may_begin_before_the_dataset_is_there(tmp_path: Path) -> None:
     thread.join()
     assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     late = ss.loader.Follow(poll_s=0.01, timeout_s=0.05)
-    with pytest.raises(FileNotFoundError, match=r"in the 0\.05 s that follow= has waited"):
-        ss.ShardDataset(str(tmp_path / "none"), follow=late)
+    with pytest.raises(
+        FileNotFoundError, match=r"in the 0\.05 s that version=Follow\(\) has waited"
+    ):
+        ss.ShardDataset(str(tmp_path / "none"), version=late)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -392,7 +392,7 @@ def test_a_writer_that_does_not_go_on_is_named(url: str, num_workers: int) -> No
     writer = ss.ShardWriter(url, append=True, publish_s=3600)
     (listed,) = ss.versions.log(url)[0].writers
     late = ss.loader.Follow(poll_s=0.01, timeout_s=0.2)
-    loader = ss.ShardLoader(ss.ShardDataset(url, follow=late).decode(), 4, num_workers=num_workers)
+    loader = ss.ShardLoader(ss.ShardDataset(url, version=late).decode(), 4, num_workers=num_workers)
     batches = iter(loader)
     assert [numbers(next(batches)) for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(UnfinishedError, match=f"{listed.token}.*shardstream close"):
@@ -403,7 +403,7 @@ def test_a_writer_that_does_not_go_on_is_named(url: str, num_workers: int) -> No
 
 
 def test_the_end_of_several_ranks_needs_an_agreement(url: str) -> None:
-    dataset = ss.ShardDataset(url, follow=QUICK, placement=ss.Placement(0, 2))
+    dataset = ss.ShardDataset(url, version=QUICK, placement=ss.Placement(0, 2))
     with pytest.raises(OptionError, match="init_process_group, or pass drop_last=True"):
         next(iter(ss.ShardLoader(dataset, 4)))
 
@@ -416,9 +416,9 @@ def test_states_of_other_datasets_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(StateError, match="not the dataset of the state"):
         follow(other).load_state_dict(state)
     plain = ss.ShardLoader(ss.ShardDataset(url).decode(), 4)
-    with pytest.raises(StateError, match="'follow' is of a dataset with follow=True"):
+    with pytest.raises(StateError, match=r"'follow' is of a dataset with version=Follow\(\)"):
         plain.load_state_dict(state)
-    with pytest.raises(StateError, match="'follow' is of a dataset with follow=True"):
+    with pytest.raises(StateError, match=r"'follow' is of a dataset with version=Follow\(\)"):
         loader.load_state_dict(plain.state_dict())
     with pytest.raises(StateError, match="damaged"):
         loader.load_state_dict(state | {"consumed": 8})
@@ -444,13 +444,13 @@ def test_another_dataset_in_its_place_is_an_error(url: str) -> None:
         ({"subset": [1]}, "subset="),
         ({"where": "cls = 1"}, "where="),
         ({"weights": [1.0]}, "weights="),
-        ({"version": 1}, "version="),
-        ({"order": ss.OrderOptions(microbatch=2)}, "microbatch= has no effect with follow="),
+        ({"order": ss.OrderOptions(microbatch=2)}, "microbatch= has no effect with version=Follow"),
+        ({"read": ss.ReadOptions(on_new_version="error")}, "on_new_version= has no effect with"),
     ],
 )
 def test_options_of_an_order_are_refused(url: str, options: Any, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        ss.ShardDataset(url, follow=True, **options)
+        ss.ShardDataset(url, version=ss.loader.Follow(), **options)
 
 
 @pytest.mark.parametrize(
@@ -474,8 +474,8 @@ def test_options_of_an_order_are_refused(url: str, options: Any, message: str) -
     ],
 )
 def test_what_needs_a_whole_dataset_is_refused(url: str, use: Callable[[Any], Any]) -> None:
-    with pytest.raises(OptionError, match="follow="):
-        use(ss.ShardDataset(url, follow=True))
+    with pytest.raises(OptionError, match=r"version=Follow\(\)"):
+        use(ss.ShardDataset(url, version=ss.loader.Follow()))
 
 
 @pytest.mark.filterwarnings("ignore:the loader was iterated again")

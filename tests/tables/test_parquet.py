@@ -307,8 +307,8 @@ def test_file_that_is_replaced_is_an_error(
         ({"fields": {"__key__": "id"}}, "fields= names none"),
         ({"fields": {"__key__": "nothing"}}, "no column 'nothing'"),
         ({"read": ss.ReadOptions(index="ignore")}, "index= has no effect on tables"),
-        ({"version": 2}, "are for shards"),
-        ({"follow": True}, "are for shards"),
+        ({"version": 0}, "is for shards"),
+        ({"version": ss.loader.Follow()}, "is for shards"),
     ],
 )
 def test_option_without_effect_is_refused(table: str, options: Any, message: str) -> None:

@@ -31,6 +31,9 @@ N = 72
 Make = Callable[[str, ss.Placement | None], Any]
 
 
+REFUSING = ss.ReadOptions(on_new_version="error")
+
+
 def plain(url: str, placement: ss.Placement | None = None, **options: Any) -> Any:
     return ss.ShardDataset(url, shuffle=True, seed=3, placement=placement, **options).decode()
 
@@ -274,17 +277,19 @@ def saved(url: str, count: int = 3, **options: Any) -> dict[str, Any]:
 def test_on_new_version_error_refuses_states_of_earlier_versions(url: str) -> None:
     state = saved(url)
     ss.versions.tag(url, "same")
-    one = ss.ShardLoader(plain(url, on_new_version="error"), 4)
+    one = ss.ShardLoader(plain(url, read=REFUSING), 4)
     one.load_state_dict(state)  # the data are the same
     ss.delete(url, numbers=[3])
-    one = ss.ShardLoader(plain(url, on_new_version="error"), 4)
+    one = ss.ShardLoader(plain(url, read=REFUSING), 4)
     with pytest.raises(StateError, match="saved with version 1, here it is 2"):
         one.load_state_dict(state)
-    mixed = ss.mix({"one": plain(url, on_new_version="error", version=1), "two": plain(url)})
+    mixed = ss.mix({"one": plain(url, read=REFUSING, version=1), "two": plain(url)})
     both = ss.ShardLoader(mixed, 4)
     both.load_state_dict(ss.ShardLoader(mixed, 4).state_dict())
     with pytest.raises(OptionError, match="'continue' or 'error'"):
-        plain(url, on_new_version="stop")
+        ss.ReadOptions(on_new_version="stop")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="on_new_version= has no effect in a mix"):
+        ss.mix({"one": plain(url)}, read=REFUSING)
 
 
 def test_a_newer_state_on_older_data_is_refused(url: str) -> None:

@@ -62,7 +62,7 @@ class ShardWriter:
         columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         append: Add the shards to the dataset that is there, as a new version, with its columns. They are in a folder of their own; if the writer
             is killed, the dataset stays as it was. Any number of writers may append at the same time.
-        publish_s: With ``append``: call `publish` from `write`, at most once in so many seconds. Readers that follow the dataset (``follow=``
+        publish_s: With ``append``: call `publish` from `write`, at most once in so many seconds. Readers that follow the dataset (``version=Follow()``
             of `ShardDataset`) wait for the writer from its opening on, otherwise from the first `publish` on.
         check_keys: With ``append``: compare the keys with those of the dataset (see `pack`).
         overwrite: Replace an existing dataset, or shards of these names that a killed writer left. Its ``index.json`` is
