@@ -14,10 +14,11 @@ from shardstream.errors import (
     NotFoundError,
     OptionError,
     get_logger,
+    plural,
     redact,
     shown,
 )
-from shardstream.format import CLASSES_NAME, decode_classes
+from shardstream.format import CLASSES_NAME, MANIFEST_NAME, DatasetVersion, decode_classes
 from shardstream.storage import LocatedShards, Storage, folder_of_manifest, join_url
 
 _log = get_logger(__name__)
@@ -28,11 +29,13 @@ CLASSES_LIMIT_BYTES = 64 << 20  # about a million names
 Classes = tuple[str, ...]
 
 
-def read_classes(folder: str, storage: Storage) -> Classes | None:
+def read_classes(
+    folder: str, storage: Storage, version: DatasetVersion | None = None
+) -> Classes | None:
     """Return the class names of a dataset, in the order of their numbers; None if its folder has no ``classes.json``.
 
     Raises:
-        ManifestError: If the file is not a list of names.
+        ManifestError: If the file is not a list of names, or lacks names that were added by this version or one before it.
         StorageError: If the folder cannot be read.
     """
     url = join_url(folder, CLASSES_NAME)
@@ -48,25 +51,36 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
             f"over {CLASSES_LIMIT_BYTES:,} bytes of class names, the limit; write a shorter list",
             shard=url,
         )
-    return decode_classes(data, url=url)
+    names = decode_classes(data, url=url)
+    if version is not None and version.class_counts and len(names) <= version.class_counts[-1][1]:
+        raise ManifestError(
+            f"it has {plural(len(names), 'name')}, but version {version.class_counts[-1][0]} of the dataset added some: it is older than "
+            f"{MANIFEST_NAME}; copy it from the same dataset again",
+            shard=url,
+        )
+    return names
 
 
-def read_all_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
+def read_all_classes(
+    folders: Sequence[str], storage: Storage, version: DatasetVersion | None = None
+) -> dict[str, Classes]:
     """Return folder -> class names of the folders that have a ``classes.json``; an invalid file is skipped with a logged warning.
 
     Raises:
         StorageError: If a folder cannot be read.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-look") as pool:
-        found = pool.map(partial(_read_leniently, storage=storage), folders)
+        found = pool.map(partial(_read_leniently, storage=storage, version=version), folders)
         return {
             folder: names for folder, names in zip(folders, found, strict=True) if names is not None
         }
 
 
-def _read_leniently(folder: str, storage: Storage) -> Classes | None:
+def _read_leniently(
+    folder: str, storage: Storage, version: DatasetVersion | None
+) -> Classes | None:
     try:
-        return read_classes(folder, storage)
+        return read_classes(folder, storage, version)
     except AccessDeniedError:  # S3 denies access to a missing file without the permission to list
         return None
     except ManifestError as error:
@@ -159,6 +173,7 @@ class StoredClassNames(ClassNames):
     def __init__(self, located: LocatedShards, storage: Storage) -> None:
         self._storage = storage
         self._manifest_url, self._count = located.manifest_url, located.num_classes
+        self._version = located.version
         self.folders = located.folders
         """Folders of the shards."""
 
@@ -170,7 +185,7 @@ class StoredClassNames(ClassNames):
             StorageError: If a folder cannot be read.
         """
         first = () if self._manifest_url is None else (folder_of_manifest(self._manifest_url),)
-        found = read_all_classes(first, self._storage)
+        found = read_all_classes(first, self._storage, self._version)
         found = {folder: names[: self._count] for folder, names in found.items()}
         rest = [folder for folder in self.folders if folder not in first]
         return found or read_all_classes(rest, self._storage)

@@ -77,6 +77,8 @@ class TarDiagnostics:
     """Offset of these blocks, or of the end of the tar without them."""
     leftover: int | None = None
     """Offset of the first block with a non-zero byte after the end, if it is in the padding of the last record."""
+    zeros: int = 0
+    """Bytes of zeros after the last record."""
     hard_links: int = 0
     symbolic_links: int = 0
     other_entries: int = 0
@@ -146,6 +148,15 @@ class TarDiagnostics:
                     "the last record holds bytes after the end of the archive",
                     "AIX tar leaves such bytes; if another tool wrote it, compare it with its source",
                     self.leftover,
+                    is_loss=False,
+                )
+            )
+        if self.zeros:
+            found.append(
+                Finding(
+                    f"{self.zeros} zeros follow the last record of the archive",
+                    "a download that stopped leaves them in the place of samples: compare it with its source",
+                    self.stop,
                     is_loss=False,
                 )
             )
@@ -297,6 +308,7 @@ def _check_tail(read: ReadAt, diagnostics: TarDiagnostics, shard: str) -> None:
                 )
             diagnostics.leftover = offset if diagnostics.leftover is None else diagnostics.leftover
         position += len(chunk)
+    diagnostics.zeros = max(0, position - record_end)
 
 
 known_sums: dict[bytes, int] = {}

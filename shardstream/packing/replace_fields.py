@@ -92,7 +92,7 @@ def replace_fields(
     _check_columns(located, new.names, storage)
     name = change_folder("fields", uuid.uuid4().hex[:12])
     target = join_url(folder, name)
-    classes = read_classes(folder, storage) if "cls" in new.names else None
+    classes = read_classes(folder, storage, located.version) if "cls" in new.names else None
     with ShardWriter(target, max_bytes=max_bytes, storage_options=storage_options) as writer:
         for sample in new.samples:
             writer.write(sample)

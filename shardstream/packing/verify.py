@@ -330,7 +330,7 @@ def _problems_of_classes(located: LocatedShards, storage: Storage) -> list[Probl
     for folder in located.folders if manifest is None else (folder_of_manifest(manifest),):
         # S3 denies access to a missing file without the permission to list.
         with noted(problems, folder), suppress(AccessDeniedError):
-            read_classes(folder, storage)
+            read_classes(folder, storage, located.version)
     return problems
 
 

@@ -365,13 +365,26 @@ def test_folder_of_a_class_without_images_is_named(
 
 
 @pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (("cat", "Cat"), "'Cat' and 'cat'"),
+        (("cat", "cat "), "'cat' and 'cat '"),
+        (("caf\u00e9", "cafe\u0301"), r"'cafe\u0301' and 'caf\xe9'"),  # as macOS names files
+    ],
+)
 def test_classes_that_differ_in_their_spelling_alone_cause_a_warning(
-    append: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    names: tuple[str, str],
+    shown: str,
+    append: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    first = images(tmp_path / "one", {"ant": 1, "cat": 1} | ({} if append else {"Cat": 1}))
-    ss.pack(first, tmp_path / "out")
+    first = names[:1] if append else names
+    ss.pack(images(tmp_path / "one", dict.fromkeys(["ant", *first], 1)), tmp_path / "out")
     if append:
         assert not caplog.text
-        ss.pack(images(tmp_path / "two", {"ant": 1, "cat ": 1}), tmp_path / "out", append=True)
-    other = "'cat' and 'cat '" if append else "'Cat' and 'cat'"
-    assert f"{other} are 2 classes; if they are one, correct the labels" in caplog.text
+        second = images(tmp_path / "two", {"ant": 1, names[1]: 1})
+        ss.pack(second, tmp_path / "out", append=True)
+        shown = " and ".join(map(ascii, names))
+    assert f"{shown} are 2 classes; if they are one, correct the labels" in caplog.text

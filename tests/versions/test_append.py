@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import (
+    ManifestError,
     OptionError,
     ShardStreamError,
     SourceError,
@@ -445,6 +446,23 @@ def test_class_numbers_of_another_dataset_are_compared(tmp_path: Path) -> None:
         ss.pack(ss.ShardDataset(other), url, append=True)
     ss.pack(ss.ShardDataset(longer), url, append=True)
     assert names(url) == ("bee", "cat", "dog")
+
+
+def test_class_names_of_an_earlier_version_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, file = str(tmp_path / "data"), tmp_path / "data/classes.json"
+    ss.pack(write_classes(tmp_path / "first", ["bee"]), url)
+    earlier = file.read_text()
+    ss.pack(write_classes(tmp_path / "second", ["cat"], "b"), url, append=True)
+    file.write_text(earlier)  # a copy that took it before the append, and index.json after it
+    older = "it has 1 name, but version 2 of the dataset added some"
+    with pytest.raises(ManifestError, match=older):  # "dog" would be class 1, as "cat" is
+        ss.pack(write_classes(tmp_path / "third", ["dog"], "c"), url, append=True)
+    assert ss.ShardDataset(url).classes is None
+    assert older in caplog.text
+    assert older in ss.verify(url).errors[0].what
+    assert ss.ShardDataset(url, version=1).classes == ("bee",)
 
 
 def write_all(new: Any, url: str, *, append: bool) -> None:

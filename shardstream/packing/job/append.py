@@ -130,7 +130,7 @@ def read_base(url: str, storage: Storage) -> Base:
         )
     first = located.shards[0].columns_url
     columns = columns_in_file(storage.read(first), url=first) if storage.exists(first) else None
-    return Base(url=url, classes=read_classes(url, storage), columns=columns)
+    return Base(url=url, classes=read_classes(url, storage, located.version), columns=columns)
 
 
 def check_append(*, is_append: bool, is_new: bool, has_defaults: bool) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from unicodedata import normalize
 
 from shardstream.catalog import (
     Classes,
@@ -87,7 +88,7 @@ def number_classes(
     if numbered.classes is None:
         return numbered
     own = numbered.classes
-    if classes is None and len({*map(str.casefold, map(str.strip, own))}) < len(own):
+    if classes is None:
         _warn_of_spellings(own, source.name)
     found = read_all_classes([*folders, *siblings], storage)
     replaced = {folder: found.pop(folder) for folder in folders if folder in found}
@@ -166,16 +167,16 @@ def continue_class_numbers(
 
 
 def _warn_of_spellings(names: Classes, place: str) -> None:
-    """Warn of classes whose names differ in upper case, or in blanks at their ends, alone."""
+    """Warn of classes whose names differ in upper case, blanks at their ends, or composed letters (macOS writes "e" and an accent), alone."""
     spellings: dict[str, list[str]] = {}
     for name in names:
-        spellings.setdefault(name.strip().casefold(), []).append(name)
+        spellings.setdefault(normalize("NFC", name.strip()).casefold(), []).append(name)
     first = next((found for found in spellings.values() if len(found) > 1), None)
     if first is not None:
         _log.warning(
             "%s: %s are %d classes; if they are one, correct the labels",
             place,
-            " and ".join(map(repr, first)),
+            " and ".join(map(ascii, first)),
             len(first),
         )
 
