@@ -130,37 +130,32 @@ class TarDiagnostics:
 
     def findings(self) -> list[Finding]:
         """Return the findings, the most severe first."""
-        found = []
-        if self.samples:
-            found.append(self._omitted())
-        if not self.has_end:
-            found.append(
-                Finding(
-                    "the blocks that end an archive are missing",
-                    "it may have been cut between two samples: compare it with its source",
-                    self.stop,
-                    is_loss=False,
-                )
-            )
-        if self.leftover is not None:
-            found.append(
-                Finding(
-                    "the last record holds bytes after the end of the archive",
-                    "AIX tar leaves such bytes; if another tool wrote it, compare it with its source",
-                    self.leftover,
-                    is_loss=False,
-                )
-            )
-        if self.zeros:
-            found.append(
-                Finding(
-                    f"{self.zeros} zeros follow the last record of the archive",
-                    "a download that stopped leaves them in the place of samples: compare it with its source",
-                    self.stop,
-                    is_loss=False,
-                )
-            )
-        return found
+        found = [self._omitted()] if self.samples else []
+        doubts = (
+            (
+                not self.has_end,
+                "the blocks that end an archive are missing",
+                "it may have been cut between two samples: compare it with its source",
+                self.stop,
+            ),
+            (
+                self.leftover is not None,
+                "the last record holds bytes after the end of the archive",
+                "AIX tar leaves such bytes; if another tool wrote it, compare it with its source",
+                self.leftover or 0,
+            ),
+            (
+                self.zeros > 0,
+                f"{self.zeros} zeros follow the last record of the archive",
+                "a download that stopped leaves them in place of samples: compare it with its source",
+                self.stop,
+            ),
+        )
+        return found + [
+            Finding(what, remedy, offset, is_loss=False)
+            for is_found, what, remedy, offset in doubts
+            if is_found
+        ]
 
     def warn(self, shard: str) -> None:
         """Warn of all findings, as `ShardWarning`."""

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from unicodedata import normalize
 
 from shardstream.catalog import (
@@ -27,6 +28,7 @@ SPLIT_NAMES = (
 )
 """Names of folders that hold parts of one dataset."""
 
+_compose = partial(normalize, "NFC")
 # "train2017" and "imagenet-val" count, "trainer" does not.
 _SPLIT = re.compile(rf"(?<![a-z])(?:{'|'.join(SPLIT_NAMES)})(?![a-z])", re.IGNORECASE)
 
@@ -88,7 +90,7 @@ def number_classes(
     if numbered.classes is None:
         return numbered
     own = numbered.classes
-    if classes is None:
+    if classes is None and len({*map(str.casefold, map(_compose, map(str.strip, own)))}) < len(own):
         _warn_of_spellings(own, source.name)
     found = read_all_classes([*folders, *siblings], storage)
     replaced = {folder: found.pop(folder) for folder in folders if folder in found}
@@ -170,7 +172,7 @@ def _warn_of_spellings(names: Classes, place: str) -> None:
     """Warn of classes whose names differ in upper case, blanks at their ends, or composed letters (macOS writes "e" and an accent), alone."""
     spellings: dict[str, list[str]] = {}
     for name in names:
-        spellings.setdefault(normalize("NFC", name.strip()).casefold(), []).append(name)
+        spellings.setdefault(_compose(name.strip()).casefold(), []).append(name)
     first = next((found for found in spellings.values() if len(found) > 1), None)
     if first is not None:
         _log.warning(
