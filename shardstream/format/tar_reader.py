@@ -60,7 +60,7 @@ class Finding(NamedTuple):
     remedy: str
     offset: int
     """Byte offset in the tar."""
-    is_loss: bool
+    is_loss: bool = False
     """Whether fields or samples are certainly missing."""
 
     def __str__(self) -> str:
@@ -152,9 +152,7 @@ class TarDiagnostics:
             ),
         )
         return found + [
-            Finding(what, remedy, offset, is_loss=False)
-            for is_found, what, remedy, offset in doubts
-            if is_found
+            Finding(what, remedy, at) for is_found, what, remedy, at in doubts if is_found
         ]
 
     def warn(self, shard: str) -> None:
