@@ -55,9 +55,14 @@ def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
     layout = _layouts.get(data[:end])
     if layout is None:
         layout, end = read_npy_layout(data)
-    if layout.size * layout.dtype.itemsize > len(data) - end:
+    used, found = layout.size * layout.dtype.itemsize, len(data) - end
+    if used > found:
         raise ValueError(
-            f"an array of shape {layout.shape}, {layout.dtype}, does not fit in {len(data) - end} bytes"
+            f"an array of shape {layout.shape}, {layout.dtype}, does not fit in {found} bytes"
+        )
+    if used < found:  # np.save to a file that has an array already
+        raise ValueError(
+            f"an array of {used} bytes, and {found - used} bytes after it, which would not be read; store each array as a field, or all as npz"
         )
     flat = np.ndarray(layout.size, layout.dtype, data, end)
     return flat.reshape(layout.shape, order=layout.order).copy(order="K")
@@ -112,7 +117,8 @@ def decode_npy_column(files: list[bytes]) -> list[np.ndarray[Any, Any]] | np.nda
         layout.order != "C"
         or layout.dtype.kind not in _NUMBERS
         or layout.dtype.itemsize > _MAX_NUMBER_BYTES
-        or not 0 < used <= min(_SMALL_BYTES, len(first) - end)
+        or not 0 < used <= _SMALL_BYTES
+        or used != len(first) - end
         or any(len(file) != len(first) for file in files)
     ):
         return list(map(decode_npy, files))

@@ -450,7 +450,7 @@ class ShardDataset(StreamDataset):
             whole, takes_all = opens(located), subset is None and where is None
             counted_in = None if version else located.version
             samples = whole if takes_all else choose_samples(whole, subset, where, counted_in)
-            source = ordered(samples=samples).drawn(weights, counted_in)
+            source = ordered(samples=samples, counted_in=counted_in).drawn(weights)
         else:
             _check_whole_shards(lacking, order, read, choice, places)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)

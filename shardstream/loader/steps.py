@@ -316,6 +316,8 @@ class StreamSteps(ItemSteps):
             raise OptionError("pack_sequences needs a field to pack, or fields to keep=")
 
         def make_plan(source: IndexedSource) -> RowPlan:
+            if not fields:  # else samples of other lengths are errors
+                source.check_numbers(lengths, "lengths= has costs by the numbers")
             found = lengths_of(source.samples, lengths, "lengths=")
             if packing == "concat":
                 return ConcatRows(found, length=length, drop_last=drop_last)
@@ -418,6 +420,7 @@ class StreamSteps(ItemSteps):
         )
 
         def make_plan(source: IndexedSource) -> RowPlan:
+            source.check_numbers(costs, "costs has costs by the numbers")
             return CostBatches(
                 costs_of(source.samples, costs, "costs", cost),
                 limits,

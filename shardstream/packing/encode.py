@@ -21,6 +21,7 @@ from shardstream.format import IMAGE_FORMATS, INT_FIELDS, JSON_FIELDS, TEXT_FIEL
 from shardstream.packing.images import encode_image
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
+_DOUBLES_END = 1 << 53  # from here on not every whole number is a double
 
 
 def encode_field(field: str, value: object) -> bytes:
@@ -205,12 +206,12 @@ def encode_npz(field: str, value: object, compression: int = zipfile.ZIP_STORED)
 
 
 def number_array(value: object, dtype: np.dtype[Any] | None) -> object:
-    """Return a number, or nested lists of numbers, as an array.
+    """Return a number, or nested lists of numbers, as an array of a type.
 
-    If a number is missing, or lists differ in length, they stay as they are, which `encode_field` refuses.
+    Without a type, if a number is missing, or lists differ in length, they stay as they are, for `encode_field`.
     """
     try:
-        is_plain = not np.asarray(value).dtype.hasobject
+        is_plain = dtype is not None and not np.asarray(value).dtype.hasobject
     except ValueError:
         return value
     return np.asarray(value, dtype) if is_plain else value
@@ -233,12 +234,14 @@ def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
         except TypeError as error:
             raise SampleError(f"{error}; convert it, or use the field 'pt'", field=field) from error
     if isinstance(value, list | tuple | int | float):
+        given = value
         try:
-            value = np.asarray(value)
+            value = np.asarray(given)
         except ValueError as error:
             raise SampleError(
                 f"the rows of this list differ in length: {error}", field=field
             ) from error
+        _check_exact(field, given, value)
     if not isinstance(value, np.ndarray | np.generic):
         raise _wrong_type_error(field, value, "an array, a tensor, a list of numbers or bytes")
     array = np.asarray(value)
@@ -249,6 +252,21 @@ def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
             field=field,
         )
     return array
+
+
+def _check_exact(field: str, given: object, array: np.ndarray[Any, Any]) -> None:
+    """Refuse a list of which NumPy has changed values: to text, or to doubles, as it does with 2**63 beside 1."""
+    kind = array.dtype.kind
+    if not (kind in "US" or (kind == "f" and (np.abs(array) >= _DOUBLES_END).any())):
+        return
+    values = np.asarray(given, object).ravel().tolist()
+    for value, stored in zip(values, array.ravel().tolist(), strict=True):
+        exact = value.item() if isinstance(value, np.generic) else value
+        if exact != stored and repr(exact) != repr(stored):  # not NaN
+            raise SampleError(
+                f"{exact!r} would become {stored!r}, the type of the list; give an array of a type that holds all its values",
+                field=field,
+            )
 
 
 def _encode_torch(field: str, value: object) -> bytes:

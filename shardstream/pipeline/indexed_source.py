@@ -44,7 +44,7 @@ from shardstream.pipeline.options import (
 )
 from shardstream.pipeline.sample_steps import KeepFields
 from shardstream.pipeline.stage import Context, Run, Source, State, Step, StepRun
-from shardstream.samples import Fetcher, FetchOptions, Samples, chunk_steps
+from shardstream.samples import Fetcher, FetchOptions, Lengths, Samples, chunk_steps
 from shardstream.storage import Storage
 
 _DEFAULT_MICROBATCH = 64
@@ -71,6 +71,7 @@ class IndexedSource(Source):
             ``i + c * len(samples)``.
         yields_batches: Whether an item is a batch; of a mix, one of each part.
         is_new_each_epoch: Whether items, or those of a part, are made of other samples in each epoch.
+        counted_in: The version of the dataset, if values that are given by the numbers of samples may be of another one.
     """
 
     samples: Samples
@@ -82,6 +83,12 @@ class IndexedSource(Source):
     draw: WeightedDraw | None = None
     yields_batches: bool = False
     is_new_each_epoch: bool = False
+    counted_in: DatasetVersion | None = None
+
+    def check_numbers(self, given: SampleWeights | Weights | Lengths, what: str) -> None:
+        """Warn of values by the numbers of samples that may be those of an earlier version, where other samples had them."""
+        if are_by_number(given):
+            warn_of_numbers(what, self.counted_in)
 
     @property
     def substitutes(self) -> tuple[int, ...]:
@@ -248,14 +255,11 @@ def numbered_source(source: Source) -> IndexedSource:
 class SamplesSource(IndexedSource):
     """The samples of one dataset, as they are stored."""
 
-    def drawn(
-        self, weights: SampleWeights | Weights | None, version: DatasetVersion | None = None
-    ) -> SamplesSource:
+    def drawn(self, weights: SampleWeights | Weights | None) -> SamplesSource:
         """Return the source, with samples drawn by weight if there are weights, and with costs if its order has ``balance=``.
 
         Args:
             weights: One for each sample, or the path or URL of a ``.npy`` file of them; or by class.
-            version: The version of the dataset, if weights or costs may be of another one.
 
         Raises:
             OptionError: If the options of the order or the weights are not possible.
@@ -265,13 +269,11 @@ class SamplesSource(IndexedSource):
         if weights is not None:
             reason = "with weights=, which draw other samples in each epoch"
             refuse_options(options, ["nodes", "exchange"], reason)
-            if are_by_number(weights):
-                warn_of_numbers("weights= has weights by the numbers", version)
+            self.check_numbers(weights, "weights= has weights by the numbers")
             source = replace(source, draw=draw_of(source.samples, weights))
         source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
         if isinstance(options.balance, Balance):  # else None
-            if are_by_number(options.balance.costs):
-                warn_of_numbers("balance= has costs by the numbers", version)
+            self.check_numbers(options.balance.costs, "balance= has costs by the numbers")
             balance = balance_of(options.balance, source.samples, shuffle=source.shuffle)
             source = replace(source, balance=balance)
         return source

@@ -6,11 +6,12 @@ import io
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.lib import format as npy_format
 
-from shardstream.codecs import decode_npy
+from shardstream.codecs import decode_npy, decode_npy_column
 
 TYPES = ["<u2", ">i4", "|b1", "|u1", "<f8", "<f2", "<c8", "<U3", "|S4", "<m8[s]"]
 SHAPES: list[tuple[int, ...]] = [(), (0,), (5,), (3, 4), (0, 7), (1, 2, 3)]
@@ -60,3 +61,13 @@ def test_a_damaged_header_is_refused_where_numpy_refuses_it(
     header = by_numpy(bytes(data))
     assert header is not None
     assert (found.shape, found.dtype) == (header[0], header[2])
+
+
+@pytest.mark.parametrize("samples", [1, 20])
+def test_an_array_after_the_first_is_an_error(samples: int) -> None:
+    file = io.BytesIO()
+    np.save(file, np.arange(3))
+    one = file.tell()
+    np.save(file, np.arange(4))
+    with pytest.raises(ValueError, match=f"{len(file.getvalue()) - one} bytes after it"):
+        decode_npy_column([file.getvalue()] * samples)

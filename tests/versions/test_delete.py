@@ -109,6 +109,12 @@ def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     balanced = ss.OrderOptions(balance=np.ones(len(expected)))
     with pytest.warns(UserWarning, match=r"balance= has costs .* they count in version 4; pass"):
         ss.ShardDataset(url, shuffle=True, order=balanced)
+    costs = np.ones(len(expected))
+    with pytest.warns(UserWarning, match=r"costs by the numbers .* they count in version 4; pass"):
+        ss.ShardDataset(url).batch_by_cost(costs, max_cost=4)
+    with pytest.warns(UserWarning, match=r"lengths= has costs .* they count in version 4; pass"):
+        ss.ShardDataset(url).pack_sequences((), 4, lengths=costs, keep="cls")
+    ss.ShardDataset(url, version=4).batch_by_cost(costs, max_cost=4)
     pattern = f"{url}/{{000003..000006}}.tar"
     assert numbers(ss.ShardDataset(pattern)) == [n for n in expected if n >= 45]
     assert numbers(ss.ShardDataset(f"{url}/index.json")) == expected
