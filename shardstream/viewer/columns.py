@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import ShardCatalog, find_where
+from shardstream.catalog import find_where
 from shardstream.codecs import parse_json
 from shardstream.display import extension
 from shardstream.errors import OptionError, ShardStreamError
 from shardstream.format import KEY_COLUMN, scan_shard
 from shardstream.samples import Numbers, Samples, Subset
-from shardstream.viewer.samples import FoundSample, Shown
+from shardstream.viewer.samples import FoundSample, IndexedSamples, Shown
 
 _KEPT = 16  # selections, of 8 bytes for each chosen sample
 _FOUND = 1000  # samples that a search by key returns
@@ -34,16 +34,13 @@ class Selections:
     """Samples that fulfil conditions; thread-safe. The results of the last conditions are kept.
 
     Args:
-        samples: The samples.
-        catalog: Those of all shards, deleted ones, too.
-        numbers_here: Numbers of samples of the catalog, shape (n,), to their numbers, -1 for those that are deleted.
+        viewed: The samples.
     """
 
-    def __init__(
-        self, samples: Samples, catalog: ShardCatalog, numbers_here: Callable[[Numbers], Numbers]
-    ) -> None:
-        self._samples, self._catalog, self._numbers_here = samples, catalog, numbers_here
-        self._choose: Callable[[str], Numbers] = lru_cache(_KEPT)(partial(find_where, samples))
+    def __init__(self, viewed: IndexedSamples) -> None:
+        self._viewed, self._samples = viewed, viewed.samples
+        choose = partial(find_where, viewed.samples)
+        self._choose: Callable[[str], Numbers] = lru_cache(_KEPT)(choose)
         self._table: Any = None
         self._missing: str | None = None  # why there are no columns
         self._lock = threading.Lock()
@@ -143,22 +140,20 @@ class Selections:
             found = np.flatnonzero(pc.match_substring(table[KEY_COLUMN], text).to_numpy())
             equal = np.flatnonzero(pc.equal(table[KEY_COLUMN], text).to_numpy(zero_copy_only=False))
             return _equal_first(equal.tolist(), found.tolist())
-        if not self._catalog.is_local:
+        if not self._viewed.catalog.is_local:
             raise OptionError(
                 f"a search by key would read the headers of all samples; {NO_COLUMNS}, or use 'shardstream cat --key'"
             )
-        return search_headers(self._catalog, text, time.monotonic, self._numbers_here)
+        return search_headers(self._viewed, text, time.monotonic)
 
 
 def search_headers(
-    catalog: ShardCatalog,
-    text: str,
-    clock: Callable[[], float],
-    numbers_here: Callable[[Numbers], Numbers],
+    viewed: IndexedSamples, text: str, clock: Callable[[], float]
 ) -> tuple[list[int], str]:
     """Search keys in the headers of local shards, for up to 20 s; returns as `Selections.search`."""
     equal: list[int] = []
     found: list[int] = []
+    catalog = viewed.catalog
     first, end_s = 0, clock() + _SEARCH_S
     for number in range(catalog.num_shards):
         if clock() > end_s:
@@ -174,7 +169,7 @@ def search_headers(
         except ShardStreamError:  # the grid shows what is wrong with it
             keys = []
         places = [place for place, key in enumerate(keys) if text in key]
-        numbers = numbers_here(first + np.array(places, dtype=np.int64)).tolist()
+        numbers = viewed.numbers_here(first + np.array(places, dtype=np.int64)).tolist()
         for place, one in zip(places, numbers, strict=True):
             if one >= 0:
                 (equal if keys[place] == text else found).append(one)

@@ -128,7 +128,7 @@ class Session:
         found = self.samples
         self._selections = None
         if isinstance(found, IndexedSamples):
-            self._selections = Selections(found.samples, found.catalog, found.numbers_here)
+            self._selections = Selections(found)
         self._last_balance: tuple[tuple[str, str], OrderOptions, StepBalance] | None = None
 
     def warm_up(self) -> None:
