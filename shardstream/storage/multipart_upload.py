@@ -3,6 +3,11 @@
 Parts are 8 MiB: one is filled while up to four are in flight, and the client copies each of them. So an upload takes at most 72 MiB of
 memory and nothing on the disk. A file smaller than one part is sent in one request. Each request has the MD5 of its bytes, which the
 server checks. At the end the ETag of the whole file is compared, or, where the server's ETag is not that MD5, its length.
+
+A request may arrive long after it was sent. So a file of a folder that another writer may take over is sent on the condition that none is
+there. If one is, it is looked up, the owner of the folder is checked, random bytes replace it on the condition of its ETag, the owner is
+checked again, and the file is sent on the condition of theirs, which no file has ever again: another writer may publish the earlier bytes, and
+their ETag. So a file that arrives after another writer has published is refused.
 """
 
 from __future__ import annotations
@@ -14,13 +19,18 @@ import io
 import mimetypes
 import re
 import threading
+import uuid
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote
 
-from shardstream.errors import NotFoundError, StorageError, get_logger
-from shardstream.storage.response import Cancellation, Transfer, plain_etag
+from shardstream.errors import ChangedError, NotFoundError, StorageError, get_logger
+from shardstream.storage.error_messages import classify_error
+from shardstream.storage.response import UNSUPPORTED, Cancellation, Transfer, plain_etag
 from shardstream.storage.retry import retry_call
 from shardstream.storage.s3_request import Upload
 from shardstream.storage.store import Storage
@@ -31,6 +41,9 @@ PART_BYTES = 8 << 20
 _IN_FLIGHT = 4
 _PARTS_OF_A_SIZE = 2000  # S3 takes 10,000: sizes double every 2,000, which makes 520 GB
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
+_NO_FILE = {"IfNoneMatch": "*"}
+_CONDITIONS = frozenset({"IfMatch", "IfNoneMatch"})
+_QUOTES = ("", '"') * 4  # around ETags: Ceph takes none, other servers may want them
 
 
 class _Part(NamedTuple):
@@ -47,11 +60,19 @@ class S3Upload(io.RawIOBase):
         storage: A storage whose file system for the URL is s3fs (see `takes_parts`).
         url: The file.
         is_only_writer: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
+        check_owner: Raises if another writer has taken the folder over, whose files must not be replaced.
     """
 
-    def __init__(self, storage: Storage, url: str, *, is_only_writer: bool = False) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        url: str,
+        *,
+        is_only_writer: bool = False,
+        check_owner: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._is_only_writer = is_only_writer
+        self._is_only_writer, self._check_owner = is_only_writer, check_owner
         self._object = S3Object(storage, url)
         self._pieces: list[memoryview] = []
         self._held_bytes = 0
@@ -97,19 +118,26 @@ class S3Upload(io.RawIOBase):
         """Send the rest, join the parts, and check the file.
 
         Raises:
-            StorageError: If that fails, or the server has other bytes.
+            StorageError: If that fails, or the server has other bytes, or another writer has taken the folder over.
         """
         if self._upload_id is None:
-            parts = [self._object.put("put_object", self._take(), **self._object.kind)]
-            etag_or_none: str | None = parts[0].etag
+            body = self._take()
+            parts = [_part_of(body)]
+            send: Callable[..., str | None] = partial(
+                self._object.put, "put_object", body, parts[0], **self._object.kind
+            )
         else:
             self.end()
             parts = [future.result() for future in self._parts]
-            etag_or_none = self._object.join(self._upload_id.result(), parts)
-            self._upload_id = None
+            send = partial(self._object.join, self._upload_id.result(), parts)
+        if self._check_owner is None:
+            etag_or_none = send()
+        else:
+            etag_or_none = self._object.send_as_owner(send, parts, self._check_owner)
+        self._upload_id = None
         self.etag = None if etag_or_none is None else _plain(etag_or_none)
         if etag_or_none is None or _plain(etag_or_none) != _etag_of(parts):
-            self._object.check(parts, is_known=etag_or_none is not None)
+            self._object.check(self._object.head(), parts, is_known=etag_or_none is not None)
         self.abort()
 
     def abort(self) -> None:
@@ -178,12 +206,55 @@ class S3Object:
             self.abort_all()
         return str(self._call("create_multipart_upload", **self.kind)["UploadId"])
 
-    def put(self, method: str, body: bytes, **arguments: Any) -> _Part:
-        """Send bytes with their MD5."""
-        md5 = hashlib.md5(body, usedforsecurity=False).digest()
-        digest = base64.b64encode(md5).decode()
+    def put(self, method: str, body: bytes, part: _Part, **arguments: Any) -> str:
+        """Send bytes with their MD5; return their ETag."""
+        digest = base64.b64encode(part.md5).decode()
         response = self._call(method, len(body), Body=body, ContentMD5=digest, **arguments)
-        return _Part(md5, len(body), str(response.get("ETag", "")))
+        return str(response.get("ETag", ""))
+
+    def send_as_owner(
+        self,
+        send: Callable[..., str | None],
+        parts: list[_Part],
+        check_owner: Callable[[], None],
+    ) -> str | None:
+        """Send the object, but never over one of a writer that has taken the folder over; return its ETag (see above).
+
+        Args:
+            send: Sends it on a condition; returns its ETag, None if it is not known whether it was sent.
+            parts: Its bytes.
+            check_owner: Raises if another writer has taken the folder over.
+
+        Raises:
+            ChangedError: If others replace it each time.
+        """
+        condition = _NO_FILE
+        for sign in _QUOTES:
+            with suppress(ChangedError):
+                etag = send(**condition)
+                if etag is None:
+                    check_owner()
+                return etag
+            condition, found = _NO_FILE, None
+            with suppress(NotFoundError):
+                found = self.head()
+            if found is None:
+                check_owner()
+                continue
+            with suppress(StorageError):  # the response to an earlier attempt was lost
+                self.check(found, parts, is_known=False)
+                return _plain(found["ETag"])
+            check_owner()
+            body = uuid.uuid4().bytes
+            with suppress(ChangedError):
+                seen = {"IfMatch": f"{sign}{_plain(found['ETag'])}{sign}"}
+                etag = self.put("put_object", body, _part_of(body), **seen)
+                condition = {"IfMatch": f"{sign}{_plain(etag)}{sign}"}
+            check_owner()
+        raise ChangedError(
+            "another writer replaces this file each time; wait until it ends, or write elsewhere",
+            shard=self._url,
+        )
 
     @property
     def sends_once(self) -> bool:
@@ -213,25 +284,25 @@ class S3Object:
 
     def put_part(self, upload_id: Future[str], number: int, body: bytes) -> _Part:
         """Send one part, when the upload has begun."""
-        begun = upload_id.result()
+        begun, part = upload_id.result(), _part_of(body)
         if self._http is None:
-            return self.put("upload_part", body, UploadId=begun, PartNumber=number)
+            etag = self.put("upload_part", body, part, UploadId=begun, PartNumber=number)
+            return part._replace(etag=etag)
         # The client of s3fs takes twice the processor time: an upload to a server on the same two cores takes 1.3 times as long.
         client, path = self._http
-        md5 = hashlib.md5(body, usedforsecurity=False).digest()
         query = f"?partNumber={number}&uploadId={quote(begun, safe='~')}"
-        part = Upload(path, len(body), base64.b64encode(md5).decode(), query)
+        upload = Upload(path, len(body), base64.b64encode(part.md5).decode(), query)
         etag = retry_call(
             self._storage,
             self._url,
             lambda: client.put(
-                part, body, Transfer(self._limit_s(len(body)), cancelled=self._ended)
+                upload, body, Transfer(self._limit_s(len(body)), cancelled=self._ended)
             ),
             cancelled=self._cancelled,
         )
-        return _Part(md5, len(body), etag)
+        return part._replace(etag=etag)
 
-    def join(self, upload_id: str, sent: list[_Part]) -> str | None:
+    def join(self, upload_id: str, sent: list[_Part], **condition: Any) -> str | None:
         """Join the parts; return the ETag of the object, None if the upload is gone."""
         parts = [{"PartNumber": n, "ETag": part.etag} for n, part in enumerate(sent, start=1)]
         try:
@@ -239,6 +310,7 @@ class S3Object:
                 "complete_multipart_upload",
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
+                **condition,
             )
         except NotFoundError:
             # Joined by a request whose response was lost, or aborted by another writer.
@@ -273,17 +345,21 @@ class S3Object:
             if upload["Key"] == self._key:
                 self.abort(upload["UploadId"])
 
-    def check(self, parts: list[_Part], *, is_known: bool) -> None:
+    def head(self) -> dict[str, Any]:
+        """Look the object up."""
+        return self._call("head_object")
+
+    def check(self, found: dict[str, Any], parts: list[_Part], *, is_known: bool) -> None:
         """Compare the object on the server with the parts that were sent.
 
         Args:
+            found: What `head` has returned.
             parts: The parts that were sent.
             is_known: Whether the server confirmed that it joined them; otherwise the object may be an older one.
 
         Raises:
             StorageError: If they differ.
         """
-        found = self._call("head_object")
         size = sum(part.size for part in parts)
         if found["ContentLength"] != size:
             raise StorageError(
@@ -319,12 +395,17 @@ class S3Object:
         return self.response_timeout_s * max(1, nbytes // PART_BYTES)
 
     def _call(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
-        return retry_call(
-            self._storage,
-            self._url,
-            lambda: self.request(method, nbytes, **arguments),
-            cancelled=self._cancelled,
-        )
+        def send() -> dict[str, Any]:
+            try:
+                return self.request(method, nbytes, **arguments)
+            except Exception as error:
+                unconditional = {n: arguments[n] for n in arguments.keys() - _CONDITIONS}
+                is_unsupported = classify_error(error, self._url).meaning is UNSUPPORTED
+                if is_unsupported and len(unconditional) < len(arguments):
+                    return self.request(method, nbytes, **unconditional)
+                raise
+
+        return retry_call(self._storage, self._url, send, cancelled=self._cancelled)
 
     def request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         """Send one request; errors of the client are not translated."""
@@ -348,6 +429,10 @@ class S3Object:
 def takes_parts(filesystem: Any) -> bool:
     """Return whether `S3Upload` can write to a file system, which must be s3fs."""
     return hasattr(filesystem, "_call_s3")
+
+
+def _part_of(body: bytes) -> _Part:
+    return _Part(hashlib.md5(body, usedforsecurity=False).digest(), len(body), "")
 
 
 def _plain(etag: str) -> str:

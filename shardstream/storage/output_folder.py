@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,6 @@ from shardstream.storage.publish import (
     PendingFile,
     locked_error,
     open_pending,
-    publish_bytes,
     release_lock,
     remove_all,
     sync_folder,
@@ -39,6 +38,8 @@ class OutputFolder(Protocol):
     """A folder that one writer fills; all methods raise `StorageError` when the store fails."""
 
     url: str
+    check_owner: Callable[[], None] | None
+    """Raises if another writer has taken the folder over: where the store can prevent it, none of its files is then replaced."""
 
     def lock(self) -> None:
         """Lock out other writers until `unlock`, where the folder's file system can do that."""
@@ -119,6 +120,7 @@ class LocalFolder:
 
     def __init__(self, path: str, url: str) -> None:
         self.url = url
+        self.check_owner: Callable[[], None] | None = None
         self._path = Path(path)
         self._unlock: weakref.finalize[..., LocalFolder] | None = None
         self._renamed = self._flushed = object()
@@ -214,6 +216,7 @@ class RemoteFolder:
 
     def __init__(self, storage: Storage, url: str) -> None:
         self.url = url
+        self.check_owner: Callable[[], None] | None = None
         self._storage = storage
         self._is_new = False  # not known before a listing
 
@@ -243,7 +246,7 @@ class RemoteFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all."""
-        publish_bytes(self._storage, join_url(self.url, name), data)
+        commit_all(self, {name: data})
 
     def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
         """Publish a small file if ``old`` is still there (see `replace_if`)."""
@@ -263,7 +266,9 @@ class RemoteFolder:
         Where the folder had no files, no upload of a killed writer is searched: its journal would be there.
         """
         url = join_url(self.url, name)
-        return open_pending(self._storage, url, is_only_writer=not self._is_new)
+        return open_pending(
+            self._storage, url, is_only_writer=not self._is_new, check_owner=self.check_owner
+        )
 
     def commit(self, *files: PendingFile) -> None:
         """Publish files at the same time: each waits for the server."""

@@ -13,7 +13,7 @@ import re
 import tempfile
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,7 +81,13 @@ class PendingFile(ABC):
             self.stream.close()
 
 
-def open_pending(storage: Storage, url: str, *, is_only_writer: bool = False) -> PendingFile:
+def open_pending(
+    storage: Storage,
+    url: str,
+    *,
+    is_only_writer: bool = False,
+    check_owner: Callable[[], None] | None = None,
+) -> PendingFile:
     """Open a file for writing that becomes visible at ``url`` when it is committed.
 
     On a local disk it is written under a temporary name in the same folder, flushed and renamed, and the folder is flushed, too. To S3
@@ -92,6 +98,7 @@ def open_pending(storage: Storage, url: str, *, is_only_writer: bool = False) ->
         storage: The storage to write to.
         url: The file.
         is_only_writer: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
+        check_owner: Raises if another writer has taken the folder over, whose files must not be replaced; called where the store can prevent that.
 
     Raises:
         StorageError: If it cannot be opened.
@@ -100,7 +107,9 @@ def open_pending(storage: Storage, url: str, *, is_only_writer: bool = False) ->
     if path is not None:
         return LocalFile(Path(path))
     if takes_parts(storage.resolve(url)[0]):
-        return _S3File(storage, url, is_only_writer=is_only_writer)
+        return _S3File(
+            url, S3Upload(storage, url, is_only_writer=is_only_writer, check_owner=check_owner)
+        )
     return _RemoteFile(storage, url)
 
 
@@ -212,9 +221,9 @@ class LocalFile(PendingFile):
 
 
 class _S3File(PendingFile):
-    def __init__(self, storage: Storage, url: str, *, is_only_writer: bool) -> None:
-        self._upload = S3Upload(storage, url, is_only_writer=is_only_writer)
-        super().__init__(url, cast("BinaryIO", self._upload))
+    def __init__(self, url: str, upload: S3Upload) -> None:
+        self._upload = upload
+        super().__init__(url, cast("BinaryIO", upload))
 
     def end(self) -> None:
         self._upload.end()

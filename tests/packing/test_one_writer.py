@@ -7,8 +7,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -16,13 +19,22 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
 
 import shardstream as ss
 from shardstream.packing import verify
 from shardstream.storage import JOURNAL_NAME, LocalFolder, Storage
+from tests.proxy import spoiling
 from tests.servers import S3Server
 
 ANOTHER = "another pack or ShardWriter writes here"
+REASONS = (
+    "another pack or ShardWriter",
+    "published here",
+    "has published a dataset here",
+    "a shard of this name exists",
+)
+"""Why one of two writers fails: the other one is at work, or has just ended."""
 
 
 def write(writer: ss.ShardWriter, text: str, count: int = 25) -> None:
@@ -77,7 +89,7 @@ def check_one_won(url: str, results_of_round: list[str | None]) -> None:
     # With overwrite=True, a writer that starts after the other has ended replaces its dataset.
     assert winners, results_of_round
     for text in filter(None, results_of_round):
-        assert "another pack or ShardWriter" in text or "a dataset is published here" in text
+        assert any(reason in text for reason in REASONS), text
     texts = set()
     for shard in json.loads(storage.read(f"{url}/index.json"))["shardlist"]:
         data = storage.read(f"{url}/{shard['url']}")
@@ -250,6 +262,89 @@ def test_manifest_of_a_failed_write_is_removed() -> None:
     ):
         write(writer, "a")
     assert not Storage().exists(f"{url}/index.json")
+
+
+# --- a request that arrives after another writer has published
+
+
+@pytest.fixture
+def moto(s3: S3Server) -> Iterator[S3Server]:
+    """A server that compares also when parts are joined, as AWS and unlike Ceph 16, with a bucket "bucket"."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    found = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
+    client = found.client()
+    client.create_bucket(Bucket="bucket")
+    client.close()
+    yield found
+    server.stop()
+
+
+class Holding:
+    """Holds back one of the requests of a writer until it is released: the first, or a later one, that begins so."""
+
+    def __init__(self, begin: str, number: int = 0) -> None:
+        self.begin, self.left = begin, number
+        self.arrived, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, request: str, _: int) -> str:
+        if request.startswith(self.begin):
+            self.left -= 1
+            if self.left == -1:
+                self.arrived.set()
+                assert self.released.wait(60)
+        return ""
+
+
+def write_shards(url: str, text: str, s3: S3Server, nbytes: int = 100) -> None:
+    with ss.ShardWriter(
+        url, max_samples=2, columns="txt", overwrite=True, storage_options=s3.storage_options
+    ) as writer:
+        for number in range(4):
+            writer.write({"txt": f"{text} {number}", "bin": text.encode() * nbytes})
+
+
+def check_dataset(url: str, text: str, s3: S3Server) -> None:
+    assert Storage(s3.storage_options).exists(f"{url}/index.json")
+    report = verify(url, storage_options=s3.storage_options)
+    assert [problem.what for problem in report.problems] == []
+    samples = ss.ShardDataset(url, storage_options=s3.storage_options)
+    assert [sample["txt"] for sample in samples] == [
+        b"%s %d" % (text.encode(), n) for n in range(4)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("held", "nbytes", "before"),
+    [
+        ("PUT /bucket/out/000001.tar", 100, "nothing"),
+        ("PUT /bucket/out/000001.tar", 100, "equal"),
+        ("PUT /bucket/out/000001.tar.cols", 100, "nothing"),
+        ("PUT /bucket/out/index.json", 100, "nothing"),
+        pytest.param("PUT /bucket/out/000001.tar", 100, "another", marks=pytest.mark.slow),
+        pytest.param("PUT /bucket/out/index.json", 100, "equal", marks=pytest.mark.slow),
+        pytest.param("POST /bucket/out/000001.tar?", 5 << 20, "another", marks=pytest.mark.slow),
+    ],
+)
+def test_request_that_arrives_late_replaces_no_file_of_the_next_writer(
+    held: str, nbytes: int, before: str, moto: S3Server
+) -> None:
+    url, hold = "s3://bucket/out", Holding(held)
+    if before != "nothing":
+        write_shards(url, "b" if before == "equal" else "c", moto, nbytes)
+    with spoiling(moto.endpoint, hold) as proxy, ThreadPoolExecutor(1) as pool:
+        through_proxy = replace(moto, endpoint=proxy.endpoint)
+        late = pool.submit(write_shards, url, "a", through_proxy, nbytes)
+        assert hold.arrived.wait(60)
+        write_shards(url, "b", moto, nbytes)
+        hold.released.set()
+        with pytest.raises(
+            ss.errors.StorageError,
+            match=r"another pack or ShardWriter|by another one that has ended",
+        ):
+            late.result()
+    check_dataset(url, "b", moto)
 
 
 def test_folder_is_unlocked_after_success_and_failure(tmp_path: Path) -> None:

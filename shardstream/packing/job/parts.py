@@ -226,6 +226,7 @@ class PartFiles:
         if check_owner is None:
             check_owner = partial(self.check_owner, folder)
             check_owner()
+        folder.check_owner = check_owner
         writer = PartWriter(
             folder,
             self.limits,

@@ -261,6 +261,7 @@ def _checked(ready: Ready) -> _Publication:
     with closing(KeyHashes()) as keys:
         result = _checked_result(ready, journal, files, keys)
     manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
+    folder.check_owner = journal.check_owner
     new = ManifestFiles(folder, manifest, files, journal.check_owner)
     journal.published = _published(options, result, url, new.sha256)
     return _Publication(files, journal, new, is_published=False)

@@ -119,6 +119,7 @@ class ShardWriter:
         except BaseException:
             self._folder.unlock()
             raise
+        self._folder.check_owner = self._claim.check_owner
         self._part = PartWriter(
             self._folder,
             self._limits,
