@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import random
-import subprocess
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import PIL.Image
@@ -33,7 +36,6 @@ from shardstream.storage import LocalFolder, is_part_record
 from shardstream.tasks import LocalExecutor, Parts
 from shardstream.testing import make_shards
 from tests.limits import set_limits
-from tests.packing.test_resume import KILLED_AT_A_CALL
 
 N = 40
 
@@ -256,13 +258,12 @@ def test_a_killed_append_goes_on(
     table = write_table(tmp_path / "new.jsonl", N, 75)
     command = ["pack", table, url, "--append", "--key", "key", "--max-samples", "7"]
     command += ["--map", "cls=cls", "--map", "txt=txt"]
-    calls = tmp_path / "calls"
     made = make_shards(tmp_path / "other", samples=samples(0, N), per_shard=7)
-    run_killed(10**9, calls, [*command[:2], made, *command[3:]])
-    total = int(calls.read_text())
+    total = calls_of(lambda: main([*command[:2], made, *command[3:]]))
+    assert total is not None
     numbers_ = random.Random(seed)
     for _ in range(3):
-        run_killed(numbers_.randrange(total * 4 // 10, total), calls, command)
+        calls_of(lambda: main(command), numbers_.randrange(1, total))
         assert numbers(url) in ([*range(N)], [*range(75)])
     code = main(command)
     assert numbers(url) == [*range(75)]
@@ -295,9 +296,28 @@ def test_an_append_whose_records_were_half_deleted_goes_on(
     assert left_in(url) == []
 
 
-def run_killed(after_calls: int, calls: Path, command: list[str]) -> None:
-    arguments = [sys.executable, "-c", KILLED_AT_A_CALL, str(after_calls), str(calls), *command]
-    subprocess.run(arguments, capture_output=True, timeout=300, check=False)
+def calls_of(work: Callable[[], object], killed_at: int = 0) -> int | None:
+    """Run a function in a fork, which kills itself at a call of a function of shardstream; return the number of calls, or None."""
+    context, place = multiprocessing.get_context("fork"), os.path.dirname(ss.__file__)
+    calls: Any = context.RawValue("q", 0)
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(place):
+            calls.value += 1
+            if calls.value == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def run() -> None:
+        threading.setprofile(count)
+        sys.setprofile(count)
+        work()
+        sys.setprofile(None)
+
+    process = context.Process(target=run)
+    process.start()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return None if process.exitcode else int(calls.value)
 
 
 def append_some(url: str, me: int, count: int, barrier: Any, way: str) -> None:
@@ -344,38 +364,22 @@ def append_at_once(url: str, how: str) -> None:
     assert sorted(found[N:]) == [*range(1000, 1050), *range(2000, 2050)]
 
 
-KILLED_WRITER = """
-import os, random, signal, sys, threading
-import shardstream as ss
-
-url, first, calls = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-
-def count(frame, event, _):
-    global calls
-    if event == "call" and "shardstream" in frame.f_code.co_filename:
-        calls -= 1
-        if calls == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-threading.setprofile(count)
-sys.setprofile(count)
-with ss.ShardWriter(url, append=True, max_samples=3) as writer:
-    for number in range(first, first + 20):
-        writer.write({"__key__": f"{number:06d}", "cls": number, "txt": "x"})
-        if number == first + 11:
-            writer.publish()
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 50])
-def test_a_writer_that_is_killed_leaves_what_it_has_published(url: str, count: int) -> None:
-    choose = random.Random(count)
-    for first in range(1000, 1000 + 100 * count, 100):
-        calls = choose.randrange(200, 9000)
+def test_a_writer_that_is_killed_leaves_what_it_has_published(url: str, tmp_path: Path) -> None:
+    def write(url: str, first: int) -> None:
+        with ss.ShardWriter(url, append=True, max_samples=3) as writer:
+            for number in range(first, first + 20):
+                writer.write({"__key__": f"{number:06d}", "cls": number, "txt": "x"})
+                if number == first + 11:
+                    writer.publish()
+
+    other = make_shards(tmp_path / "other", samples=samples(0, N), per_shard=7)
+    total = calls_of(lambda: write(other, 1000))
+    assert total is not None
+    choose = random.Random(50)
+    for first in range(1000, 6000, 100):
         before = numbers(url)
-        command = [sys.executable, "-c", KILLED_WRITER, url, str(first), str(calls)]
-        subprocess.run(command, capture_output=True, timeout=300, check=False)
+        calls_of(functools.partial(write, url, first), choose.randrange(1, total))
         added = [*range(first, first + 20)]
         assert numbers(url) in (before, before + added[:12], before + added)
 
