@@ -35,11 +35,11 @@ from tests.servers import (
     start_s3,
 )
 
-# No deadline: the machine may be busy. CI, which has the time, draws twice as many examples.
+# No deadline: the machine may be busy. CI, which has the time, draws twice as many examples, in its first run.
 settings.register_profile(
     "patient",
     deadline=None,
-    max_examples=100 if in_ci() else 50,
+    max_examples=100 if in_ci() or "PASSED_TO" in os.environ else 50,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("patient")

@@ -5,10 +5,15 @@ The first run adds the tests that passed to the file ``PASSED_TO``, the second o
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from tests.servers import S3Server, ShapedS3
 
 # Modules that start servers or programs which a bare machine has not, or ask whether this is CI.
 WITH_SERVERS = {
@@ -42,11 +47,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _differs_in_ci(item: pytest.Item) -> bool:
-    """Return whether a test may use a server, or draws more examples in CI."""
+    """Return whether a test may use a server. (One that draws examples draws as many in the first run.)"""
     fixtures = {"s3", "certificate"} & {*getattr(item, "fixturenames", ())}
-    is_drawn = hasattr(getattr(item, "obj", None), "hypothesis")
-    found = vars(item.module).values() if hasattr(item, "module") else ()
+    return bool(fixtures) or (hasattr(item, "module") and _may_use_servers(item.module))
+
+
+@functools.cache
+def _may_use_servers(module: ModuleType) -> bool:
+    """Return whether a module has names of `WITH_SERVERS` that are no annotations, or asks for fixtures by name."""
     homes = {
-        getattr(value, "__module__", None) or getattr(value, "__name__", None) for value in found
+        getattr(value, "__module__", None) or getattr(value, "__name__", None)
+        for value in vars(module).values()
+        if value is not S3Server and value is not ShapedS3
     }
-    return bool(fixtures) or is_drawn or not WITH_SERVERS.isdisjoint(homes)
+    return not WITH_SERVERS.isdisjoint(homes) or "getfixturevalue" in inspect.getsource(module)
