@@ -25,7 +25,7 @@ _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # windows without gain before more are tried again
 _COOLDOWN_S = 1.0  # responses to requests from before a halving arrive for about this time
 _LATENCIES_KEPT = 32  # the median of these is the usual latency
-_LATE, _MIN_LATE_S = 3, 0.2  # times the median, but not less
+_LATE, MIN_LATE_S = 3, 0.2  # times the median, but not less
 _FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first responses wait for connections
 
 
@@ -105,7 +105,7 @@ class AdaptiveLimit:
                 return math.inf
             if len(self._latencies_s) < _FEW:
                 return _LATE_AT_FIRST_S
-            return max(_MIN_LATE_S, _LATE * median(self._latencies_s))
+            return max(MIN_LATE_S, _LATE * median(self._latencies_s))
 
     def record_response(self, nbytes: int, seconds: float) -> None:
         """Record the bytes and the seconds of a request that has ended."""

@@ -412,9 +412,9 @@ def test_wait_for_another_check_has_no_timeout_while_bytes_arrive(wire: Wire) ->
     """Two iterators over one dataset, and a shard whose read takes longer than the timeout of a read without bytes."""
     url = f"memory://verified-{uuid.uuid4().hex}"
     with ss.ShardWriter(url) as writer:
-        for number in range(20):  # five chunks
+        for number in range(40):  # ten chunks
             writer.write({"__key__": str(number), "bin": DATA[:MIB]})
-    storage = Storage({"read_timeout_s": 0.1, "retry_timeout_s": 1.0})
+    storage = Storage({"read_timeout_s": 0.1, "retry_timeout_s": 3.0})
     catalog = ShardCatalog(locate_shards(url, storage), storage, "sha256")
     begun = threading.Event()
 
@@ -426,7 +426,7 @@ def test_wait_for_another_check_has_no_timeout_while_bytes_arrive(wire: Wire) ->
     fetchers = [RangeFetcher(catalog, iter(()), FetchOptions(prefetch_bytes=0)) for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(fetchers[0].samples, np.array([0]))
-        begun.wait(10)
+        begun.wait(300)
         second = fetchers[1].samples(np.array([1]))
     assert [type(sample) for sample in (*first.result(), *second)] == [dict, dict], second
     for fetcher in fetchers:

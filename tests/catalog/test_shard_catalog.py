@@ -250,7 +250,7 @@ def test_threads_share_a_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
     barrier = threading.Barrier(4)
 
     def read(offset: int) -> list[str]:
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=300)
         numbers = [(number * 7 + offset) % 32 for number in range(96)]
         return [catalog.read_sample(number)["__key__"] for number in numbers if number % 32 == number]  # fmt: skip
 

@@ -41,7 +41,7 @@ def use_of(pid: int) -> Use:
 
 def settled(pid: int, threads: int) -> Use:
     """Measure between epochs; threads that are ending get some seconds to end."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while (use := use_of(pid)).threads > threads and time.monotonic() < deadline:
         time.sleep(0.02)
     return use

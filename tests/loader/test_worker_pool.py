@@ -247,22 +247,6 @@ def test_batch_is_unpacked_in_the_inference_mode_of_the_caller(
         assert not next(batches)["cls"].is_inference()
 
 
-def test_batches_arrive_when_a_step_becomes_slow(many: str, worker_method: str) -> None:
-    def slow(sample: dict[str, Any]) -> dict[str, Any]:
-        if sample["cls"] >= 3960:
-            time.sleep(0.1)  # 0.4 s per batch; torch would time out after 16 of them
-        return sample
-
-    loader = ss.ShardLoader(
-        ss.ShardDataset(many).decode().map(slow),
-        4,
-        num_workers=1,
-        worker_method=worker_method,
-        timeout=4,
-    )
-    assert len(batches_of(loader)) == 1000
-
-
 def test_batch_that_is_made_arrives_while_the_next_one_is_slow(many: str) -> None:
     """Small batches share messages, but none waits for another one."""
     received = get_context("fork").Event()
@@ -390,10 +374,10 @@ def sleepy(sample: dict[str, Any]) -> dict[str, Any]:
 
 def test_batch_that_takes_longer_than_the_timeout_is_an_error(many: str) -> None:
     before = active_children()
-    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(sleepy), 8, num_workers=1, timeout=2)
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(sleepy), 8, num_workers=1, timeout=6)
     batches = iter(loader)
     assert [next(batches)["cls"][0].item() for _ in range(2)] == [0, 8]
-    with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+    with pytest.raises(RuntimeError, match="timed out after 6 seconds"):
         next(batches)
     assert set(active_children()) <= set(before)
 

@@ -51,7 +51,7 @@ from shardstream.tasks import LocalExecutor
 from tests.limits import module_of, set_limits
 
 CLASSES = ("ant", "bee", "cat")
-_SLOW_S = 60  # of a working process while another one is killed
+_SLOW_S = 600  # of a working process while another one is killed
 
 
 @pytest.fixture

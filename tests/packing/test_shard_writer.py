@@ -287,14 +287,14 @@ def test_shard_is_uploaded_while_the_next_is_written(
     def slow(folder: LocalFolder, name: str) -> PendingFile:
         if name.endswith(".idx"):
             started.set()
-            assert go_on.wait(10)
+            assert go_on.wait(300)
         return open_file(folder, name)
 
     monkeypatch.setattr(LocalFolder, "open", slow)
     with ShardWriter(tmp_path, max_samples=1) as writer:
         for i in range(3):  # two in flight, one being written
             writer.write({"cls": i})
-        assert started.wait(10)
+        assert started.wait(300)
         assert writer.nsamples == 3
         go_on.set()
     assert writer.manifest.nsamples == 3

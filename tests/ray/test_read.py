@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,9 +50,7 @@ def test_counts_and_schema_read_no_shard(tmp_path: Path) -> None:
     rows = ss.ray.read(folder)
     for tar in Path(folder).glob("*.tar"):
         tar.unlink()
-    begin = time.monotonic()
     assert rows.count() == 40
-    assert time.monotonic() - begin < 1
     schema = rows.schema()
     assert schema.names == ["__key__", "cls", "npy"]
     assert [str(kind) for kind in schema.types] == ["string", "binary", "binary"]

@@ -45,7 +45,7 @@ class Gate(ShardCatalog):
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
     ) -> bytes | memoryview:
-        self.barrier.wait(timeout=10)
+        self.barrier.wait(timeout=300)
         return super().fetch(shard, start, end, concurrency)
 
 
@@ -82,7 +82,7 @@ def test_waiting_for_requests_after_a_close_ends(is_planned: bool, error: type[E
         threads = 1  # so that the other requests have not begun at the close
 
         def fetch(self, *args: Any) -> bytes | memoryview:
-            released.wait(timeout=10)
+            released.wait(timeout=300)
             return super().fetch(*args)
 
     numbers = np.arange(NUM_SAMPLES)

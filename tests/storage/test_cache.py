@@ -675,7 +675,7 @@ def test_concurrent_processes_stay_within_the_cache_size(folder: Path, room: int
     assert again.through(cached(folder, room)) == DATA
     if room == ROOM:
         assert again.reads == []
-        assert sum(results.get(timeout=10) for _ in workers) <= 2 * len(DATA)
+        assert sum(results.get(timeout=300) for _ in workers) <= 2 * len(DATA)
 
 
 WRITE_FOR_EVER = """

@@ -274,12 +274,12 @@ def test_truncated_response_is_continued_at_its_end(client: str, faults: Faults)
 
 
 def test_stalled_request_is_retried(client: str, faults: Faults) -> None:
-    faults.set(stall=1, stall_s=30)
+    faults.set(stall=1, stall_s=300)
     storage = faults.storage(client, read_timeout_s=0.5)
     threading.Timer(1.0, faults.set).start()
     begun = time.monotonic()
     assert storage.read(faults.url, 0, 1 << 20) == BODY[: 1 << 20]
-    assert time.monotonic() - begun < 25  # less than one stall
+    assert time.monotonic() - begun < 200  # less than one stall
 
 
 def test_server_that_always_fails_is_an_error_after_the_timeout(
@@ -287,7 +287,7 @@ def test_server_that_always_fails_is_an_error_after_the_timeout(
 ) -> None:
     faults.set(slow=1)
     throttled: list[int] = []
-    storage = faults.storage(client, retry_timeout_s=1)
+    storage = faults.storage(client, retry_timeout_s=3)
     with pytest.raises(StorageError, match="the server throttles requests") as raised:
         storage.read(faults.url, 0, 10, on_throttle=lambda: throttled.append(1))
     assert len(throttled) == faults.count("slow") >= 2
