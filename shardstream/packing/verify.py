@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import open_headers, read_classes
+from shardstream.catalog import open_headers, open_samples, read_classes
 from shardstream.errors import (
     AccessDeniedError,
     ChangedError,
@@ -325,8 +325,7 @@ def _problems_of_keys(found: RepeatedKeys | None) -> Iterator[Problem]:
 
 def _problems_of_classes(located: LocatedShards, storage: Storage) -> list[Problem]:
     """Read the class names, which readers leave out with a warning where they are invalid."""
-    problems: list[Problem] = []
-    manifest = located.manifest_url
+    problems, manifest = list[Problem](), located.manifest_url
     for folder in located.folders if manifest is None else (folder_of_manifest(manifest),):
         # S3 denies access to a missing file without the permission to list.
         with noted(problems, folder), suppress(AccessDeniedError):
@@ -522,8 +521,7 @@ def problems_of_versions(
         storage: Their storage.
         find_problems: Returns the problems of another dataset.
     """
-    problems: list[Problem] = []
-    version = located.version
+    problems, version = list[Problem](), located.version
     if located.manifest_url is None or version is None:
         return problems
     folder = folder_of_manifest(located.manifest_url)
@@ -533,6 +531,9 @@ def problems_of_versions(
     for url in dict.fromkeys(join_url(folder, one.url) for one in version.replaced):
         with noted(problems, url):
             problems += find_problems(url)
+    for one in version.replaced if not problems else ():
+        with noted(problems, folder):
+            open_samples(located, storage, fields=one.fields)
     return problems
 
 

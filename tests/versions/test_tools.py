@@ -102,6 +102,17 @@ def test_cat_and_ls(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a new field" in out_of(capsys, "cat", url, "--field", "txt")
 
 
+def test_verify_finds_missing_files_of_a_version_with_deletions(url: str, tmp_path: Path) -> None:
+    ss.replace_fields(url, {"txt": {"000001": "new"}})
+    for pattern in ("000000.tar", "fields-*/numbers-*.npy"):
+        (path,) = (tmp_path / "data").glob(pattern)
+        data = path.read_bytes()
+        path.unlink()
+        assert str(path) in {one.shard for one in ss.verify(url).errors}
+        path.write_bytes(data)
+    assert ss.verify(url).problems == ()
+
+
 def test_verify_knows_the_files_of_versions(url: str) -> None:
     ss.compact(url)
     ss.versions.tag(url, "paper", 2)

@@ -449,6 +449,7 @@ def scan_shards(
         places = place_of(number, len(hashes))
         gone = left_out.get(number)
         if gone is not None:
+            gone = gone[gone < len(hashes)]  # a shard that is missing or cut has fewer keys
             hashes, places = np.delete(hashes, gone), np.delete(places, gone)
         keys.add(hashes, places)
         results[number] = replace(result, key_hashes="")
