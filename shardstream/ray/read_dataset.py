@@ -42,6 +42,7 @@ from shardstream.pipeline import (
     check_at_least,
     check_epoch,
     check_fields,
+    numbered_source,
 )
 from shardstream.ray.arrow_columns import KEY, URL, raw_schema
 from shardstream.ray.read_task import (
@@ -204,7 +205,7 @@ def _check_steps(pipeline: Pipeline) -> None:
     """Check that the steps can run in independent tasks.
 
     Raises:
-        OptionError: If one changes the number or order of items, or returns tuples.
+        OptionError: If one changes the number or order of items, or returns tuples; or the dataset grows while it is read.
     """
     source = pipeline.source
     for step, stage in zip(pipeline.steps, pipeline.stages, strict=True):
@@ -224,11 +225,8 @@ def _check_steps(pipeline: Pipeline) -> None:
             raise OptionError(
                 f"the step {name} returns tuples, but a row of Ray is a dict; leave it out, or use rename(..., keep=False)"
             )
-    if not isinstance(source, IndexedSource | SequentialSource):
-        raise OptionError(
-            "a mix with a part that has no index, or with a step that changes the number of items, cannot be read by rows; run "
-            "'shardstream index' on its parts, or mix Ray datasets"
-        )
+    if not isinstance(source, SequentialSource):
+        numbered_source(source)
 
 
 def _checked_columns(

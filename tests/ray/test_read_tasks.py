@@ -313,6 +313,8 @@ def test_wrong_arguments_are_refused(folder: str) -> None:
         rows(dataset, epoch=-1)
     with pytest.raises(ss.errors.OptionError, match="override_num_blocks must be at least 1"):
         rows(dataset, num_tasks=0)
+    with pytest.raises(ss.errors.OptionError, match=r"version=Follow\(\) grows while it is read"):
+        rows(ss.ShardDataset(folder, version=ss.loader.Follow()))
 
 
 def test_rows_of_a_store_are_those_of_a_disk(folder: str, bucket: str, s3_env: None) -> None:
