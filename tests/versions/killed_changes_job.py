@@ -7,6 +7,7 @@ Each run is a fork of this process, which itself opens nothing. Prints the numbe
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -98,12 +99,10 @@ def in_fork(work: Callable[[], None]) -> int:
 
 def main(folder: str, operation: str) -> None:
     """Kill the change at each moment."""
-    _ = (
-        ss.ShardDataset,
-        ss.delete,
-        ss.compact,
-        ss.catalog.read_columns,
-    )  # imported once, not in each fork
+    # Imported once, not in each fork.
+    _ = (ss.ShardDataset, ss.delete, ss.compact, ss.catalog.read_columns)
+    for name in ("pyarrow.dataset", "pyarrow.parquet", "fsspec.implementations.local"):
+        importlib.import_module(name)
     first, url = f"{folder}/first", f"{folder}/data"
     assert in_fork(lambda: prepare(first)) == 0
     after = expected(operation)
