@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from shardstream.errors import OptionError
+
+_LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Numbers of processes that srun and mpirun start, which are no ranks of one training for sure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +128,19 @@ def _splits_samples(loader: Any) -> bool:
     return shares_samples or isinstance(dataset, accelerate.IterableDatasetShard)
 
 
-def is_one_of_several() -> bool:
-    """Return whether ``torch.distributed`` runs more than one rank."""
-    return (_from_torch() or Placement()).world_size > 1
+def is_one_of_several(*, warns: bool = False) -> bool:
+    """Return whether ``torch.distributed`` runs more than one rank; warn, if asked to, where only the launcher has several processes."""
+    found = _from_torch()
+    if warns and found is None and "RANK" not in os.environ and "ray" not in sys.modules:
+        for name in _LAUNCHED:
+            if (count := os.environ.get(name, "1")) != "1":
+                warnings.warn(
+                    f"{name}={count}, but torch.distributed is not initialised and RANK and WORLD_SIZE are not set, so each of these processes reads all "
+                    "samples; set both before Python starts, or pass placement=ss.Placement(rank, world_size), (0, 1) to read all",
+                    UserWarning,
+                    stacklevel=5,
+                )
+    return (found or Placement()).world_size > 1
 
 
 def _from_torch() -> Placement | None:

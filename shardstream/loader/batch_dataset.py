@@ -176,7 +176,7 @@ class BatchDataset(SplitDataset):
         dataset = self.source_dataset
         if dataset._has_given_placement or self.placement.world_size > 1:
             return False
-        if not is_one_of_several() or dataset.placement == self.placement:
+        if not is_one_of_several(warns=True) or dataset.placement == self.placement:
             return False
         if position.parts:
             raise StateError(

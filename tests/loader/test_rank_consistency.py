@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import shardstream as ss
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.loader import compare_in_store
+from shardstream.testing import make_shards
 
 LONG_S = 120.0
 
@@ -131,3 +135,20 @@ def test_a_rank_that_does_not_call_is_an_error_also_for_a_late_one(missing: int)
         found = list(pool.map(lambda rank: called(store, rank, 4, 0, wait_s=0.5), late))
     assert all("did not call set_weights within 0.5 s" in text for text in found)
     assert "did not call set_weights" in called(store, missing, 4, 0)
+
+
+def test_processes_of_a_launcher_that_have_no_ranks_warn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    url = make_shards(str(tmp_path), samples=8)
+    with pytest.warns(UserWarning, match=r"SLURM_STEP_NUM_TASKS=4, .* reads all samples"):
+        assert len(list(ss.ShardLoader(ss.ShardDataset(url), batch_size=4))) == 2
+    one = ss.ShardDataset(url, placement=ss.Placement(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(ss.ShardLoader(one, batch_size=4))) == 1
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert len(list(ss.ShardLoader(ss.ShardDataset(url), batch_size=4))) == 2
