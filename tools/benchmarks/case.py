@@ -38,6 +38,7 @@ class Case:
         payload_bytes: Bytes of all fields in an epoch; another number is an error.
         task: "raw" returns bytes, "decoded" each field's value, "train" decoded, cropped images and labels.
         workers: Loader processes.
+        worker_method: Whether shardstream's workers are processes or threads.
         only: Of the ray row: the field that is read; empty for all.
         shuffle: Whether shardstream shuffles.
         threads: Decoding threads of each process, 0 for none.
@@ -63,6 +64,7 @@ class Case:
     payload_bytes: int = 0
     task: Literal["raw", "decoded", "train"] = "raw"
     workers: int = 0
+    worker_method: Literal["multiprocessing", "thread"] = "multiprocessing"
     only: str = ""
     shuffle: bool = True
     threads: int = 0

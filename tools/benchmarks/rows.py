@@ -152,7 +152,24 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
     )
     yield Setting(
         row="photo-train",
-        label="2 threads",
+        label="2 threads as workers",
+        case=_case(
+            sizes,
+            workers=2,
+            worker_method="thread",
+            task="train",
+            max_s=0.0,
+            warm=True,
+            prefetch=4,
+        ),
+        corpus=sizes.photos,
+        contestants=(OURS, fast),
+        limits=limits,
+        targets=(of_limit(0.9, limits[0]), of_limit(0.9, limits[1], ours=fast)),
+    )
+    yield Setting(
+        row="photo-train",
+        label="no workers, 2 threads in decode() and map()",
         case=_case(sizes, threads=2, task="train"),
         corpus=sizes.photos,
         contestants=(OURS, fast),

@@ -18,7 +18,8 @@ def make_loader(case: Case) -> Any:
         dataset = _decoded(dataset, case.decoder, case.threads).to_tuple("jpg", "cls")
     elif case.task == "decoded":
         dataset = dataset.decode().to_tuple(*case.fields)
-    return ss.ShardLoader(dataset, batch_size=case.batch_size, **worker_options(case))
+    options = worker_options(case) | {"worker_method": case.worker_method}
+    return ss.ShardLoader(dataset, batch_size=case.batch_size, **options)
 
 
 def _decoded(dataset: Any, decoder: str, threads: int) -> Any:
