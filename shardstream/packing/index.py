@@ -360,7 +360,7 @@ def _publish(output: OutputFolder, manifest: Manifest, present: Mapping[str, Fil
             shard=output.url,
         )
     output.sync()  # the indexes, which other processes may have written
-    files = ManifestFiles(output, manifest, present, lambda: None)
+    files = ManifestFiles(output, manifest, present)
     files.write()
     files.remove_older()
 

@@ -129,16 +129,20 @@ class S3Upload(io.RawIOBase):
         else:
             self.end()
             parts = [future.result() for future in self._parts]
-            send = partial(self._object.join, self._upload_id.result(), parts)
+            send = partial(self._join, self._upload_id.result(), parts)
         if self._check_owner is None:
             etag_or_none = send()
         else:
             etag_or_none = self._object.send_as_owner(send, parts, self._check_owner)
-        self._upload_id = None
         self.etag = None if etag_or_none is None else _plain(etag_or_none)
         if etag_or_none is None or _plain(etag_or_none) != _etag_of(parts):
             self._object.check(self._object.head(), parts, is_known=etag_or_none is not None)
         self.abort()
+
+    def _join(self, upload_id: str, parts: list[_Part], **condition: Any) -> str | None:
+        etag_or_none = self._object.join(upload_id, parts, **condition)
+        self._upload_id = None  # else `abort` still drops it
+        return etag_or_none
 
     def abort(self) -> None:
         """Abort the upload; does nothing after `finish` or a second time."""
@@ -399,11 +403,11 @@ class S3Object:
             try:
                 return self.request(method, nbytes, **arguments)
             except Exception as error:
-                unconditional = {n: arguments[n] for n in arguments.keys() - _CONDITIONS}
-                is_unsupported = classify_error(error, self._url).meaning is UNSUPPORTED
-                if is_unsupported and len(unconditional) < len(arguments):
-                    return self.request(method, nbytes, **unconditional)
-                raise
+                plain = {name: arguments[name] for name in arguments.keys() - _CONDITIONS}
+                meaning = classify_error(error, self._url).meaning
+                if meaning is not UNSUPPORTED or len(plain) == len(arguments):
+                    raise
+                return self.request(method, nbytes, **plain)
 
         return retry_call(self._storage, self._url, send, cancelled=self._cancelled)
 

@@ -38,8 +38,8 @@ class OutputFolder(Protocol):
     """A folder that one writer fills; all methods raise `StorageError` when the store fails."""
 
     url: str
-    check_owner: Callable[[], None] | None
-    """Raises if another writer has taken the folder over: where the store can prevent it, none of its files is then replaced."""
+    check_owner: Callable[[], None]
+    """Raises if another writer has taken the folder over; set by the one that claims it. On S3, a file that is there is replaced only after it was called."""
 
     def lock(self) -> None:
         """Lock out other writers until `unlock`, where the folder's file system can do that."""
@@ -110,6 +110,10 @@ def commit_all(folder: OutputFolder, files: Mapping[str, bytes]) -> None:
             file.discard()
 
 
+def no_owner() -> None:
+    """Do nothing: the folder is not claimed."""
+
+
 class LocalFolder:
     """A folder of this machine; its system calls are not retried.
 
@@ -120,7 +124,7 @@ class LocalFolder:
 
     def __init__(self, path: str, url: str) -> None:
         self.url = url
-        self.check_owner: Callable[[], None] | None = None
+        self.check_owner: Callable[[], None] = no_owner
         self._path = Path(path)
         self._unlock: weakref.finalize[..., LocalFolder] | None = None
         self._renamed = self._flushed = object()
@@ -216,7 +220,7 @@ class RemoteFolder:
 
     def __init__(self, storage: Storage, url: str) -> None:
         self.url = url
-        self.check_owner: Callable[[], None] | None = None
+        self.check_owner: Callable[[], None] = no_owner
         self._storage = storage
         self._is_new = False  # not known before a listing
 
@@ -266,9 +270,8 @@ class RemoteFolder:
         Where the folder had no files, no upload of a killed writer is searched: its journal would be there.
         """
         url = join_url(self.url, name)
-        return open_pending(
-            self._storage, url, is_only_writer=not self._is_new, check_owner=self.check_owner
-        )
+        owner = None if self.check_owner is no_owner else self.check_owner
+        return open_pending(self._storage, url, is_only_writer=not self._is_new, check_owner=owner)
 
     def commit(self, *files: PendingFile) -> None:
         """Publish files at the same time: each waits for the server."""

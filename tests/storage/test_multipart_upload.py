@@ -561,7 +561,7 @@ SIZES = pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request",
     ],
 )
 def test_only_the_owner_of_a_folder_replaces_a_file(
-    kind: str, data: bytes, bucket: str, s3: S3Server
+    kind: str, data: bytes, bucket: str, s3: S3Server, uploads: Callable[[], list[str]]
 ) -> None:
     filesystem = Comparing(skip_instance_cache=True, **s3.storage_options)
     filesystem.kind = kind
@@ -574,6 +574,7 @@ def test_only_the_owner_of_a_folder_replaces_a_file(
         with pytest.raises(StorageError, match="another writer"):
             replace_as_owner(storage, url, data[::-1], Owner(storage, url, 0, b""))
         assert storage.read(url) == data
+    assert uploads() == []
 
 
 @SIZES

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -270,18 +270,11 @@ class ManifestFiles:
         folder: Folder of the dataset.
         manifest: The manifest.
         before: Names of the files in the folder.
-        check_owner: Raises if another job has taken the folder over.
     """
 
-    def __init__(
-        self,
-        folder: OutputFolder,
-        manifest: Manifest,
-        before: Collection[str],
-        check_owner: Callable[[], None],
-    ) -> None:
+    def __init__(self, folder: OutputFolder, manifest: Manifest, before: Collection[str]) -> None:
         self.manifest = manifest
-        self._folder, self._before, self._check_owner = folder, before, check_owner
+        self._folder, self._before = folder, before
         self._files = encode_manifest_files(manifest)
         self.sha256 = sha256(self._files[MANIFEST_NAME]).hexdigest()
         """Hash of ``index.json``."""
@@ -297,12 +290,12 @@ class ManifestFiles:
         Raises:
             StorageError: If another run has taken the folder over, or a file cannot be written; call `remove` then.
         """
-        self._check_owner()
+        self._folder.check_owner()
         self._is_written = True
         for name, data in self._files.items():
             self._folder.write(name, data)
         # A run that took the folder in between has not seen the manifest, so it must not stay.
-        self._check_owner()
+        self._folder.check_owner()
 
     def remove_older(self) -> None:
         """Delete the records of earlier manifests, once this one is there, whoever has written it.

@@ -219,38 +219,34 @@ class PartFiles:
         """Begin to write the part.
 
         Args:
-            check_owner: As of `PartWriter`; by default that of the part, which is called first.
+            check_owner: As of `OutputFolder`; by default that of the part, which is called first.
         """
         folder = open_output_folder(self.names.folder, self.storage_options)
         hashes: list[Hashes] = []
+        folder.check_owner = check_owner or partial(self.check_owner, folder)
         if check_owner is None:
-            check_owner = partial(self.check_owner, folder)
-            check_owner()
-        folder.check_owner = check_owner
+            folder.check_owner()
         writer = PartWriter(
             folder,
             self.limits,
             name=partial(self.names.name, self.number),
-            check_owner=check_owner,
             replaces=self.replaces,
             add_keys=(lambda some, _: hashes.append(some)) if self.keeps_keys else None,
         )
-        return OpenPart(self, folder, writer, check_owner, hashes)
+        return OpenPart(self, folder, writer, hashes)
 
-    def record(
-        self, folder: OutputFolder, result: PartResult, check_owner: Callable[[], None]
-    ) -> None:
-        """Record the published shards of the part; ``check_owner`` as of `PartWriter`.
+    def record(self, folder: OutputFolder, result: PartResult) -> None:
+        """Record the published shards of the part.
 
         Raises:
             StorageError: If another run has taken the folder over.
         """
-        check_owner()
+        folder.check_owner()
         document = {"run": self.run_id, "part": self.number, "of": self.of, **asdict(result)}
         name, data = part_record_name(self.number), json.dumps(document).encode()
         folder.write(name, data)
         try:
-            check_owner()
+            folder.check_owner()
         except StorageError:  # taken over in between: the record is no file of the other writer
             if folder.read(name) == data:
                 folder.remove(name)
@@ -263,7 +259,6 @@ class OpenPart(NamedTuple):
     files: PartFiles
     folder: OutputFolder
     writer: PartWriter
-    check_owner: Callable[[], None]
     hashes: list[Hashes]
     """Those of the keys of each shard, if they are kept."""
 
@@ -274,7 +269,7 @@ class OpenPart(NamedTuple):
             writer.drain()
             hashes = encode_hashes(np.concatenate(self.hashes)) if self.hashes else ""
             result = replace(writer.result(written), key_hashes=hashes)
-            self.files.record(self.folder, result, self.check_owner)
+            self.files.record(self.folder, result)
         return result
 
 

@@ -161,7 +161,7 @@ class _Publication(NamedTuple):
     def write_files(self) -> None:
         """Write the small files next to the manifest, and delete the shards of an earlier dataset."""
         folder, options = self.journal.folder, self.journal.task.options
-        self.journal.check_owner()
+        folder.check_owner()
         for name, text in options["extras"].items():
             folder.write(name, str(text).encode())
         has_columns = options.get("columns") is not None
@@ -237,7 +237,7 @@ def _publish_appended(ready: Ready, storage: Storage) -> PackReport:
                 classes=append["classes"],
                 keys=keys if append["checks_keys"] else None,
             ).publish(storage)
-    added = ManifestFiles(folder, Manifest(shards=shards, fields=fields), (), journal.check_owner)
+    added = ManifestFiles(folder, Manifest(shards=shards, fields=fields), ())
     published = _Publication(files, journal, added, is_published=True)
     remove_job_files(folder, files, published.names, ())
     report = published.report(storage)
@@ -256,13 +256,13 @@ def _checked(ready: Ready) -> _Publication:
         raise no_job_error(url, files, journal)
     published, options = journal.published, journal.task.options
     if published is not None and published.sha256 == published_sha256(folder, files):
-        old = ManifestFiles(folder, read_old_manifest(folder), files, journal.check_owner)
+        old = ManifestFiles(folder, read_old_manifest(folder), files)
         return _Publication(files, journal, old, is_published=True)
     with closing(KeyHashes()) as keys:
         result = _checked_result(ready, journal, files, keys)
     manifest = Manifest(shards=result.shards, name=str(options["name"]), fields=result.fields)
     folder.check_owner = journal.check_owner
-    new = ManifestFiles(folder, manifest, files, journal.check_owner)
+    new = ManifestFiles(folder, manifest, files)
     journal.published = _published(options, result, url, new.sha256)
     return _Publication(files, journal, new, is_published=False)
 

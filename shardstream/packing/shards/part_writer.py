@@ -216,10 +216,9 @@ class PartWriter:
     is raised by the next call, and by all later ones.
 
     Args:
-        folder: Folder of the dataset.
+        folder: Folder of the dataset; its ``check_owner`` is called before each shard is published.
         limits: Maximum samples and bytes of a shard, and its columns.
         name: Returns the name of a shard by its number in the part, from 0.
-        check_owner: Called before each shard is published; raises if another job has taken the folder over.
         replaces: Whether shards of these names may exist already.
         add_keys: Gets hashes and places of the keys of each shard (see `KeyHashes.add`), before it is published.
     """
@@ -230,7 +229,6 @@ class PartWriter:
         limits: WriterOptions,
         *,
         name: Callable[[int], str],
-        check_owner: Callable[[], None],
         replaces: bool = False,
         add_keys: Callable[[Hashes, Places], object] | None = None,
     ) -> None:
@@ -251,8 +249,7 @@ class PartWriter:
         self.etags: dict[str, str] = {}
         """ETags of the tars, on S3 servers that have sent one."""
         self._folder, self._limits, self._name = folder, limits, name
-        self._check_owner, self._replaces = check_owner, replaces
-        self._add_keys = add_keys
+        self._replaces, self._add_keys = replaces, add_keys
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._begun = 0
@@ -416,7 +413,7 @@ class PartWriter:
                 file.end()
             if before is not None:
                 before.result()  # if it has failed, it must not be missing before this one
-            self._check_owner()
+            self._folder.check_owner()
             if self._replaces:
                 # An old index is never next to the new shard, nor the new one next to the old shard.
                 self._folder.remove(info.url + INDEX_SUFFIX)

@@ -124,7 +124,6 @@ class ShardWriter:
             self._folder,
             self._limits,
             name=names.name,
-            check_owner=self._claim.check_owner,
             replaces=self._claim.replaces,
             add_keys=self._add_keys,
         )
@@ -294,7 +293,7 @@ class ShardWriter:
             shards=tuple(self._part.shards), name=self._limits.name, fields=dict(self._part.fields)
         )
         before = self._claim
-        files = ManifestFiles(self._folder, manifest, before.files, before.check_owner)
+        files = ManifestFiles(self._folder, manifest, before.files)
         if before.files:
             has_columns = self._limits.columns is not None
             files.remove_replaced(before.names, before.journal.stale, has_columns=has_columns)
@@ -392,7 +391,6 @@ def write_shard(
             folder,
             limits,
             name=lambda _: name.rpartition("/")[2],
-            check_owner=lambda: None,
             replaces=True,
         )
     ) as writer:
