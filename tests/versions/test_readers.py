@@ -137,3 +137,17 @@ def test_tars_of_the_current_version_and_of_other_datasets_do_not_warn(
     read = wds.DataPipeline(tar, wds.tarfile_to_samples())
     with pytest.warns(UserWarning, match="fields replaced"):
         list(read)
+
+
+def test_numbers_are_those_of_samples_not_of_fields_that_are_joined_to_them(tmp_path: Path) -> None:
+    url, other = (numbered(tmp_path / name, 10, 4, columns=["cls"]) for name in ("one", "other"))
+    ss.delete(url, numbers=[0, 1])
+    ss.replace_fields(url, {"txt": {"000004": "new"}})
+    ss.delete(url, keys=["000004", "000007"])
+    assert ss.versions.diff(url, 3, 4, keys=True).deleted_keys == ["000004", "000007"]
+    left = [2, 3, 5, 6, 8, 9]
+    assert keys_of(session(url).page(0, 10)) == left
+    assert [int(sample["cls"]) for sample in ss.ShardDataset(url)] == left
+    joined = ss.join(ss.ShardDataset(url), {other: {"new": "cls"}}, by="key").samples
+    assert session(url).samples.numbers_of(joined, _all(6)).tolist() == [*range(6)]
+    assert session(other).samples.numbers_of(joined, _all(6)).tolist() == [-1] * 6
