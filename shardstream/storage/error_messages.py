@@ -101,6 +101,7 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
      _final("access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError)),
     (("RequestTimeTooSkewed",),
      _final("access refused because the clock of this machine is wrong; set the clock", AccessDeniedError)),
+    (("InvalidObjectState", "BlobArchived"), _final("the file is in an archive (Glacier); restore it in the store, or name a copy")),
     (("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), REFUSED),
     (("RequestTimeout",), _TIMED_OUT._replace(is_silent=False)),
     (("BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"),

@@ -40,6 +40,7 @@ def refused(code: str, status: int) -> botocore.exceptions.ClientError:
         (refused("AccessDenied", 403), AccessDeniedError, False, False),
         (refused("ExpiredToken", 400), AccessDeniedError, False, False),
         (refused("RequestTimeTooSkewed", 403), AccessDeniedError, False, False),
+        (refused("InvalidObjectState", 403), StorageError, False, False),  # in Glacier
         (refused("PermanentRedirect", 301), StorageError, False, False),
         (refused("InvalidRequest", 400), StorageError, False, False),
         (refused("SlowDown", 503), StorageError, True, True),
