@@ -247,7 +247,7 @@ def new_bucket(s3: S3Server, name: str | None = None) -> Iterator[str]:
         _run_again(f"start_{s3.kind}.sh", s3.workdir, endpoint.rpartition(":")[2])
         made = _resource(s3).create_bucket(Bucket=name)
     yield f"s3://{made.name}"
-    made.objects.delete()
+    made.object_versions.delete()
     made.delete()
 
 

@@ -11,7 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,6 +136,11 @@ def gc(
         if not dry_run:
             for names in batches:
                 remove_all(storage, [listed[name].url for name in names])
+            if any(batches) and _keeps_deleted(folder, storage):
+                _log.warning(
+                    "%s: the bucket has versioning, so the bytes of deleted files stay; delete their old versions there, for example by a lifecycle rule",
+                    folder,
+                )
     files = [name for names in batches for name in names]
     return GcReport(
         removed=sorted({*before.dataset_version.kept_numbers} - {*kept, current.number}),
@@ -143,6 +148,14 @@ def gc(
         files=files,
         total_bytes=sum(listed[name].size_or_none or 0 for name in files),
     )
+
+
+def _keeps_deleted(folder: str, storage: Storage) -> bool:
+    """Return whether the bucket of a folder keeps deleted objects; False if that is unknown."""
+    filesystem, path = storage.resolve(folder)
+    with suppress(AttributeError, OSError):  # not S3, or without the permission to ask
+        return bool(filesystem.is_bucket_versioned(path.partition("/")[0]))
+    return False
 
 
 def _versions_in(states: Iterable[Mapping[str, Any]]) -> set[int]:

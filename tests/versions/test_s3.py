@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import s3fs
 
 import shardstream as ss
 from shardstream.packing import CompactReport
@@ -31,6 +32,21 @@ def test_delete_compact_and_gc(bucket: str) -> None:
     assert any(name == "000000.tar" for name in report.files)
     assert [int(sample["cls"]) for sample in ss.ShardDataset(url)] == left
     assert ss.verify(url).problems == ()
+
+
+@pytest.mark.usefixtures("s3_env")
+@pytest.mark.filterwarnings("ignore:.*no conditional writes")  # Ceph 16, in such a bucket
+@pytest.mark.parametrize("versioned", [False, True])
+def test_gc_warns_that_a_bucket_keeps_deleted_bytes(
+    bucket: str, caplog: pytest.LogCaptureFixture, *, versioned: bool
+) -> None:
+    url = numbered(f"{bucket}/data", N, 10)
+    ss.delete(url, numbers=[0])
+    ss.compact(url)
+    if versioned:
+        s3fs.S3FileSystem(skip_instance_cache=True).make_bucket_versioned(bucket[5:])
+    assert "000000.tar" in ss.versions.gc(url, keep=1, dry_run=False).files
+    assert ("the bytes of deleted files stay" in caplog.text) is versioned
 
 
 @pytest.mark.usefixtures("s3_env")
