@@ -168,6 +168,7 @@ def locate_shards(urls: Urls, storage: Storage, version: int | str | None = None
         located.append(_from_tars(tars, storage, globbed))
     if len(expanded) > 1:
         refuse_repeated((shard.url for one in located for shard in one.shards), storage)
+        _warn_of_copies(shard for one in located for shard in one.shards)
     if len(located) == 1:
         return located[0]
     return LocatedShards(
@@ -228,6 +229,20 @@ def refuse_repeated(urls: Iterable[str], storage: Storage) -> None:
             "pass weights= or use ss.mix to read samples more often",
             shard=repeated,
         )
+
+
+def _warn_of_copies(shards: Iterable[ShardInfo]) -> None:
+    """Warn of two shards with the same bytes, by their manifests: samples of a copied dataset would be read twice."""
+    known: dict[str, str] = {}
+    for shard in shards:
+        other = known.setdefault(shard.sha256 or shard.url, shard.url)
+        if other != shard.url:
+            warnings.warn(
+                f"{redact(other)} and {redact(shard.url)} have the same bytes, so their samples are read twice; name one of them",
+                ShardWarning,
+                stacklevel=4,
+            )
+            return
 
 
 def one_spelling(url: str, storage: Storage) -> str:
