@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,9 @@ from shardstream.errors import (
     ManifestError,
     NotFoundError,
     OptionError,
+    ShardWarning,
     StorageError,
+    redact,
 )
 from shardstream.format import (
     FIRST_VERSION,

@@ -4,6 +4,7 @@ import functools
 import http.server
 import os
 import re
+import shutil
 import threading
 import uuid
 from collections.abc import Iterator
@@ -179,6 +180,17 @@ def test_shard_that_is_named_twice_is_refused(urls: str | list[str], folder: str
         ss.errors.OptionError, match=r"named twice.* weights= or use ss.mix.*/0\d\.tar"
     ):
         ss.ShardDataset(urls)
+
+
+def test_copies_of_a_dataset_cause_a_warning(tmp_path: Path) -> None:
+    first, other, copy = (tmp_path / name for name in ("first", "other", "copy"))
+    for number, folder in enumerate((first, other)):
+        with ss.ShardWriter(folder) as writer:
+            writer.write({"cls": number})
+    shutil.copytree(first, copy)
+    assert len(ss.ShardDataset([str(first), str(other)])) == 2
+    with pytest.warns(ss.errors.ShardWarning, match=r"first/.*copy/.* have the same bytes"):
+        assert len(ss.ShardDataset([str(first), str(other), str(copy)])) == 3
 
 
 def test_spellings_of_a_path_name_one_shard(
