@@ -102,7 +102,7 @@ def test_dataset_on_s3_may_grow_with_a_new_manifest(
 def test_datasets_with_a_common_name_prefix_can_be_read_together(
     remote: str, pair: list[Path], tmp_path: Path
 ) -> None:
-    upload(pair[0], f"{remote}-more")
+    upload(pair[1], f"{remote}-more")
     strange = f"{remote}/strange.tar"  # not in the manifest
     fsspec.filesystem("s3").put_file(str(next(pair[0].glob("*.tar"))), strange)
     fsspec.filesystem("s3").put_file(str(next(pair[0].glob("*.idx"))), f"{strange}.idx")
