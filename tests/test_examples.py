@@ -66,7 +66,7 @@ def left_running(tmp_path: Path) -> list[str]:
 
 def left_after_a_while(tmp_path: Path) -> list[str]:
     """Return the processes that do not end by themselves: those of Ray need seconds to see that their driver has ended."""
-    for _ in range(300):
+    for _ in range(3000):
         if not left_running(tmp_path):
             return []
         time.sleep(0.1)

@@ -144,7 +144,7 @@ def test_concurrent_threads_share_one_check_of_a_shard(wire: Wire) -> None:
     barrier = threading.Barrier(8)
 
     def read(number: int) -> bytes:
-        barrier.wait(30)
+        barrier.wait(300)
         return checks.read(0, number * 1000, number * 1000 + 500)
 
     with ThreadPoolExecutor(8) as pool:
@@ -161,18 +161,18 @@ def test_failed_check_raises_in_all_waiting_threads_and_is_repeated_later(wire: 
 
     def fail() -> None:
         has_started.set()
-        go_on.wait(30)
+        go_on.wait(300)
         raise OSError("503 SlowDown")
 
     wire.before = fail
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(checks.read, 0, 0, 10)
-        assert has_started.wait(30)
+        assert has_started.wait(300)
         second = pool.submit(checks.read, 0, 0, 10)
         go_on.set()
         for request in (first, second):
             with pytest.raises(StorageError, match="SlowDown"):
-                request.result(30)
+                request.result(300)
     wire.before = lambda: None
     assert checks.read(0, 0, 10) == DATA[:10]
 
@@ -199,18 +199,18 @@ def test_cancelled_check_is_taken_over_by_a_waiting_thread(wire: Wire) -> None:
     def fail() -> None:
         if threading.current_thread() is not here:
             failing.set()
-            waits.wait(30)
+            waits.wait(300)
             raise OSError("connection lost")
 
     here, wire.before = threading.current_thread(), fail
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(checks.read, 0, 0, 10, left)
-        assert failing.wait(30)
+        assert failing.wait(300)
         left.close()
         threading.Timer(0.2, waits.set).start()  # this thread waits by then
         assert checks.read(0, 5, 20, AdaptiveLimit()) == DATA[5:20]
         with pytest.raises(StorageError, match="connection lost"):
-            first.result(30)
+            first.result(300)
 
 
 def test_bit_flip_in_first_read_is_corrected_by_reading_again(wire: Wire) -> None:
@@ -316,7 +316,7 @@ def in_fork(function: Callable[[], Any]) -> Any:
     child.start()
     assert mine.poll(60)
     found = mine.recv()
-    child.join(60)
+    child.join(300)
     return found
 
 
@@ -342,15 +342,15 @@ def test_process_forked_during_a_check_does_not_wait_for_it(wire: Wire) -> None:
     def stall() -> None:
         if os.getpid() == parent:
             has_started.set()
-            go_on.wait(60)
+            go_on.wait(300)
 
     wire.before = stall
     thread = threading.Thread(target=checks.read, args=(0, 0, 1))
     thread.start()
-    assert has_started.wait(30)
+    assert has_started.wait(300)
     assert in_fork(lambda: checks.read(0, 10, 20)) == DATA[10:20]
     go_on.set()
-    thread.join(60)
+    thread.join(300)
 
 
 def test_pickled_copy_starts_without_digests(wire: Wire) -> None:

@@ -110,9 +110,9 @@ def test_close_ends_the_connection_of_a_response(client: str, folder: Path) -> N
         dataset = open_dataset(client, server, read_timeout_s=3600, retry_timeout_s=3600)
         samples = iter(dataset)
         assert len(next(samples)["bin"]) == 10
-        assert begun.wait(60)
+        assert begun.wait(300)
         samples.close()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while threads() - before and time.monotonic() < deadline:
             time.sleep(0.01)
         left.set()
@@ -156,7 +156,7 @@ def test_process_ends_after_an_interrupt(folder: Path) -> None:
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
             try:
-                _, errors = process.communicate(timeout=60)
+                _, errors = process.communicate(timeout=300)
             finally:
                 process.kill()
                 ended.set()
@@ -213,7 +213,7 @@ def test_loader_whose_worker_waits_for_a_response_ends(
                 process.send_signal(signal.Signals[how])  # its worker does not get it
             try:
                 process.communicate(
-                    timeout=60
+                    timeout=300
                 )  # waits for the worker, too, which has the same pipes
             finally:
                 with suppress(ProcessLookupError):

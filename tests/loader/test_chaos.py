@@ -214,7 +214,7 @@ def run(program: str, folder: Path, **arguments: Any) -> subprocess.CompletedPro
         start_new_session=True,
     )  # fmt: skip
     try:
-        output, errors = process.communicate(timeout=90)
+        output, errors = process.communicate(timeout=300)
         assert is_gone(process.pid)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints where it hangs

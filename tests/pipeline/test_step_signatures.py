@@ -285,7 +285,7 @@ def test_signatures_are_equal_in_every_process(tmp_path: Path) -> None:
     seen = {
         subprocess.run(
             [sys.executable, str(script), root], env=os.environ | {"PYTHONHASHSEED": seed},
-            check=True, capture_output=True, text=True, timeout=100,
+            check=True, capture_output=True, text=True, timeout=300,
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip

@@ -482,7 +482,7 @@ def test_a_new_process_opens_a_pickled_dataset(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert int(done.stdout) == sum(range(COUNT))
 

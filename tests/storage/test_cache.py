@@ -596,7 +596,7 @@ FULL_DISK = """
 def run_python(code: str, *arguments: object) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        capture_output=True, text=True, check=True, timeout=100,
+        capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     return done.stdout
 

@@ -368,7 +368,7 @@ def test_read_survives_a_server_restart(client: str, s3: S3Server, bucket: str) 
         time.sleep(1)
         assert not reading.done()
         with forwarded(port, s3.endpoint):
-            assert reading.result(timeout=60) == BODY[4:8]
+            assert reading.result(timeout=300) == BODY[4:8]
 
 
 def test_cancelled_read_ends_soon(client: str, faults: Faults) -> None:

@@ -157,16 +157,16 @@ class Holder:
     def _hold(self, concurrency: AdaptiveLimit) -> None:
         with concurrency.slot() as self.slot:
             self.has_slot.set()
-            self.let_go.wait(30)
+            self.let_go.wait(300)
 
     def end(self) -> None:
         self.let_go.set()
-        self._thread.join(30)
+        self._thread.join(300)
 
 
 def with_slots(made: list[Holder], count: int) -> list[Holder]:
     """Wait until this number of holders have a slot; return them."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while sum(one.has_slot.is_set() for one in made) < count and time.monotonic() < deadline:
         time.sleep(0.01)
     held = [one for one in made if one.has_slot.is_set()]

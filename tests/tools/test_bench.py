@@ -309,7 +309,7 @@ def test_worker_memory_is_measured_from_outside() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     *before, most, mean, after, after_mean = map(int, said.stdout.split())
     assert (before, after, after_mean) == ([0, 0], 0, 0)
