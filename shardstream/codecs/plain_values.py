@@ -22,7 +22,7 @@ VALUES_LIMIT = 10_000_000
 BINARY_LIMIT_BYTES = 32 << 20
 """Bytes of a MessagePack or CBOR field: an empty list takes 1 byte, 64 in memory."""
 ANY_KEYS_LIMIT_BYTES = 64 << 10
-"""Bytes of a CBOR field whose keys may be other than text and bytes: keys chosen to have one hash take quadratic time."""
+"""Bytes of a MessagePack or CBOR field whose keys may be other than text and bytes: keys chosen to have one hash take quadratic time."""
 INFLATED_LIMIT_BYTES = 1 << 30
 """Bytes that a field may unpack to."""
 _INFLATED_PIECE_BYTES = 1 << 18
@@ -79,7 +79,7 @@ def _parse_shallow(data: bytes) -> Any:
 
 
 def decode_msgpack(data: bytes) -> Any:
-    """Decode one MessagePack value; over 32 MiB, over 200 levels, and keys that are not text or bytes are refused.
+    """Decode one MessagePack value; over 32 MiB, over 200 levels, and in fields over 64 KiB keys that are not text or bytes are refused.
 
     Raises:
         OptionError: If msgpack is not installed.
@@ -87,7 +87,7 @@ def decode_msgpack(data: bytes) -> Any:
     """
     msgpack = import_extra("msgpack", extra=_EXTRA, purpose="decoding MessagePack")
     _check_binary(data)
-    value = msgpack.unpackb(data)
+    value = msgpack.unpackb(data, strict_map_key=len(data) > ANY_KEYS_LIMIT_BYTES)
     check_depth(value)
     return value
 
@@ -98,9 +98,11 @@ def encode_msgpack(value: object) -> bytes:
     Raises:
         OptionError: If msgpack is not installed.
         TypeError: If MessagePack cannot hold it.
+        ValueError: If `decode_msgpack` would refuse its length or a key.
     """
     msgpack = import_extra("msgpack", extra=_EXTRA, purpose="encoding MessagePack")
     encoded: bytes = msgpack.packb(value)
+    _check_encoded(encoded, value)
     return encoded
 
 
@@ -140,9 +142,11 @@ def encode_cbor(value: object) -> bytes:
     Raises:
         OptionError: If cbor2 is not installed.
         cbor2.CBOREncodeError: If CBOR cannot hold it.
+        ValueError: If `decode_cbor` would refuse its length or a key.
     """
     cbor2 = import_extra("cbor2", extra=_EXTRA, purpose="encoding CBOR")
     encoded: bytes = cbor2.dumps(value)
+    _check_encoded(encoded, value)
     return encoded
 
 
@@ -218,6 +222,22 @@ def _check_binary(data: bytes) -> None:
             f"{len(data)} bytes, the limit is {BINARY_LIMIT_BYTES}, because they may take 64 times as much memory; "
             "store arrays as npy or safetensors"
         )
+
+
+def _check_encoded(data: bytes, value: object) -> None:
+    _check_binary(data)
+    left = [value] if len(data) > ANY_KEYS_LIMIT_BYTES else []
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            other = next((key for key in one if not isinstance(key, str | bytes)), None)
+            if other is not None:
+                raise ValueError(
+                    f"the key {other!r} is no text, which keys must be in a field over {ANY_KEYS_LIMIT_BYTES} bytes (this has {len(data)})"
+                )
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
 
 
 def _big_number(value: bytes, _is_key: bool) -> int:

@@ -164,7 +164,7 @@ ATTACKS: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     "msgpack of 4 billion values": ("msg", b"\xdd\xff\xff\xff\xff\0", "ValueError|exceeds"),
     "msgpack of 33 million lists": ("msgpack", lambda: b"\xdd\x02\x00\x00\x01" + b"\x90" * 33_554_433, "the limit is 33554432"),
     "msgpack and more": ("msgpack", b"\0\0", "ExtraData"),
-    "msgpack of colliding keys": ("msgpack", b"\x81\x01\x02", "map key"),
+    "msgpack of colliding keys": ("msgpack", lambda: b"\xdf\0\0\x80\0" + b"".join(b"\xcd" + n.to_bytes(2) + b"\0" for n in range(32_768)), "map key"),
     "cbor that is deep": ("cbor", b"\x81" * 100_000 + b"\0", "nesting depth"),
     "cbor of 2^50 values": ("cbor", b"\x9b\0\x0f" + b"\xff" * 6, "CBORDecodeEOF"),
     "cbor of 2^50 bytes": ("cbor", b"\x5b\0\x0f" + b"\xff" * 6, "CBORDecodeEOF"),

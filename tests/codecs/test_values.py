@@ -26,6 +26,8 @@ VALUE = {"a": [1, -2, 0.5, None, True, "ü"], "b": {"c": b"\0\1", "d": []}}
 VALUES: list[tuple[str, Any]] = [
     ("msgpack", VALUE),
     ("x.mp", [1, 2]),
+    ("msgpack", {1: "a", -2: [{0.5: None}]}),
+    ("cbor", {1: "a", -2: [{0.5: None}]}),
     ("msg", "text"),
     ("cbor", VALUE),
     ("jsonl", [{"a": 1}, [2], "three", None]),
@@ -95,6 +97,9 @@ def test_jsonl_takes_text_and_leaves_out_blank_lines() -> None:
         ("msgpack", {1, 2}, "TypeError"),
         ("msgpack", 1 << 80, "OverflowError"),
         ("cbor", object(), "cannot be encoded"),
+        ("msgpack", [{7: "x" * 70_000}], "the key 7 is no text"),
+        ("cbor", {"a": {7: "x" * 70_000}}, "the key 7 is no text"),
+        ("msgpack", "x" * (33 << 20), "the limit is 33554432"),
         ("jsonl", {"a": 1}, "a list of JSON values"),
         ("ten", np.zeros(2, bool), "cannot be stored; use npy"),
         ("ten", "text", "this field takes an array"),
