@@ -130,18 +130,21 @@ class LocalFolder:
         self._renamed = self._flushed = object()
 
     def lock(self) -> None:
-        """Create the folder and lock it until `unlock` or the end of this process (see `try_lock`).
+        """Create the folder and lock it until `unlock` or the end of this process (see `try_lock`); a new one is removed if it is empty then.
 
         Raises:
             StorageError: If another pack or writer holds the lock, or the folder cannot be created.
         """
+        is_new = not self._path.exists()
         deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while (token := try_lock(str(self._path), self.url)) is None:
             if time.monotonic() > deadline:
                 raise locked_error(self.url)
             time.sleep(_LOCK_POLL_S)
         # Also when this object is garbage-collected: a writer that was never closed must not lock forever.
-        self._unlock = weakref.finalize(self, release_lock, token)
+        self._unlock = weakref.finalize(
+            self, release_lock, token, self._path if is_new else None
+        )
 
     def unlock(self) -> None:
         """Release the lock; a second call does nothing."""

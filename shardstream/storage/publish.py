@@ -318,6 +318,9 @@ def try_lock(path: str, url: str, *, for_a_moment: bool = False) -> object | Non
     folder = (status.st_dev, status.st_ino)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.exists(path) or not os.path.samestat(os.stat(path), status):
+            os.close(handle)  # `release_lock` of another process has removed it
+            return None
     except OSError as error:
         if error.errno != errno.EWOULDBLOCK:
             _log.info("%s: the folder cannot be locked: %s", url, error)
@@ -348,15 +351,22 @@ def _share_lock(folder: tuple[int, int]) -> object | None:
     return None
 
 
-def release_lock(token: object) -> None:
+def release_lock(token: object, new: Path | None = None) -> None:
     """Release a lock, also for forked children: they share the opened file, which holds the lock (flock(2)).
 
     It ends with its last token. A second call does nothing, nor does one in a child for a lock of its parent.
+
+    Args:
+        token: Of `try_lock`.
+        new: The folder, if it was created for the lock: it is removed if it is empty.
     """
     folder, handle = _held.pop(token, (None, None))
     if handle is None:
         return
     if folder not in dict(_held.values()):
+        if new is not None:
+            with suppress(OSError):  # it has files
+                new.rmdir()
         with suppress(OSError):  # the file system may have no locks
             fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)

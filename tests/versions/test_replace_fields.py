@@ -179,6 +179,7 @@ def test_wrong_values_publish_nothing(
     with pytest.raises(error, match=message):
         ss.replace_fields(url, fields)
     assert (Path(url) / "index.json").read_bytes() == before
+    assert not list(Path(url).glob("fields-*"))
     assert texts(url) == {i: f"old {i}" for i in range(N)}
 
 
