@@ -76,8 +76,8 @@ from shardstream.format.names import is_meta_name as is_meta_name
 from shardstream.format.names import is_name as is_name
 from shardstream.format.names import mask_fields as mask_fields
 from shardstream.format.names import member_name as member_name
-from shardstream.format.names import photos_of_masks as photos_of_masks
 from shardstream.format.names import split_member_name as split_member_name
+from shardstream.format.names import unsure_masks as unsure_masks
 from shardstream.format.names import words_of as words_of
 from shardstream.format.samples import FIELDS_LIMIT as FIELDS_LIMIT
 from shardstream.format.samples import Group as Group

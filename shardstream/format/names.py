@@ -7,9 +7,10 @@ Ghostscript.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from shardstream.errors import OptionError, SampleError
 
@@ -228,7 +229,7 @@ def mask_fields(names: Iterable[str]) -> frozenset[str]:
 
 @lru_cache(maxsize=1000)
 def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
-    parts = [(name, *name.lower().rpartition(".")[::2]) for name in names]
+    parts = [(name, *name.lower().removesuffix(".gz").rpartition(".")[::2]) for name in names]
     photos = {stem for _, stem, form in parts if form in _PHOTOS}
     return frozenset(
         name
@@ -238,21 +239,34 @@ def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
     )
 
 
-def photos_of_masks(names: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
-    """Return photos beside which fields with new names are masks, as they are beside those of a dataset.
+class UnsureMasks(NamedTuple):
+    """Fields whose kind their own names do not tell."""
 
-    A field that is a mask by a word of its name is one by its new name only.
+    by_photo: tuple[str, ...]
+    """Masks only because the sample has a photo of the same name."""
+    pictures: tuple[str, ...]
+    """Lossless images that are no masks by the names of all fields, and fields of unknown formats."""
 
-    Args:
-        names: New name -> old name.
-        known: Fields of the dataset.
 
-    >>> sorted(photos_of_masks({"png": "png", "m.png": "png", "c.png": "seg.png"}, ["jpg", "png", "seg.png"]))
-    ['jpg', 'm.jpg']
+@lru_cache(maxsize=1000)
+def unsure_masks(names: tuple[str, ...]) -> UnsureMasks:
+    """Return the fields that would be of another kind beside other fields.
+
+    >>> unsure_masks(("jpg", "png", "seg.png", "b.tif", "image", "cls"))
+    UnsureMasks(by_photo=('png',), pictures=('b.tif', 'image'))
     """
-    masks = mask_fields(known) - {old for old in names.values() if mask_fields([old])}
-    taken = [new for new, old in names.items() if old in masks and is_image_field(new)]
-    return frozenset(f"{new.rpartition('.')[0]}.jpg".removeprefix(".") for new in taken)
+    unsure = [name for name in names if _is_unsure(name) and not mask_fields([name])]
+    masks = mask_fields(names)
+    return UnsureMasks(
+        tuple(name for name in unsure if name in masks),
+        tuple(name for name in unsure if name not in masks),
+    )
+
+
+def _is_unsure(name: str) -> bool:
+    _, dot, form = name.lower().removesuffix(".gz").rpartition(".")
+    is_of_a_format = dot or form in IMAGE_FORMATS or form in INT_FIELDS | JSON_FIELDS | TEXT_FIELDS
+    return form in (*_LOSSLESS, "webp") or not (is_of_a_format or name.startswith("__"))
 
 
 def has_mask_word(name: str) -> bool:

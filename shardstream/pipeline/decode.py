@@ -32,7 +32,7 @@ from shardstream.errors import (
 )
 from shardstream.format import INT_FIELDS, JSON_FIELDS, Columns, Sample, mask_fields
 from shardstream.pipeline.stage import ItemStage
-from shardstream.storage import FieldFile
+from shardstream.storage import FieldFile, is_mask
 
 _log = get_logger(__name__)
 
@@ -83,13 +83,12 @@ class Decode(ItemStage):
     Args:
         table: Decoders by field, or by its last part.
         mask_table: Decoders for mask fields; None uses ``table``.
-        masks: Mask fields; None selects them by name, see `mask_fields`.
+        masks: Mask fields; None selects them by name, see `mask_fields`, and those that were masks before (`keep_masks`).
         handlers: Decoders that are tried first, in order.
         only: Fields to decode; None means all. Values that are not bytes stay as they are.
         threads: As in `ItemStage`.
         given: The user's options for both tables, which states compare: default tables may change between versions.
         known: Last parts of fields that some decoder takes; fields with another one are named in a warning. Empty: no warning.
-        left_out: Fields that the samples had before ``fields=`` left them out, which count when masks are selected by name.
     """
 
     table: Table = field(compare=False)
@@ -100,7 +99,6 @@ class Decode(ItemStage):
     threads: int = 0
     given: Mapping[str, Any] | None = None
     known: frozenset[str] = field(default=frozenset(), compare=False)
-    left_out: frozenset[str] = field(default=frozenset(), compare=False)
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -160,7 +158,10 @@ class Decode(ItemStage):
                 decoded[name] = value
                 continue
             try:
-                decoded[name] = result = self._decode_field(name, value, decoders[name])
+                decoder = decoders[name]
+                if self.masks is None and is_mask(value):
+                    decoder = self._find(name.removesuffix(".gz"), is_mask=True)
+                decoded[name] = result = self._decode_field(name, value, decoder)
             except MemoryError as error:
                 error.add_note(
                     f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
@@ -199,18 +200,21 @@ class Decode(ItemStage):
     def _choose(self, sample: Sample) -> Mapping[str, Decoder | None]:
         """Choose and cache the decoders for samples with the fields of this one."""
         plain = {name: name.removesuffix(".gz") for name in sample}
-        siblings = (name.removesuffix(".gz") for name in self.left_out)
-        masks = mask_fields([*plain.values(), *siblings]) if self.masks is None else self.masks
+        masks = mask_fields(plain.values()) if self.masks is None else self.masks
         chosen: dict[str, Decoder | None] = {}
         for name, field_name in plain.items():
-            table = self.mask_table if field_name in masks and self.mask_table else self.table
-            chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
+            chosen[name] = self._find(field_name, is_mask=field_name in masks)
             if chosen[name] is None and isinstance(sample[name], bytes | FieldFile):
                 self._warn_if_unknown(name, field_name)
         if len(self._chosen) >= _CHOICES_KEPT:  # field names that never repeat
             self._chosen.clear()
         self._chosen[tuple(sample)] = chosen
         return chosen
+
+    def _find(self, field_name: str, *, is_mask: bool) -> Decoder | None:
+        """Return the decoder of a field; ``is_mask`` says whether it is a mask."""
+        table = self.mask_table if is_mask and self.mask_table else self.table
+        return table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
 
     def _warn_if_unknown(self, name: str, field_name: str) -> None:
         """Warn once of a field that stays bytes, and would with any option."""

@@ -106,11 +106,6 @@ class IndexedSource(Source):
         return self.shuffle or self.draw is not None
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """Fields that joins have left out beside masks (see `Samples.left_out`)."""
-        return self.samples.left_out
-
-    @property
     def nsamples(self) -> int:
         """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
         return len(self.samples) if self.draw is None else self.draw.num_samples

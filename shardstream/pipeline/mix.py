@@ -14,7 +14,6 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from shardstream.errors import OptionError, plural
-from shardstream.format import mask_fields
 from shardstream.order import (
     BalancedEpochPlan,
     CopyPlan,
@@ -182,16 +181,6 @@ class MixIndexedSource(IndexedSource):
     def may_leave_out(self) -> bool:
         """Whether steps of its parts may leave samples out."""
         return any(part.may_leave_out for part in self.recipe.parts.values())
-
-    @property
-    def left_out(self) -> frozenset[str]:
-        """Fields that joins, or ``fields=`` of its parts, have left out beside masks."""
-        names = self.samples.left_out
-        for kept in filter(None, (part.kept_fields for part in self.recipe.parts.values())):
-            masks = mask_fields([*kept.possible, *sorted(kept.left_out)])
-            if not masks.isdisjoint(kept.possible):  # else pictures of other parts became masks
-                names |= kept.left_out
-        return names
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``.

@@ -8,9 +8,8 @@ from typing import cast
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
 from shardstream.pipeline.bad_samples import BadSampleReport, OnError, SkipTracker
-from shardstream.pipeline.decode import Decode
-from shardstream.pipeline.indexed_source import IndexedSource, SamplesSource, numbered_source
-from shardstream.pipeline.sample_steps import KeepFields, Map, OpenFields, Rename, Select
+from shardstream.pipeline.indexed_source import IndexedSource, numbered_source
+from shardstream.pipeline.sample_steps import KeepFields, OpenFields, Select
 from shardstream.pipeline.stage import (
     Context,
     ItemStage,
@@ -57,28 +56,7 @@ class Pipeline:
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
-        stages = self.stages
-        if isinstance(stage, Decode):
-            masks = {} if stage.masks is not None else stage.mask_table or {}
-            forms = tuple(form for form in masks if masks[form] is not stage.table.get(form))
-            stages = tuple(
-                replace(one, mask_forms=forms) if isinstance(one, KeepFields | Map) else one
-                for one in stages
-            )
-            kept = frozenset[str]() if self.kept_fields is None else self.kept_fields.left_out
-            before = self.source.left_out if isinstance(self.source, IndexedSource) else kept
-            stage = replace(stage, left_out=self._with_renamed(kept | before))
-        return replace(self, stages=(*stages, stage))
-
-    def _with_renamed(self, left_out: frozenset[str]) -> frozenset[str]:
-        """Return fields that are left out, and photos of the masks that steps rename; samples of a mix differ in their fields."""
-        if isinstance(self.source, SamplesSource):
-            known = left_out.union(self.source.samples.fields or ())
-            for stage in self.stages:
-                if isinstance(stage, Rename):
-                    left_out |= stage.photos(known)
-                    known |= left_out.union(stage.names)
-        return left_out
+        return replace(self, stages=(*self.stages, stage))
 
     @property
     def kept_fields(self) -> KeepFields | None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import OptionError, SampleError, get_logger, plural, redact
-from shardstream.format import Columns, Sample, TupleColumns, mask_fields, photos_of_masks
+from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
 from shardstream.samples import RefusedError
-from shardstream.storage import FieldFile, FieldPlaces, Storage
+from shardstream.storage import (
+    FieldFile,
+    FieldPlaces,
+    Storage,
+    is_mask,
+    keep_masks,
+    lost_masks,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,13 +39,11 @@ class KeepFields(ItemStage):
 
     Args:
         names: Names of fields; of ``"jpg;png"`` the first that the sample has, under its own name.
-        left_out: Other fields of the dataset, as far as they are known: `Decode` takes a png for a mask if there is a jpg, too.
-        mask_forms: Last parts of fields that a `Decode` after it decodes in another way if they are masks by the names of all fields.
+        left_out: Other fields of the dataset, as far as they are known: they may not be read, and a png is a mask if there is a jpg.
     """
 
     names: tuple[str, ...]
     left_out: frozenset[str] = field(default=frozenset(), compare=False)
-    mask_forms: tuple[str, ...] = field(default=(), compare=False)
     leads_by_column = True
 
     @property
@@ -53,19 +57,15 @@ class KeepFields(ItemStage):
         for names in self.names:
             name = names if names in sample else find_field(names, sample, "fields=")
             kept[name] = sample[name]
-        if self.mask_forms:
-            _warn_of_masks((*sample,), (*kept, *self.left_out), self.mask_forms, "fields=")
-        return kept
+        return keep_masks(sample, kept, *self.left_out)
 
     def apply_to_columns(self, columns: Columns) -> Columns | None:
-        """Return the fields of samples that all have the same; None if they lack one."""
+        """Return the fields of samples that all have the same; None if they lack one, or lose the photo of a mask."""
         names = self.chosen(columns.columns)
         if names is None:
             return None
-        if self.mask_forms:
-            left = (*names, *self.left_out)
-            _warn_of_masks((*columns.columns,), left, self.mask_forms, "fields=")
-        return Columns({n: columns.columns[n] for n in (*FRAME, *names)})
+        kept = {n: columns.columns[n] for n in (*FRAME, *names)}
+        return None if lost_masks(columns.columns, kept, *self.left_out) else Columns(kept)
 
     def chosen(self, fields: Collection[str]) -> list[str] | None:
         """Return the field that each name stands for; None if there is none for one of them."""
@@ -148,22 +148,14 @@ class OpenFields(ItemStage):
         return opened
 
     def _open(self, sample: Sample, name: str) -> FieldFile:
-        place = self.places.decode(sample[name])
+        data, key = sample[name], sample["__key__"]
+        place = self.places.decode(data)
         if place is None:
-            return FieldFile(sample[name])
-        return FieldFile.in_shard(self.storage, sample["__url__"], sample["__key__"], name, place)
-
-
-@lru_cache(maxsize=1000)
-def _warn_of_masks(
-    names: tuple[str, ...], left: tuple[str, ...], forms: tuple[str, ...], step: str
-) -> None:
-    """Warn once of a field that a step takes from the photo beside which it is a mask; `Decode` sees only the fields that are left."""
-    for name in (mask_fields(names) - mask_fields(left)).intersection(left):
-        if name.rpartition(".")[2] in forms:
-            _log.warning(
-                f"{step} leaves out the photo beside which {name!r} is a mask, so that decode takes it for a picture; name it: decode(masks=[{name!r}])"
-            )
+            file = FieldFile(data)
+        else:
+            file = FieldFile.in_shard(self.storage, sample["__url__"], key, name, place)
+        file.is_mask = is_mask(data)
+        return file
 
 
 def name_of(function: object) -> str:
@@ -191,7 +183,6 @@ class Map(ItemStage):
         threads: As in `ItemStage`.
         name: Name of the function in states, instead of its own name.
         version: Version of the function; states with another version are refused.
-        mask_forms: As in `KeepFields`.
     """
 
     function: Callable[..., Any]
@@ -200,24 +191,20 @@ class Map(ItemStage):
     threads: int = 0
     name: str | None = None
     version: int | str | None = None
-    mask_forms: tuple[str, ...] = field(default=(), compare=False)
 
     def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
         function, purpose, rng = self.function, derive_key(self.purpose), self.rng
-        step, forms = f"map({name_of(function)})", self.mask_forms
+        step = f"map({name_of(function)})"
 
         def apply(item: Any, number: int) -> Any:
-            names = (*item,) if forms and isinstance(item, dict) else ()
+            before = dict(item) if isinstance(item, dict) else {}
             try:
                 new = function(item, context.generator(number, purpose)) if rng else function(item)
             except Exception as error:
                 add_place(error, step, item)
                 raise
-            if names and isinstance(new, dict) and not new.keys() >= {*names}:
-                raw = (name for name, value in new.items() if isinstance(value, bytes))
-                _warn_of_masks(names, (*raw,), forms, step)
-            return new
+            return keep_masks(before, new) if before and isinstance(new, dict) else new
 
         return apply
 
@@ -291,25 +278,20 @@ class Rename(ItemStage):
     names: Mapping[str, str]
     keep: bool = True
 
-    def photos(self, known: Collection[str]) -> frozenset[str]:
-        """Return photos beside which fields stay masks that get another name, or whose photo gets one; ``known`` are the fields before."""
-        lost = mask_fields(sorted(known))
-        lost -= mask_fields(sorted({*known}.difference(self.names.values())))
-        return photos_of_masks({name: name for name in lost} | {**self.names}, sorted(known))
-
     def apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
         """Return the sample with new names of fields."""
         if not isinstance(sample, dict):
             raise _no_field("", sample, "rename")
-        return self._renamed(sample, sample)
+        return keep_masks(sample, self._renamed(sample, sample))
 
     def apply_to_columns(self, columns: Columns) -> Columns | None:
-        """Rename the columns; None if one is missing, or used twice: batches would share its memory."""
+        """Rename the columns; None if one is missing, loses its photo, or is used twice: batches would share its memory."""
         fields = columns.columns
         if not all(fields.keys() & old.split(";") for old in self.names.values()):
             return None
         renamed = self._renamed(fields, dict.fromkeys(fields))
-        return Columns(renamed) if len(set(map(id, renamed.values()))) == len(renamed) else None
+        is_shared = len(set(map(id, renamed.values()))) < len(renamed)
+        return None if is_shared or lost_masks(fields, renamed) else Columns(renamed)
 
     def _renamed(self, fields: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
         taken = {new: find_field(old, names, "rename") for new, old in self.names.items()}

@@ -265,11 +265,6 @@ class Samples(ABC):
         return None
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """Photos, beside which fields are masks, that a join leaves out or renames."""
-        return frozenset()
-
-    @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
         return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, SampleError, plural
-from shardstream.format import Columns, Rows, Sample, photos_of_masks
+from shardstream.format import Columns, Rows, Sample
 from shardstream.samples.base import Fetcher, Numbers, Samples, Stored, places_in
 from shardstream.samples.view import View, ViewFetcher
+from shardstream.storage import keep_masks, lost_masks
 
 _OWN = ("__key__", "__url__")
 
@@ -172,17 +173,6 @@ class Join(View):
         return tuple(sorted({name for names in found for name in names or ()}))
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """Photos of the masks that are taken of a dataset, under the names of these."""
-        names = super().left_out
-        kept = {name: name for name in self.kept or ()}
-        chosen = [(self.first, kept), *((one.samples, one.fields) for one in self.parts)]
-        for samples, taken in chosen:
-            known = sorted({*(samples.fields or ()), *samples.left_out})
-            names |= photos_of_masks(taken or {}, known)
-        return names
-
-    @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
         return f"{plural(len(self), 'sample')} of {len(self.inner)} datasets"
@@ -235,7 +225,9 @@ def _chosen(samples: Rows, join: Join) -> Rows:
         return samples
     names = join.kept.union(_OWN)
     if isinstance(samples, Columns) and (not join.is_strict or names <= samples.columns.keys()):
-        return Columns({name: one for name, one in samples.columns.items() if name in names})
+        kept = {name: one for name, one in samples.columns.items() if name in names}
+        if not lost_masks(samples.columns, kept):
+            return Columns(kept)
     return [row if isinstance(row, Exception) else _choose(row, names, join) for row in samples]
 
 
@@ -248,7 +240,7 @@ def _choose(row: Sample, names: frozenset[str], join: Join) -> Sample | Exceptio
             remedy="correct its name, or run 'shardstream index' on the folder if some samples lack it",
             field=absent[0],
         )
-    return {name: value for name, value in row.items() if name in names}
+    return keep_masks(row, {name: one for name, one in row.items() if name in names})
 
 
 def _names_in(part: JoinPart, fields: Iterable[str]) -> dict[str, str]:
@@ -272,6 +264,8 @@ def _join_columns(samples: Rows, others: Rows, part: JoinPart) -> Columns | None
     if mine["__key__"] != theirs["__key__"] or not are_new:
         return None
     if len(set(names.values())) < len(names):  # they would share the memory of a column
+        return None
+    if lost_masks(theirs, added):
         return None
     return Columns({**mine, **added})
 
@@ -315,7 +309,7 @@ def _join(
             remedy="pass missing='keep' (--missing keep) if some samples lack it",
             field=missing[0],
         )
-    added = {field: other[name] for field, name in names.items()}
+    added = keep_masks(other, {field: other[name] for field, name in names.items()})
     if len(set(names.values())) < len(names):  # a step may change one of them in place
         added = {field: deepcopy(value) for field, value in added.items()}
     if part.replaces:

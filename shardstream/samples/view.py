@@ -210,11 +210,6 @@ class View(Samples):
         return self.inner[0].storage
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """Those of all inner samples."""
-        return frozenset[str]().union(*(one.left_out for one in self.inner))
-
-    @property
     def checksums(self) -> list[str | None]:
         """Those of all inner samples."""
         return [checksum for one in self.inner for checksum in one.checksums]

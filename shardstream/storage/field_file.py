@@ -1,4 +1,8 @@
-"""A field of a sample whose bytes are read where they are used: parts of a long video, of a point cloud."""
+"""A field of a sample whose bytes are read where they are used: parts of a long video, of a point cloud; and one that stays a mask.
+
+An image may be a mask by the photo beside it (`mask_fields`). Steps that leave the photo out, or rename one of both, mark its value
+(`keep_masks`), because later steps see only the names that are left.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import io
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from shardstream.errors import ChangedError, ShardError, redact, shown
-from shardstream.format import iter_members, split_member_name
+from shardstream.format import (
+    Sample,
+    iter_members,
+    split_member_name,
+    unsure_masks,
+)
 from shardstream.storage.local_files import FileVersion, stat_version
 from shardstream.storage.retry import RangeFile
 from shardstream.storage.store import Storage
@@ -85,6 +94,8 @@ class FieldFile:
         self.failure: Exception | None = None
         """The last error of a read, until it is set to None: libraries that read an open file may hide it."""
         self._block_bytes = _BLOCK_BYTES
+        self.is_mask = False
+        """Whether it is a mask, whatever its name is (see `keep_masks`)."""
 
     @property
     def block_bytes(self) -> int:
@@ -253,3 +264,44 @@ class _RawFieldFile(RangeFile):
 
     def _read_range(self, start: int, end: int) -> bytes:
         return self._file[start:end]
+
+
+class MaskBytes(bytes):
+    """Bytes of an image that is a mask, whatever its field is called."""
+
+
+def is_mask(value: object) -> bool:
+    """Return whether a value is a mask by `keep_masks`."""
+    return type(value) is MaskBytes or (isinstance(value, FieldFile) and value.is_mask)
+
+
+def lost_masks(before: Mapping[str, Any], after: Mapping[str, Any], *absent: str) -> list[str]:
+    """Return fields that are no masks by their names after a step, but have the name or the value of a mask before it.
+
+    Args:
+        before: Values, or columns, by field.
+        after: The same after the step.
+        absent: Other fields before, which were not read.
+    """
+    pictures = unsure_masks((*after,)).pictures
+    if not pictures:
+        return []
+    unsure = unsure_masks((*before, *absent))
+    names = {*unsure.by_photo, *(name for name in unsure.pictures if is_mask(before.get(name)))}
+    values = [before[name] for name in names if name in before]
+    return [name for name in pictures if name in names or any(after[name] is one for one in values)]
+
+
+def keep_masks(before: Mapping[str, Any], after: Sample, *absent: str) -> Sample:
+    """Mark the masks that a step takes from their photo, in the sample after it, which is returned; arguments as of `lost_masks`."""
+    if not unsure_masks(
+        (*after,)
+    ).pictures:  # a shortcut: most steps see no image of which this is unsure
+        return after
+    for name in lost_masks(before, after, *absent):
+        value = after[name]
+        if type(value) is bytes:
+            after[name] = MaskBytes(value)
+        elif isinstance(value, FieldFile):
+            value.is_mask = True
+    return after

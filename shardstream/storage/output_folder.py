@@ -142,9 +142,7 @@ class LocalFolder:
                 raise locked_error(self.url)
             time.sleep(_LOCK_POLL_S)
         # Also when this object is garbage-collected: a writer that was never closed must not lock forever.
-        self._unlock = weakref.finalize(
-            self, release_lock, token, self._path if is_new else None
-        )
+        self._unlock = weakref.finalize(self, release_lock, token, self._path if is_new else None)
 
     def unlock(self) -> None:
         """Release the lock; a second call does nothing."""

@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import random
+import shutil
 import string
 from pathlib import Path
 from typing import Any
@@ -247,32 +248,49 @@ def test_renamed_mask_stays_a_mask(tmp_path: Path) -> None:
     assert not set(next(iter(photos))["jpg"].ravel().tolist()) <= {0, 200}
 
 
-def test_mask_whose_photo_a_step_leaves_out_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_mask_whose_photo_a_step_leaves_out_stays_a_mask_where_fields_are_unknown(
+    tmp_path: Path,
 ) -> None:
-    mask = np.zeros((8, 8), np.uint8)
-    with ss.ShardWriter(tmp_path / "images") as writer:
-        writer.write({"__key__": "a", "jpg": mask, "png": mask})
-    (tmp_path / "images/index.json").unlink()  # so that the fields are unknown
+    mask = np.repeat(np.array([[0, 200] * 4], np.uint8).T, 8, axis=1)
+    for name, fields in (("images", {"jpg": mask, "png": mask}), ("texts", {"txt": "a"})):
+        with ss.ShardWriter(tmp_path / name) as writer:
+            writer.write({"__key__": "a", **fields})
+    lazy = shutil.copytree(tmp_path / "images", tmp_path / "lazy")
+    ss.index(lazy, members=True)
+    (tmp_path / "images/index.json").unlink()
 
     def without_photo(sample: dict[str, Any]) -> dict[str, Any]:
         del sample["jpg"]
         return sample | {"id": 1}
 
-    url = str(tmp_path / "images")
-    datasets = ss.ShardDataset(url, fields=["png"]), ss.ShardDataset(url).map(without_photo)
-    for dataset in datasets:
-        for decoded in (
-            dataset.decode(),
-            dataset.decode("rgb8", masks=["png"]),
-            dataset.decode("rgb8", fields={"png": "mask"}),
-        ):
-            assert {*next(iter(decoded))} >= {"png"}
-    assert not caplog.text
-    for dataset in datasets:
-        caplog.clear()
-        assert {*next(iter(dataset.decode("rgb8")))} >= {"png"}
-        assert "leaves out the photo beside which 'png' is a mask" in caplog.text
+    def copied(sample: dict[str, Any]) -> dict[str, Any]:
+        return {**sample, "png": b"".join([sample["png"]])}
+
+    url, texts = str(tmp_path / "images"), str(tmp_path / "texts")
+    images, to_m = ss.ShardDataset(url), {"m.png": "png"}
+    datasets = {
+        "fields": ss.ShardDataset(url, fields=["png"]),
+        "lazy": ss.ShardDataset(lazy, fields=["png"], read=ss.ReadOptions(lazy=["png"])),
+        "map": images.map(without_photo),
+        "map to a name": images.map(lambda sample: {"__key__": "a", "m.png": sample["png"]}),
+        "map twice": images.map(without_photo).map(copied),
+        "rename": images.rename(keep=False, **to_m),
+        "twice": images.rename(left_png="png").rename(**{"m.png": "left_png"}),
+        "photo": images.rename(image="jpg"),
+        "first of a join": ss.join({url: ["png"]}, texts),
+        "other of a join": ss.join(texts, {url: to_m}),
+    }
+    for name, dataset in datasets.items():
+        for made in (dataset, dataset.by_number()):
+            decoded = made.decode("rgb8", max_side=4, only=["png", "m.png"])
+            sample = pickle.loads(pickle.dumps(next(iter(decoded))))  # noqa: S301
+            found = sample.get("m.png", sample.get("png"))
+            assert set(found.ravel().tolist()) <= {0, 200}, name
+        picture = next(iter(dataset.decode("rgb8", max_side=4, masks=[])))
+        found = picture.get("m.png", picture.get("png"))
+        assert not set(found.ravel().tolist()) <= {0, 200}, name
+    (raw,) = ss.ShardLoader(datasets["rename"], 1, num_workers=1)
+    assert raw["m.png"] == [next(iter(images))["png"]]
 
 
 @pytest.mark.parametrize("other", ["shards", "table"])
