@@ -30,20 +30,27 @@ from shardstream.codecs import (
     sound_peaks,
 )
 from shardstream.errors import OptionError
-from shardstream.format import IMAGE_FORMATS, PILLOW_FORMATS, has_mask_word, mask_fields
+from shardstream.format import (
+    IMAGE_FORMATS,
+    INT_FIELDS,
+    JSON_FIELDS,
+    PILLOW_FORMATS,
+    TEXT_FIELDS,
+    has_mask_word,
+    is_image_field,
+    mask_fields,
+)
 from shardstream.pipeline import BASIC
 
 Kind = Literal["picture", "mask", "video", "sound", "array", "json", "text", "class", "other"]
 
-_TEXT = ("txt", "text", "transcript", "caption", "csv", "tsv", "md", "html", "htm", "svg", "xml")
-_MORE_TEXT = ("yaml", "yml", "srt", "vtt", "log", "jsonl", "id", "index", "inx", "js", "css")
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys(IMAGE_FORMATS, "picture"),
     **dict.fromkeys(VIDEO_EXTENSIONS, "video"),
     **dict.fromkeys(audio_decoders(AudioDecoder()), "sound"),
     **dict.fromkeys(("npy", "npz", "ten", "tb"), "array"),
-    **dict.fromkeys(("json", "jsn"), "json"),
-    **dict.fromkeys((*_TEXT, *_MORE_TEXT), "text"),
+    **dict.fromkeys(JSON_FIELDS, "json"),
+    **dict.fromkeys((*TEXT_FIELDS, *INT_FIELDS, "caption", "svg", "log", "js", "css"), "text"),
     **dict.fromkeys(("cls", "cls2", "class"), "class"),
 }
 # The types that a browser plays; it is sent nothing else of the data but pictures made here.
@@ -82,7 +89,10 @@ def kinds_of(fields: Sequence[str]) -> dict[str, Kind]:
     """
     masks = mask_fields(fields)
     return {
-        name: "mask" if name in masks else _KINDS.get(extension(name), "other") for name in fields
+        name: "mask"
+        if name in masks and is_image_field(name)
+        else _KINDS.get(extension(name), "other")
+        for name in fields
     }
 
 

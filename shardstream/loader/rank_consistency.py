@@ -18,8 +18,10 @@ from shardstream.errors import OptionError
 WAIT_S = 30.0
 _ARRIVAL_S = 0.05  # between two looks for other ranks
 _POLL = timedelta(seconds=1)  # a wait in the store cannot be interrupted
+_OPENED = "shardstream/opened"  # and the rank: fingerprint, name and versions of the dataset that it began to read last
 _CALL = "call it on all ranks after the same batch, with the same values"
 _begun: Counter[str] = Counter()  # comparisons of this process, by fingerprint of the dataset
+_opened = set[str]()  # fingerprints of the datasets whose versions are compared
 
 
 class OpenedVersions(NamedTuple):
@@ -88,40 +90,41 @@ def compare_ranks(
         return None
     _begun[dataset] += 1
     key = f"shardstream/{dataset}/{_begun[dataset]}"
-    store, name = find(), ""
+    store = find()
     if opened is not None:
-        _begun[opened.name] += 1
-        name = f"shardstream/versions/{opened.name}/{_begun[opened.name]}"
-        store.set(f"{name}/{placement.rank}", json.dumps([dataset, opened.versions]))
+        _opened.add(dataset)
+        store.set(f"{_OPENED}/{placement.rank}", json.dumps([dataset, *opened]))
     if not compare_in_store(store, key, numbers, placement, call=call) and opened is not None:
-        _check_opened(store, name, dataset, opened, placement)
+        _check_opened(store, opened, placement)
     return EpochAgreement(store, key, placement.rank)
 
 
-def _check_opened(
-    store: KeyValueStore, name: str, dataset: str, own: OpenedVersions, placement: Placement
-) -> None:
-    """Check that no neighbour has opened other versions of the dataset, one of which may be published meanwhile, or chosen other samples of it.
+def _check_opened(store: KeyValueStore, own: OpenedVersions, placement: Placement) -> None:
+    """Check that no neighbour waits for a dataset that this rank does not read: another one, other versions, one of which may be published meanwhile, or other samples.
 
     Raises:
         OptionError: If one has.
     """
     rank, size = placement.rank, placement.world_size
     for other in sorted({(rank - 1) % size, (rank + 1) % size}):
-        found = _wait_for(store, f"{name}/{other}", time.monotonic() + _ARRIVAL_S)
-        if found is None:
+        found = _wait_for(store, f"{_OPENED}/{other}", time.monotonic() + _ARRIVAL_S)
+        dataset, name, versions = json.loads(found) if found else (None, None, None)
+        if dataset is None or dataset in _opened:
             continue
-        other_dataset, versions = json.loads(found)
-        if versions != [*own.versions]:
+        if name == own.name and versions != [*own.versions]:
             raise OptionError(
                 f"ranks read different versions of the dataset: rank {rank} has {[*own.versions]}, rank {other} has {versions}; open the same one on all, such "
                 "as version= of rank 0 (its dataset.versions), sent by torch.distributed.broadcast_object_list"
             )
-        if other_dataset != dataset:
-            raise OptionError(
-                f"ranks {rank} and {other} read different samples of {own.name!r}, and each would read a part of its own only; give all ranks the same "
-                "shards, subset= and where=, which the dataset distributes over them, or placement=ss.Placement() to a dataset that one rank reads alone"
-            )
+        what = (
+            f"samples of {own.name!r}"
+            if name == own.name
+            else f"datasets, {own.name!r} and {name!r}"
+        )
+        raise OptionError(
+            f"ranks {rank} and {other} read different {what}, and each would read a part of its own only; give all ranks the same "
+            "shards, subset= and where=, which the dataset distributes over them, or placement=ss.Placement() to a dataset that one rank reads alone"
+        )
 
 
 class EpochAgreement:

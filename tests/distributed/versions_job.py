@@ -1,4 +1,4 @@
-"""The program of test_versions_ranks.py: two ranks that open different versions of a dataset, then different samples of it."""
+"""The program of test_versions_ranks.py: two ranks that open different versions of a dataset, then different samples of it, then datasets of their own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def read(rank: int, url: str, port: int, out: Path) -> None:
     if rank == 1:
         dataset = ss.ShardDataset(url)
     part = ss.ShardDataset(url, subset=range(rank, 19, 2))
-    for name, one in (("versions", dataset), ("samples", part)):
+    own = ss.ShardDataset(f"{url}-{rank}")
+    for name, one in (("versions", dataset), ("samples", part), ("own", own)):
         text = ""
         try:
             next(iter(ss.ShardLoader(one.decode(), batch_size=4)))

@@ -267,7 +267,9 @@ def test_mask_whose_photo_a_step_leaves_out_stays_a_mask_where_fields_are_unknow
         return {**sample, "png": b"".join([sample["png"]])}
 
     url, texts = str(tmp_path / "images"), str(tmp_path / "texts")
-    images, to_m = ss.ShardDataset(url), {"m.png": "png"}
+    images = ss.ShardDataset(url)
+    to_m: dict[str, Any] = {"m.png": "png"}
+    again: dict[str, Any] = {"m.png": "left_png"}
     datasets = {
         "fields": ss.ShardDataset(url, fields=["png"]),
         "lazy": ss.ShardDataset(lazy, fields=["png"], read=ss.ReadOptions(lazy=["png"])),
@@ -275,7 +277,7 @@ def test_mask_whose_photo_a_step_leaves_out_stays_a_mask_where_fields_are_unknow
         "map to a name": images.map(lambda sample: {"__key__": "a", "m.png": sample["png"]}),
         "map twice": images.map(without_photo).map(copied),
         "rename": images.rename(keep=False, **to_m),
-        "twice": images.rename(left_png="png").rename(**{"m.png": "left_png"}),
+        "twice": images.rename(left_png="png").rename(**again),
         "photo": images.rename(image="jpg"),
         "first of a join": ss.join({url: ["png"]}, texts),
         "other of a join": ss.join(texts, {url: to_m}),
