@@ -30,7 +30,8 @@ from tests.servers import S3Server
 ANOTHER = "another pack or ShardWriter writes here"
 REASONS = (
     "another pack or ShardWriter",
-    "published here",
+    "journal of this pack or ShardWriter was deleted, by another one that has ended",
+    "a dataset is published here",
     "has published a dataset here",
     "a shard of this name exists",
 )
