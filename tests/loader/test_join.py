@@ -699,7 +699,7 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(images, images.by_number())  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="url: "):
         ss.join(images, {parts["captions"]: "txt"})
-    both = [write(tmp_path / name, "id", [0]) for name in ("one", "two")]
+    both = [write(tmp_path / name, name, [0]) for name in ("one", "two")]
     with pytest.raises(
         OptionError, match=r"several samples have the key 'k000', in .*one.* and .*two"
     ):
