@@ -38,6 +38,7 @@ from shardstream.pipeline import (
     open_stages,
 )
 from shardstream.samples import FetchOptions, Numbers, Samples, leaves_of, replace_leaves
+from shardstream.storage import keep_masks
 from shardstream.tasks import keep
 
 _PREFETCH_BYTES = 64 << 20
@@ -352,6 +353,7 @@ def encoded_samples(
             kept = sample
             if fields is not None:
                 kept = {field: value for field, value in sample.items() if field in fields}
+                kept = keep_masks(sample, kept)
             try:
                 pictures = _decoded_pictures(kept, decoding) if decoding else ()
                 yield name, encode_sample(kept), pictures

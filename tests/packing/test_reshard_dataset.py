@@ -296,3 +296,21 @@ def test_ranges_of_one_process_share_catalogs_and_may_travel_twice(
     ss.reshard(dataset, tmp_path / "here", max_samples=8, seed=seed)
     ss.reshard(dataset, tmp_path / "there", max_samples=8, seed=seed, executor=Travels())
     assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
+
+
+def test_a_mask_that_is_written_without_its_photo_is_named(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 4), np.uint8)
+    with ss.ShardWriter(tmp_path / "images") as writer:
+        writer.write({"__key__": "a", "jpg": pixels, "png": pixels})
+    images = ss.ShardDataset(str(tmp_path / "images"))
+    to_seg: dict[str, Any] = {"seg.png": "png"}
+    made = {
+        "fields": ss.reshard(images, tmp_path / "fields", fields=["png"]),
+        "rename": ss.reshard(images.rename(image="jpg"), tmp_path / "rename"),
+    }
+    for name, report in made.items():
+        assert [one.partition(",")[0] for one in report.warnings] == [
+            "png: a mask by the photo beside it"
+        ], name
+    assert not ss.reshard(images, tmp_path / "whole").warnings
+    assert not ss.reshard(images.rename(keep=False, **to_seg), tmp_path / "seg").warnings
