@@ -15,8 +15,8 @@ from typing import Any
 
 from shardstream.errors import OptionError
 
-_LAUNCHED = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Numbers of processes that srun and mpirun start, which are no ranks of one training for sure."""
+_LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""Numbers of processes that mpirun and srun have started, which may or may not be ranks of one training; the last one may be that of the mpirun itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Placement:
         """
         if accelerate_loader() is not None:
             return cls()
-        return _from_torch() or _from_ray_train() or _from_variables() or cls()
+        return placement_of_torch() or _from_ray_train() or _from_variables() or cls()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +128,28 @@ def _splits_samples(loader: Any) -> bool:
     return shares_samples or isinstance(dataset, accelerate.IterableDatasetShard)
 
 
-def is_one_of_several(*, warns: bool = False) -> bool:
-    """Return whether ``torch.distributed`` runs more than one rank; warn, if asked to, where only the launcher has several processes."""
-    found = _from_torch()
-    if warns and found is None and "RANK" not in os.environ and "ray" not in sys.modules:
-        for name in _LAUNCHED:
-            if (count := os.environ.get(name, "1")) != "1":
-                warnings.warn(
-                    f"{name}={count}, but torch.distributed is not initialised and RANK and WORLD_SIZE are not set, so each of these processes reads all "
-                    "samples; set both before Python starts, or pass placement=ss.Placement(rank, world_size), (0, 1) to read all",
-                    UserWarning,
-                    stacklevel=5,
-                )
-    return (found or Placement()).world_size > 1
+def is_one_of_several() -> bool:
+    """Return whether ``torch.distributed`` runs more than one rank."""
+    return (placement_of_torch() or Placement()).world_size > 1
 
 
-def _from_torch() -> Placement | None:
+def warn_without_ranks(*, stacklevel: int) -> None:
+    """Warn where srun or mpirun has started several processes, but nothing says which rank this one is."""
+    if "RANK" in os.environ or "ray" in sys.modules or placement_of_torch() is not None:
+        return
+    for name in _LAUNCHED:
+        if (count := os.environ.get(name) or "1") != "1":
+            warnings.warn(
+                f"{name}={count}, but torch.distributed is not initialised, and RANK and WORLD_SIZE are not set: each of these processes that reads this dataset "
+                "reads all samples; set both before Python starts, or pass placement=ss.Placement(rank, world_size), (0, 1) to read all",
+                UserWarning,
+                stacklevel=stacklevel + 1,
+            )
+            return
+
+
+def placement_of_torch() -> Placement | None:
+    """Return the rank of ``torch.distributed``; None if it is not initialised."""
     # Looked up, not imported: if nothing has imported torch.distributed, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

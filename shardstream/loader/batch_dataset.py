@@ -9,7 +9,7 @@ from multiprocessing.context import get_spawning_popen
 from operator import itemgetter
 from typing import Any
 
-from shardstream.distributed import WorkerInfo, is_one_of_several
+from shardstream.distributed import WorkerInfo, placement_of_torch
 from shardstream.errors import OptionError, StateError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import SplitDataset, StreamDataset, current_worker_info
@@ -176,7 +176,8 @@ class BatchDataset(SplitDataset):
         dataset = self.source_dataset
         if dataset._has_given_placement or self.placement.world_size > 1:
             return False
-        if not is_one_of_several(warns=True) or dataset.placement == self.placement:
+        ranks = placement_of_torch()
+        if ranks is None or ranks.world_size == 1 or dataset.placement == self.placement:
             return False
         if position.parts:
             raise StateError(

@@ -30,6 +30,7 @@ from shardstream.distributed import (
     WorkerInfo,
     accelerate_loader,
     is_one_of_several,
+    warn_without_ranks,
 )
 from shardstream.errors import NoIndexWarning, OptionError, redact, shown
 from shardstream.loader.dataset_versions import (
@@ -240,6 +241,8 @@ class StreamDataset(StreamSteps, SplitDataset):
             and accelerate_loader()
         ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
+        if worker_info.worker == 0 and not self._has_given_placement:
+            warn_without_ranks(stacklevel=2)
         if source is not None and worker_info.worker == 0:
             is_part = worker_info.placement.world_size > 1
             if source.balance and is_default_microbatch and (is_part or self._has_several_ranks()):

@@ -18,6 +18,7 @@ from shardstream.distributed import (
     WorkerInfo,
     accelerate_loader,
     is_called_by_accelerate,
+    warn_without_ranks,
 )
 from shardstream.errors import OptionError, StateError
 from shardstream.loader.batch_dataset import BatchDataset, as_is
@@ -351,6 +352,8 @@ class ShardLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
         if self._batches.placement.world_size > 1:
             self._refuse_second_split()
+        elif not self._batches.source_dataset._has_given_placement:
+            warn_without_ranks(stacklevel=2)
         progress = self._progress
         progress.cursor = replace(progress.cursor, partition=None)
         self._follow_dataset()

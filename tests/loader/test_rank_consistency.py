@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader
 
 import shardstream as ss
 from shardstream.distributed import Placement
@@ -142,12 +143,18 @@ def test_processes_of_a_launcher_that_have_no_ranks_warn(
 ) -> None:
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("PMI_SIZE", "4")  # of srun --mpi=pmi2
     url = make_shards(str(tmp_path), samples=8)
-    with pytest.warns(UserWarning, match=r"SLURM_STEP_NUM_TASKS=4, .* reads all samples"):
-        assert len(list(ss.ShardLoader(ss.ShardDataset(url), batch_size=4))) == 2
+    dataset = ss.ShardDataset(url)
+    loader = ss.ShardLoader(dataset, batch_size=4)
+    for found in (loader, DataLoader(dataset, batch_size=4, collate_fn=list)):
+        with pytest.warns(UserWarning, match=r"PMI_SIZE=4, .* reads all samples") as warned:
+            assert len(list(found)) == 2
+        assert len(warned) == 1
     one = ss.ShardDataset(url, placement=ss.Placement(1, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert len(ss.ShardLoader(dataset, batch_size=4)) == 2  # torch may be initialised later
         assert len(list(ss.ShardLoader(one, batch_size=4))) == 1
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "1")
