@@ -19,6 +19,7 @@ from shardstream.storage import (
     is_mask,
     keep_masks,
     lost_masks,
+    masks_in,
 )
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Map(ItemStage):
         step = f"map({name_of(function)})"
 
         def apply(item: Any, number: int) -> Any:
-            before = dict(item) if isinstance(item, dict) else {}
+            before = dict(item) if isinstance(item, dict) and masks_in(item) else {}
             try:
                 new = function(item, context.generator(number, purpose)) if rng else function(item)
             except Exception as error:

@@ -37,6 +37,7 @@ from shardstream.storage.field_file import FieldPlaces as FieldPlaces
 from shardstream.storage.field_file import is_mask as is_mask
 from shardstream.storage.field_file import keep_masks as keep_masks
 from shardstream.storage.field_file import lost_masks as lost_masks
+from shardstream.storage.field_file import masks_in as masks_in
 from shardstream.storage.find_tars import cached_look_up as cached_look_up
 from shardstream.storage.find_tars import find_tars as find_tars
 from shardstream.storage.listed_shards import AllIndexed as AllIndexed

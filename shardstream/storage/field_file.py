@@ -275,29 +275,39 @@ def is_mask(value: object) -> bool:
     return type(value) is MaskBytes or (isinstance(value, FieldFile) and value.is_mask)
 
 
+def masks_in(sample: Mapping[str, Any], *absent: str) -> set[str]:
+    """Return fields that are masks, but would not be by their names beside other fields.
+
+    Args:
+        sample: Values, or columns, by field.
+        absent: Its other fields, which were not read.
+    """
+    unsure = unsure_masks((*sample, *absent))
+    found = set(unsure.by_photo)
+    for name in unsure.pictures:
+        if is_mask(sample.get(name)):
+            found.add(name)
+    return found
+
+
 def lost_masks(before: Mapping[str, Any], after: Mapping[str, Any], *absent: str) -> list[str]:
     """Return fields that are no masks by their names after a step, but have the name or the value of a mask before it.
 
     Args:
         before: Values, or columns, by field.
         after: The same after the step.
-        absent: Other fields before, which were not read.
+        absent: As of `masks_in`.
     """
-    pictures = unsure_masks((*after,)).pictures
-    if not pictures:
+    names = masks_in(before, *absent)
+    if not names:  # as in most datasets
         return []
-    unsure = unsure_masks((*before, *absent))
-    names = {*unsure.by_photo, *(name for name in unsure.pictures if is_mask(before.get(name)))}
     values = [before[name] for name in names if name in before]
+    pictures = unsure_masks((*after,)).pictures
     return [name for name in pictures if name in names or any(after[name] is one for one in values)]
 
 
 def keep_masks(before: Mapping[str, Any], after: Sample, *absent: str) -> Sample:
     """Mark the masks that a step takes from their photo, in the sample after it, which is returned; arguments as of `lost_masks`."""
-    if not unsure_masks(
-        (*after,)
-    ).pictures:  # a shortcut: most steps see no image of which this is unsure
-        return after
     for name in lost_masks(before, after, *absent):
         value = after[name]
         if type(value) is bytes:
