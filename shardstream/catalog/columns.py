@@ -245,7 +245,7 @@ def choose_samples(
     if _are_keys(subset):
         subset = find_keys(samples, cast("Keys", subset))
     elif not isinstance(subset, slice):
-        warn_of_numbers("subset= has numbers", version)
+        warn_of_numbers("subset=", version)
     chosen = select_subset(samples, cast("Choice", subset))
     if matching is None:
         return chosen
@@ -276,14 +276,14 @@ def _are_keys(subset: object) -> bool:
     return isinstance(first, str)
 
 
-def warn_of_numbers(what: str, version: DatasetVersion | None) -> None:
+def warn_of_numbers(what: str, version: DatasetVersion | None, *, stacklevel: int = 4) -> None:
     """Warn of numbers of samples that may have been found in an earlier version, where other samples had them."""
     if version is not None and version.has_other_numbers:
         warnings.warn(
-            f"{what} of samples, and others have other numbers since samples were deleted: they count in version {version.number}; pass version= of "
-            "the dataset in which they were chosen, or use keys or a column",
+            f"{what} goes by the numbers of samples, which changed when samples were deleted: here they are those of version {version.number}; for those of "
+            "an earlier one pass its version= to the dataset, or use keys or a column",
             UserWarning,
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

@@ -20,6 +20,7 @@ from shardstream.loader.dataset import (
 )
 from shardstream.loader.dataset_versions import Versions
 from shardstream.pipeline import (
+    Balance,
     IndexedSource,
     ItemStage,
     MixIndexedSource,
@@ -325,7 +326,8 @@ def _source(
         )
     hedge = read.hedge or any(source.reading.hedge for source in sources)
     samples = Concat([source.samples for source in sources])
-    return MixIndexedSource(
+    changed = (one.counted_in for one in sources if one.counted_in is not None)
+    source = MixIndexedSource(
         recipe=recipe,
         sources=sources,
         samples=samples,
@@ -335,7 +337,11 @@ def _source(
         balance=None if order.balance is None else balance_of(order.balance, samples, shuffle=True),
         yields_batches=all(source.yields_batches for source in sources),
         is_new_each_epoch=any(source.is_new_each_epoch for source in sources),
+        counted_in=next((one for one in changed if one.has_other_numbers), None),
     )
+    if isinstance(order.balance, Balance):  # else None
+        source.check_numbers(order.balance.costs, "balance=")
+    return source
 
 
 def _indexed_source(name: str, part: Pipeline) -> IndexedSource:

@@ -317,7 +317,7 @@ class StreamSteps(ItemSteps):
 
         def make_plan(source: IndexedSource) -> RowPlan:
             if not fields:  # else samples of other lengths are errors
-                source.check_numbers(lengths, "lengths= has costs by the numbers")
+                source.check_numbers(lengths, "lengths=", stacklevel=6)
             found = lengths_of(source.samples, lengths, "lengths=")
             if packing == "concat":
                 return ConcatRows(found, length=length, drop_last=drop_last)
@@ -420,7 +420,7 @@ class StreamSteps(ItemSteps):
         )
 
         def make_plan(source: IndexedSource) -> RowPlan:
-            source.check_numbers(costs, "costs has costs by the numbers")
+            source.check_numbers(costs, "costs=", stacklevel=6)
             return CostBatches(
                 costs_of(source.samples, costs, "costs", cost),
                 limits,

@@ -85,10 +85,12 @@ class IndexedSource(Source):
     is_new_each_epoch: bool = False
     counted_in: DatasetVersion | None = None
 
-    def check_numbers(self, given: SampleWeights | Weights | Lengths, what: str) -> None:
+    def check_numbers(
+        self, given: SampleWeights | Weights | Lengths, what: str, *, stacklevel: int = 5
+    ) -> None:
         """Warn of values by the numbers of samples that may be those of an earlier version, where other samples had them."""
         if are_by_number(given):
-            warn_of_numbers(what, self.counted_in)
+            warn_of_numbers(what, self.counted_in, stacklevel=stacklevel)
 
     @property
     def substitutes(self) -> tuple[int, ...]:
@@ -264,11 +266,11 @@ class SamplesSource(IndexedSource):
         if weights is not None:
             reason = "with weights=, which draw other samples in each epoch"
             refuse_options(options, ["nodes", "exchange"], reason)
-            self.check_numbers(weights, "weights= has weights by the numbers")
+            self.check_numbers(weights, "weights=")
             source = replace(source, draw=draw_of(source.samples, weights))
         source.order(batch=options.microbatch or 1, lanes=1, epoch=0)  # validates
         if isinstance(options.balance, Balance):  # else None
-            self.check_numbers(options.balance.costs, "balance= has costs by the numbers")
+            self.check_numbers(options.balance.costs, "balance=")
             balance = balance_of(options.balance, source.samples, shuffle=source.shuffle)
             source = replace(source, balance=balance)
         return source

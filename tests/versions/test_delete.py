@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +102,9 @@ def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     expected = sorted({*range(N)} - {3, 5, 50, 99, *range(10, 21)})
     assert loaded(ss.ShardDataset(url, shuffle=True), workers=2) == expected
     assert numbers(ss.ShardDataset(url, where="cls < 22")) == [n for n in expected if n < 22]
-    with pytest.warns(UserWarning, match=r"subset= has numbers .* they count in version 4; pass"):
+    with pytest.warns(UserWarning, match=r"subset= goes by .* are those of version 4; for"):
         assert numbers(ss.ShardDataset(url, subset=[0, 3, 4])) == [0, 4, 6]
     assert numbers(ss.ShardDataset(url, subset=[0, 3, 4], version=4)) == [0, 4, 6]
-    with pytest.warns(UserWarning, match=r"weights= has .* they count in version 4; pass"):
-        ss.ShardDataset(url, weights=ss.Weights(np.ones(len(expected))))
-    ss.ShardDataset(url, weights="cls")
-    balanced = ss.OrderOptions(balance=np.ones(len(expected)))
-    with pytest.warns(UserWarning, match=r"balance= has costs .* they count in version 4; pass"):
-        ss.ShardDataset(url, shuffle=True, order=balanced)
-    costs = np.ones(len(expected))
-    with pytest.warns(UserWarning, match=r"costs by the numbers .* they count in version 4; pass"):
-        ss.ShardDataset(url).batch_by_cost(costs, max_cost=4)
-    with pytest.warns(UserWarning, match=r"lengths= has costs .* they count in version 4; pass"):
-        ss.ShardDataset(url).pack_sequences((), 4, lengths=costs, keep="cls")
-    ss.ShardDataset(url, version=4).batch_by_cost(costs, max_cost=4)
     pattern = f"{url}/{{000003..000006}}.tar"
     assert numbers(ss.ShardDataset(pattern)) == [n for n in expected if n >= 45]
     assert numbers(ss.ShardDataset(f"{url}/index.json")) == expected
@@ -125,6 +115,30 @@ def test_all_ways_of_reading_leave_them_out(url: str) -> None:
     mixed = ss.mix([ss.ShardDataset(url), ss.ShardDataset(url, version=1)], weights=[1, 1])
     assert loaded(mixed).count(50) < loaded(mixed).count(51)
     assert entry(url)["number"] == 4
+
+
+def test_values_by_the_numbers_of_samples_warn_after_a_deletion(url: str) -> None:
+    ss.delete(url, numbers=[3])
+    costs = np.ones(N - 1)
+    balanced = ss.OrderOptions(balance=costs)
+
+    def opened(**options: Any) -> ss.ShardDataset:
+        return ss.ShardDataset(url, **options)
+
+    makes: list[tuple[str, Callable[..., object]]] = [
+        ("weights", partial(ss.ShardDataset, url, weights=ss.Weights(costs))),
+        ("balance", partial(ss.ShardDataset, url, shuffle=True, order=balanced)),
+        ("costs", lambda **one: opened(**one).batch_by_cost(costs, 4)),
+        ("lengths", lambda **one: opened(**one).pack_sequences((), 4, lengths=costs, keep="cls")),
+        ("costs", lambda **one: ss.mix([opened(**one)]).batch_by_cost(costs, 4)),
+        ("balance", lambda **one: ss.mix([opened(**one)], order=balanced)),
+    ]
+    for option, make in makes:
+        with pytest.warns(UserWarning, match=f"{option}= goes by .* of version 2; for") as warned:
+            make()
+        assert warned[0].filename == __file__
+        make(version=2)
+    ss.ShardDataset(url, weights="cls")
 
 
 def test_reading_from_start_to_end_is_refused(url: str) -> None:
