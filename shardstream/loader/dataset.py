@@ -402,8 +402,8 @@ class ShardDataset(StreamDataset):
         read: Index, cache, prefetching, lazy fields, checksums, states of earlier versions and a file system of your own.
         on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
-        version: Number or tag of an earlier version of the dataset, whose folder ``urls`` is then; None for the current one. Or `Follow()`: read it while writers append to it
-            (`ShardWriter` with ``publish_s=``), each sample once, in the order of publication, until no writer is open. Only a `ShardLoader` does; see docs/versions.md.
+        version: Number or tag of an earlier version (``urls`` is then the folder of the dataset); None for the current one. Or `Follow()`: read the dataset while writers append to it
+            (`ShardWriter` with ``publish_s=``), each sample once, in the order of publication, until no writer is open; only a `ShardLoader` reads it. See docs/versions.md.
 
     Raises:
         OptionError: If an argument is invalid.

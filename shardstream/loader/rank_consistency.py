@@ -100,7 +100,7 @@ def compare_ranks(
 
 
 def _check_opened(store: KeyValueStore, own: OpenedVersions, placement: Placement) -> None:
-    """Check that no neighbour waits for a dataset that this rank does not read: another one, other versions, one of which may be published meanwhile, or other samples.
+    """Check that the neighbours have not begun a dataset that this rank does not read: another one, another version of it (published meanwhile), or other samples of it.
 
     Raises:
         OptionError: If one has.

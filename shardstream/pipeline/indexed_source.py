@@ -88,7 +88,7 @@ class IndexedSource(Source):
     def check_numbers(
         self, given: SampleWeights | Weights | Lengths, what: str, *, stacklevel: int = 5
     ) -> None:
-        """Warn of values by the numbers of samples that may be those of an earlier version, where other samples had them."""
+        """Warn of values by the numbers of samples, if these may be numbers of an earlier version."""
         if are_by_number(given):
             warn_of_numbers(what, self.counted_in, stacklevel=stacklevel)
 

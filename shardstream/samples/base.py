@@ -165,14 +165,14 @@ def split_by_step(steps: Iterable[Numbers], samples: Rows | MappedSamples) -> It
 
 
 class Stored(NamedTuple):
-    """Samples of one dataset, of which others are made.
+    """Where some of the samples that were asked for are stored.
 
     Args:
-        samples: The dataset. No view, unless fields of it are joined.
-        places: Places of the others among those that were asked for, shape (n,).
-        numbers: Number of each in the dataset, shape (n,).
-        is_joined: Whether fields of it are joined to those of the samples that were named before.
-        fields: These fields; None for all.
+        samples: The dataset that stores them; a view only if it is joined.
+        places: Positions of the samples among those that were asked for, shape (n,).
+        numbers: Their numbers in the dataset, shape (n,).
+        is_joined: Whether the dataset only adds fields to samples whose own place was given before.
+        fields: The fields that it adds; None for all.
     """
 
     samples: Samples
@@ -275,7 +275,7 @@ class Samples(ABC):
         return found
 
     def find_stored(self, numbers: Numbers) -> Iterator[Stored]:
-        """Yield where samples are stored, each once, through all views; of a row its first sample. Those whose fields are joined to them follow."""
+        """Yield where the samples are stored below all views, each once, and then where fields that are joined to them are. Of a row it is its first sample."""
         yield Stored(self, np.arange(len(numbers)), numbers)
 
     def place_of(self, number: int) -> tuple[str, int | None]:
