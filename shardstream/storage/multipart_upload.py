@@ -134,7 +134,7 @@ class S3Upload(io.RawIOBase):
             etag_or_none = send()
         else:
             etag_or_none = self._object.send_as_owner(send, parts, self._check_owner)
-        self.etag = None if etag_or_none is None else _plain(etag_or_none)
+        self.etag = plain_etag(etag_or_none)
         if etag_or_none is None or _plain(etag_or_none) != _etag_of(parts):
             self._object.check(self._object.head(), parts, is_known=etag_or_none is not None)
         self.abort()
@@ -233,27 +233,30 @@ class S3Object:
             ChangedError: If others replace it each time.
         """
         condition = _NO_FILE
+        refused: tuple[type[StorageError], ...] = (ChangedError,)
         for sign in _QUOTES:
-            with suppress(ChangedError):
+            with suppress(*refused):
                 etag = send(**condition)
                 if etag is None:
                     check_owner()
                 return etag
-            condition, found = _NO_FILE, None
+            condition, refused, found = _NO_FILE, (ChangedError,), None
             with suppress(NotFoundError):
                 found = self.head()
             if found is None:
                 check_owner()
                 continue
-            with suppress(StorageError):  # the response to an earlier attempt was lost
-                self.check(found, parts, is_known=False)
-                return _plain(found["ETag"])
+            etag = found["ETag"]
+            if _plain(etag) == _etag_of(parts) or not may_be_md5(_plain(etag), found, len(parts)):
+                with suppress(StorageError):  # the response to an earlier attempt was lost
+                    self.check(found, parts, is_known=False)
+                    return str(etag)
             check_owner()
-            body = uuid.uuid4().bytes
-            with suppress(ChangedError):
-                seen = {"IfMatch": f"{sign}{_plain(found['ETag'])}{sign}"}
+            body, refused = uuid.uuid4().bytes, (ChangedError, NotFoundError)
+            with suppress(*refused):
+                seen = {"IfMatch": f"{sign}{plain_etag(etag)}{sign}"}
                 etag = self.put("put_object", body, _part_of(body), **seen)
-                condition = {"IfMatch": f"{sign}{_plain(etag)}{sign}"}
+                condition = {"IfMatch": f"{sign}{plain_etag(etag)}{sign}"}
             check_owner()
         raise ChangedError(
             "another writer replaces this file each time; wait until it ends, or write elsewhere",

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
 import shardstream as ss
-from shardstream.packing import verify
+from shardstream.packing import merge, verify
 from shardstream.storage import JOURNAL_NAME, LocalFolder, Storage
 from tests.proxy import spoiling
 from tests.servers import S3Server
@@ -319,19 +319,22 @@ def check_dataset(url: str, text: str, s3: S3Server) -> None:
 @pytest.mark.parametrize(
     ("held", "nbytes", "before"),
     [
-        ("PUT /bucket/out/000001.tar", 100, "nothing"),
-        ("PUT /bucket/out/000001.tar", 100, "equal"),
-        ("PUT /bucket/out/000001.tar.cols", 100, "nothing"),
-        ("PUT /bucket/out/index.json", 100, "nothing"),
-        pytest.param("PUT /bucket/out/000001.tar", 100, "another", marks=pytest.mark.slow),
-        pytest.param("PUT /bucket/out/index.json", 100, "equal", marks=pytest.mark.slow),
-        pytest.param("POST /bucket/out/000001.tar?", 5 << 20, "another", marks=pytest.mark.slow),
+        ("PUT /bucket/{out}/000001.tar", 100, "nothing"),
+        ("PUT /bucket/{out}/000001.tar", 100, "equal"),
+        ("PUT /bucket/{out}/000001.tar.cols", 100, "nothing"),
+        ("PUT /bucket/{out}/index.json", 100, "nothing"),
+        pytest.param("PUT /bucket/{out}/000001.tar", 100, "another", marks=pytest.mark.slow),
+        pytest.param("PUT /bucket/{out}/index.json", 100, "equal", marks=pytest.mark.slow),
+        pytest.param(
+            "POST /bucket/{out}/000001.tar?uploadId", 5 << 20, "another", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_request_that_arrives_late_replaces_no_file_of_the_next_writer(
     held: str, nbytes: int, before: str, moto: S3Server
 ) -> None:
-    url, hold = "s3://bucket/out", Holding(held)
+    out = uuid.uuid4().hex  # servers of one process share their buckets
+    url, hold = f"s3://bucket/{out}", Holding(held.format(out=out))
     if before != "nothing":
         write_shards(url, "b" if before == "equal" else "c", moto, nbytes)
     with spoiling(moto.endpoint, hold) as proxy, ThreadPoolExecutor(1) as pool:
@@ -346,6 +349,29 @@ def test_request_that_arrives_late_replaces_no_file_of_the_next_writer(
         ):
             late.result()
     check_dataset(url, "b", moto)
+
+
+def test_merge_that_ends_after_another_one_keeps_its_dataset(
+    tmp_path: Path, moto: S3Server
+) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(str(number))
+    out, options = uuid.uuid4().hex, moto.storage_options
+    url, hold = f"s3://bucket/{out}", Holding(f"PUT /bucket/{out}/index.json")
+    for part in (1, 2):
+        ss.pack(
+            tmp_path, url, max_samples=2, executor=ss.tasks.Parts(part, 2), storage_options=options
+        )
+    with spoiling(moto.endpoint, hold) as proxy, ThreadPoolExecutor(1) as pool:
+        through_proxy = replace(moto, endpoint=proxy.endpoint).storage_options
+        late = pool.submit(merge, url, storage_options=through_proxy)
+        assert hold.arrived.wait(60)
+        assert merge(url, storage_options=options).samples == 4
+        hold.released.set()
+        with pytest.raises(ss.errors.StorageError, match="by another one that has ended"):
+            late.result()
+    assert verify(url, storage_options=options).problems == ()
+    assert Storage(options).exists(f"{url}/index.json")
 
 
 def test_folder_is_unlocked_after_success_and_failure(tmp_path: Path) -> None:

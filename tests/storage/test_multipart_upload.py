@@ -13,7 +13,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from shardstream.storage import (
     open_pending,
     publish,
     publish_bytes,
+    remove_all,
 )
 from tests.proxy import spoiling
 from tests.raw_server import Request, raw_server, response
@@ -508,14 +509,18 @@ class Comparing(s3fs.S3FileSystem):  # type: ignore[misc]
             raise OSError(38, "no") from client_error("NotImplemented")
         if condition is not None:
             place = {name: options[name] for name in ("Bucket", "Key")}
-            with suppress(FileNotFoundError):
+            try:
                 etag = (await self._call_s3("head_object", **place))["ETag"]
+            except FileNotFoundError:
+                if condition != "*":
+                    raise FileNotFoundError from client_error("NoSuchKey")
+            else:
                 accepted = [etag] if self.kind == "quotes" else [etag, etag.strip('"')]
                 if condition not in accepted:
                     raise OSError(22, "no") from client_error("PreconditionFailed")
         answer = await super()._call_s3(method, *arguments, **options)
         if self.kind == "digests" and method != "upload_part" and "ETag" in answer:
-            answer["ETag"] = f'"{answer["ETag"][1:-1]}-kms"'
+            answer["ETag"] = f'"{answer["ETag"][1:-1]}-KMS"'
         return answer
 
 
@@ -537,14 +542,16 @@ def replace_as_owner(
 class Owner:
     """The owner of a folder, which another writer takes over right after a check."""
 
-    def __init__(self, storage: Storage, url: str, checks: int, others: bytes) -> None:
+    def __init__(self, storage: Storage, url: str, checks: int, others: bytes | None) -> None:
         self.storage, self.url, self.checks, self.others = storage, url, checks, others
 
     def __call__(self) -> None:
         self.checks -= 1
         if self.checks < 0:
             raise StorageError("another writer")
-        if self.checks == 0:
+        if self.checks == 0 and self.others is None:
+            remove_all(self.storage, [self.url])
+        elif self.checks == 0 and self.others is not None:
             publish_bytes(self.storage, self.url, self.others)
 
 
@@ -575,6 +582,19 @@ def test_only_the_owner_of_a_folder_replaces_a_file(
             replace_as_owner(storage, url, data[::-1], Owner(storage, url, 0, b""))
         assert storage.read(url) == data
     assert uploads() == []
+
+
+@SIZES
+@pytest.mark.parametrize("checks", [1, 2])
+def test_file_that_the_next_writer_has_deleted_is_not_written_again(
+    checks: int, data: bytes, bucket: str, s3: S3Server
+) -> None:
+    storage = Storage(filesystem=Comparing(skip_instance_cache=True, **s3.storage_options))
+    url = f"{bucket}/x"
+    publish_bytes(storage, url, b"earlier")
+    with pytest.raises(StorageError, match="another writer"):
+        replace_as_owner(storage, url, data, Owner(storage, url, checks, None))
+    assert not storage.exists(url)
 
 
 @SIZES

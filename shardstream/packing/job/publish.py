@@ -53,6 +53,7 @@ from shardstream.packing.shards.column_builder import check_summaries
 from shardstream.packing.shards.part_writer import PartResult, Skip
 from shardstream.packing.sources.class_numbering import warn_of_siblings
 from shardstream.storage import (
+    JOURNAL_NAME,
     FileInfo,
     OutputFolder,
     Storage,
@@ -168,9 +169,12 @@ class _Publication(NamedTuple):
         self.manifest.remove_replaced(self.names, self.journal.stale, has_columns=has_columns)
 
     def unpublish(self, error: BaseException) -> None:
-        """Delete the manifest if this process has written it, also if an error said that it has not."""
+        """Delete the manifest if this process has written it, also if an error said that it has not, unless another process of the job has ended meanwhile."""
+        folder, shards = self.journal.folder, tuple(self.manifest.manifest.shards)
         try:
-            self.manifest.remove()
+            is_ended = folder.read(JOURNAL_NAME) is None
+            if not is_ended or PartResult(shards=shards).changed_file(folder.list_files().get):
+                self.manifest.remove()
         except StorageError:
             error.add_note(
                 f"{self.journal.folder.url} is published already and is kept; run the same pack again to publish the other splits"
