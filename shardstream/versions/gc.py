@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardstream.errors import ManifestError, NotFoundError, OptionError, get_logger
+from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError, get_logger
 from shardstream.format import (
     COLUMNS_SUFFIX,
     INDEX_SUFFIX,
@@ -153,8 +153,9 @@ def gc(
 def _keeps_deleted(folder: str, storage: Storage) -> bool:
     """Return whether the bucket of a folder keeps deleted objects; False if that is unknown."""
     filesystem, path = storage.resolve(folder)
-    with suppress(AttributeError, OSError):  # not S3, or without the permission to ask
-        return bool(filesystem.is_bucket_versioned(path.partition("/")[0]))
+    # Not S3, or without the permission to ask, or not reached.
+    with suppress(AttributeError, StorageError), storage.translate_errors(folder):
+        return bool(filesystem.is_bucket_versioned(filesystem.split_path(path)[0]))
     return False
 
 
