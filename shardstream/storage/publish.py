@@ -313,14 +313,17 @@ def try_lock(path: str, url: str, *, for_a_moment: bool = False) -> object | Non
     """
     with translate_errors(url):
         os.makedirs(path, exist_ok=True)
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    status, token = os.fstat(handle), object()
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # `release_lock` of another process has removed it
+            return None
+    status, token, is_there = os.fstat(handle), object(), True
     folder = (status.st_dev, status.st_ino)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.exists(path) or not os.path.samestat(os.stat(path), status):
-            os.close(handle)  # `release_lock` of another process has removed it
-            return None
+        is_there = os.path.samestat(os.stat(path), status)
+    except FileNotFoundError:
+        is_there = False
     except OSError as error:
         if error.errno != errno.EWOULDBLOCK:
             _log.info("%s: the folder cannot be locked: %s", url, error)
@@ -334,6 +337,9 @@ def try_lock(path: str, url: str, *, for_a_moment: bool = False) -> object | Non
                 "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
                 shard=url,
             ) from None
+    if not is_there:  # removed before it was locked
+        os.close(handle)
+        return None
     _held[token] = None if for_a_moment else folder, handle
     return token
 
