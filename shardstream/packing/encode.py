@@ -21,6 +21,11 @@ from shardstream.format import IMAGE_FORMATS, INT_FIELDS, JSON_FIELDS, TEXT_FIEL
 from shardstream.packing.images import encode_image
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
+MASK_ALONE = (
+    "a mask by the photo beside it, which is left out here, so that decode takes it for a picture; give it a name such as 'seg.png', or read it "
+    "with decode(masks=[...])"
+)
+"""What is wrong with a mask that is written so."""
 _DOUBLES_END = 1 << 53  # from here on not every whole number is a double
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -21,8 +21,9 @@ from shardstream.format import (
     columns_in_file,
     count_fields,
     import_parquet,
+    mask_fields,
 )
-from shardstream.packing.encode import encode_field
+from shardstream.packing.encode import MASK_ALONE, encode_field
 from shardstream.packing.sample_range import read_rows
 from shardstream.packing.shards.part_writer import check_class
 from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, ShardWriter
@@ -211,8 +212,21 @@ def _added(current: _Current, add: AddedUrls, options: Mapping[str, Any] | None)
         unused = len(theirs) - len(mine)
         _log.warning("%s: %s of no sample, left out", redact(url), plural(unused, "key"))
     names = part.fields or {name: name for name in part.known_fields}
+    _warn_of_masks(part.samples.fields, names, current.whole.fields)
     rows = _read(part.samples, places[mine].astype(np.int64), names)
     return _New(tuple(names), current.numbers[mine], rows)
+
+
+def _warn_of_masks(
+    theirs: Sequence[str] | None, names: Mapping[str, str], own: Sequence[str] | None
+) -> None:
+    """Warn of fields that are masks beside those of their source, but not beside those of the dataset, where both are known."""
+    if theirs is None or own is None:
+        return
+    masks = mask_fields(theirs)
+    taken = {new for new, old in names.items() if old in masks}
+    for name in sorted(taken - mask_fields([*own, *names])):
+        _log.warning("%s: %s", name, MASK_ALONE)
 
 
 def _read(

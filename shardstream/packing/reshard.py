@@ -21,8 +21,9 @@ from shardstream.format import (
     ColumnSources,
     Sample,
     encode_classes,
-    unsure_masks,
+    mask_fields,
 )
+from shardstream.packing.encode import MASK_ALONE
 from shardstream.packing.job.folder_state import ShardNames, check_is_elsewhere
 from shardstream.packing.job.parts import PartJob, cut_by_size, fields_bytes
 from shardstream.packing.job.report import PackReport, ProgressFunction
@@ -43,7 +44,7 @@ from shardstream.packing.shards.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_M
 from shardstream.packing.sources.source import fingerprint_of
 from shardstream.pipeline import Context, KeepFields, Records, Rename, Stage, open_runner
 from shardstream.samples import Join, Numbers, Samples, leaves_of
-from shardstream.storage import Storage, Urls, is_mask, locate_shards, parent_url
+from shardstream.storage import Storage, Urls, locate_shards, masks_in, parent_url
 from shardstream.tasks import Executor
 
 # Shards of a random order are cut by the mean size of a sample; the fraction leaves room for larger ones.
@@ -51,10 +52,6 @@ _FILL = 0.95
 # Samples whose fields are measured, where only some fields are kept, or some are added.
 _PROBES = 64
 _DECIMALS = 4
-_NO_MASK = (
-    "a mask by the photo beside it, which the new shards lack, so that decode takes it for a picture; rename it to a name such as 'seg.png', or read it "
-    "with decode(masks=[...])"
-)
 _LOSS = (
     "pictures were decoded and are encoded again, which may lose detail (jpg, webp, avif), transparency, palettes, metadata and further "
     "frames; leave fields that no step changes out of decode (only=)"
@@ -414,13 +411,11 @@ class ReshardWork:
             for key, fields, encoded_again in samples:
                 writer.write(key, fields)
                 pictures.update(encoded_again)
-                masks.update(
-                    name for name in unsure_masks((*fields,)).pictures if is_mask(fields[name])
-                )
+                masks |= masks_in(fields) - mask_fields(fields)
         self.samples.samples.check_manifests()
         order = self.samples.order
         warnings = [f"{name}: {_LOSS}" for name in sorted(pictures)]
-        warnings += [f"{name}: {_NO_MASK}" for name in sorted(masks)]
+        warnings += [f"{name}: {MASK_ALONE}" for name in sorted(masks)]
         return PartResult(
             left_out=order.last - order.first - writer.nsamples,
             warnings=(*self.warnings, *warnings),

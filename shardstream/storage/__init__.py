@@ -34,6 +34,7 @@ from shardstream.storage.error_messages import translate_errors as translate_err
 from shardstream.storage.field_file import FieldFile as FieldFile
 from shardstream.storage.field_file import FieldPlace as FieldPlace
 from shardstream.storage.field_file import FieldPlaces as FieldPlaces
+from shardstream.storage.field_file import MaskBytes as MaskBytes
 from shardstream.storage.field_file import is_mask as is_mask
 from shardstream.storage.field_file import keep_masks as keep_masks
 from shardstream.storage.field_file import lost_masks as lost_masks

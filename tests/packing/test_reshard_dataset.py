@@ -298,7 +298,9 @@ def test_ranges_of_one_process_share_catalogs_and_may_travel_twice(
     assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
 
 
-def test_a_mask_that_is_written_without_its_photo_is_named(tmp_path: Path) -> None:
+def test_a_mask_that_is_written_without_its_photo_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pixels = np.zeros((4, 4), np.uint8)
     with ss.ShardWriter(tmp_path / "images") as writer:
         writer.write({"__key__": "a", "jpg": pixels, "png": pixels})
@@ -314,3 +316,16 @@ def test_a_mask_that_is_written_without_its_photo_is_named(tmp_path: Path) -> No
         ], name
     assert not ss.reshard(images, tmp_path / "whole").warnings
     assert not ss.reshard(images.rename(keep=False, **to_seg), tmp_path / "seg").warnings
+    (sample,) = ss.ShardDataset(images.samples.url_of(0), fields=["png"])
+    alone = pytest.warns(UserWarning, match="png: a mask by the photo beside it")
+    with ss.ShardWriter(tmp_path / "written") as writer, alone:
+        writer.write(sample)
+    with ss.ShardWriter(tmp_path / "named") as writer:
+        writer.write({"__key__": "a", "seg.png": sample["png"]})
+    photos, others = (str(tmp_path / name) for name in ("images", "named"))
+    caplog.clear()
+    ss.replace_fields(photos, add={photos: ["png"]})
+    ss.replace_fields(others, add={photos: {"m_mask.png": "png"}})
+    assert "a mask by the photo" not in caplog.text
+    ss.replace_fields(others, add={photos: ["png"]})
+    assert "png: a mask by the photo beside it" in caplog.text

@@ -6,14 +6,15 @@ import os
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, Self
 
 from shardstream.errors import OptionError, SampleError, StorageError, get_logger, parse_bytes
-from shardstream.format import ColumnSources, Manifest
-from shardstream.packing.encode import encode_sample
+from shardstream.format import ColumnSources, Manifest, mask_fields
+from shardstream.packing.encode import MASK_ALONE, encode_sample
 from shardstream.packing.job.append import Addition, check_append, read_base
 from shardstream.packing.job.claim import claim_destination
 from shardstream.packing.job.folder_state import (
@@ -32,7 +33,14 @@ from shardstream.packing.job.key_hashes import (
 )
 from shardstream.packing.shards.column_builder import check_summaries, checked_columns
 from shardstream.packing.shards.part_writer import PartWriter, WriterOptions
-from shardstream.storage import Storage, join_url, open_output_folder, parent_url
+from shardstream.storage import (
+    MaskBytes,
+    Storage,
+    join_url,
+    masks_in,
+    open_output_folder,
+    parent_url,
+)
 from shardstream.versions import close_writer, open_writer
 
 _log = get_logger(__name__)
@@ -176,9 +184,16 @@ class ShardWriter:
             fields = encode_sample(sample)
         except SampleError as error:
             raise SampleError(str(error), key=key) from error
+        if not self._part.nsamples and MaskBytes in map(type, fields.values()):
+            self._warn_of_masks(fields)
         self._part.write(key, fields)
         if self._publish_s is not None and time.monotonic() > self._published_s + self._publish_s:
             self.publish()
+
+    @staticmethod
+    def _warn_of_masks(fields: Mapping[str, bytes]) -> None:
+        if alone := masks_in(fields) - mask_fields(fields):
+            warnings.warn(f"{', '.join(sorted(alone))}: {MASK_ALONE}", UserWarning, stacklevel=3)
 
     def publish(self) -> None:
         """Publish the samples written so far as a version of the dataset that is appended to, and go on.
