@@ -262,7 +262,7 @@ def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
 def _check_exact(field: str, given: object, array: np.ndarray[Any, Any]) -> None:
     """Refuse a list of which NumPy has changed values: to text, or to doubles, as it does with 2**63 beside 1."""
     kind = array.dtype.kind
-    if not (kind in "US" or (kind == "f" and (np.abs(array) >= _DOUBLES_END).any())):
+    if not (kind in "US" or (kind in "fc" and (np.abs(array) >= _DOUBLES_END).any())):
         return
     values = np.asarray(given, object).ravel().tolist()
     for value, stored in zip(values, array.ravel().tolist(), strict=True):

@@ -90,6 +90,7 @@ def test_text_and_numbers_are_encoded(field: str, value: object, expected: bytes
         ("npy", [[1], [1, 2]], "differ in length"),
         ("npy", [[1], [2**63 + 1]], "9223372036854775809 would become"),
         ("npy", [float("nan"), 0.5, 2**53 + 1], "9007199254740993 would become"),
+        ("npy", [1j, 2**53 + 1], "would become"),
         ("npy", [1, "a"], "1 would become '1'"),
         ("npz", np.arange(3), "takes a dict of arrays"),
         ("npz", {"a": np.array([{}])}, "pickles run code"),
