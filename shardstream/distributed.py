@@ -141,7 +141,7 @@ def warn_without_ranks(*, stacklevel: int) -> None:
         if (count := os.environ.get(name) or "1") != "1":
             warnings.warn(
                 f"{name}={count}, but torch.distributed is not initialised, and RANK and WORLD_SIZE are not set: each of these processes that reads this dataset "
-                "reads all samples; set both before Python starts, or pass placement=ss.Placement(rank, world_size), (0, 1) to read all",
+                "reads all samples of it; set both before Python starts, or pass placement=ss.Placement(rank, world_size), ss.Placement(0, 1) if this is intended",
                 UserWarning,
                 stacklevel=stacklevel + 1,
             )
