@@ -97,12 +97,14 @@ def encode_msgpack(value: object) -> bytes:
 
     Raises:
         OptionError: If msgpack is not installed.
-        TypeError: If MessagePack cannot hold it.
+        TypeError: If MessagePack cannot hold it, or a key is a tuple, which would be read as a list.
         ValueError: If `decode_msgpack` would refuse its length or a key.
     """
     msgpack = import_extra("msgpack", extra=_EXTRA, purpose="encoding MessagePack")
     encoded: bytes = msgpack.packb(value)
     _check_encoded(encoded, value)
+    if len(encoded) <= ANY_KEYS_LIMIT_BYTES:
+        msgpack.unpackb(encoded, strict_map_key=False)  # keys that are tuples fail
     return encoded
 
 

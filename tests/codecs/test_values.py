@@ -98,6 +98,7 @@ def test_jsonl_takes_text_and_leaves_out_blank_lines() -> None:
         ("msgpack", 1 << 80, "OverflowError"),
         ("cbor", object(), "cannot be encoded"),
         ("msgpack", [{7: "x" * 70_000}], "the key 7 is no text"),
+        ("msgpack", {"a": {(1, 2): "x"}}, "unhashable type: 'list'"),
         ("cbor", {"a": {7: "x" * 70_000}}, "the key 7 is no text"),
         ("msgpack", "x" * (33 << 20), "the limit is 33554432"),
         ("jsonl", {"a": 1}, "a list of JSON values"),
