@@ -26,7 +26,9 @@ from tests.pairs import with_slow_rest
 from tests.small_datasets import FEW_CORES, numbered
 
 pytest.importorskip("pyarrow")
-pytestmark = pytest.mark.filterwarnings(FEW_CORES, "ignore:lanes=", "ignore:(subset=|weights=) goes by")
+pytestmark = pytest.mark.filterwarnings(
+    FEW_CORES, "ignore:lanes=", "ignore:(subset=|weights=) goes by"
+)
 N = 72
 Make = Callable[[str, ss.Placement | None], Any]
 
