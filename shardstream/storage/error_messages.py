@@ -114,6 +114,8 @@ _CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
     (("RepositoryNotFoundError", "RevisionNotFoundError"),
      _final("the repository or its revision is not found; check the URL, and set HF_TOKEN if the repository is private",
             NotFoundError)),
+    (("NoSuchUpload",),
+     _final("another writer of this file has dropped its upload; wait until it ends, then run this again, or write elsewhere", NotFoundError)),
     (("NoSuchKey", "BlobNotFound", "EntryNotFoundError"), NOT_FOUND),
     (("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
      _final("the bucket is in another region; set AWS_REGION")),

@@ -495,6 +495,25 @@ def test_next_writer_aborts_the_uploads_of_a_killed_one(
         assert hashlib.sha256(data).hexdigest() == shard.sha256
 
 
+def test_error_of_an_upload_that_another_writer_has_dropped_says_so(
+    storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    first, second = (open_pending(storage, f"{bucket}/x", is_only_writer=True) for _ in range(2))
+    try:
+        first.write(DATA)
+        while not uploads():
+            time.sleep(0.01)
+        second.write(DATA)
+        second.commit()
+        first.write(DATA[:PART_BYTES])  # one more part
+        with pytest.raises(StorageError, match="another writer of this file has dropped"):
+            first.commit()
+    finally:
+        first.discard()
+        second.discard()
+    assert storage.read(f"{bucket}/x") == DATA
+
+
 # --- a folder that another writer may take over
 
 
