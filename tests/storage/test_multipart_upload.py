@@ -496,8 +496,10 @@ def test_next_writer_aborts_the_uploads_of_a_killed_one(
 
 
 def test_error_of_an_upload_that_another_writer_has_dropped_says_so(
-    storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+    s3: S3Server, storage: Storage, bucket: str, uploads: Callable[[], list[str]]
 ) -> None:
+    if s3.kind == "moto":
+        pytest.skip("moto ends with a traceback where an upload is gone")
     first, second = (open_pending(storage, f"{bucket}/x", is_only_writer=True) for _ in range(2))
     try:
         first.write(DATA)
