@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 import shardstream as ss
 from shardstream.packing import merge, verify
@@ -266,20 +265,6 @@ def test_manifest_of_a_failed_write_is_removed() -> None:
 
 
 # --- a request that arrives after another writer has published
-
-
-@pytest.fixture
-def moto(s3: S3Server) -> Iterator[S3Server]:
-    """A server that compares also when parts are joined, as AWS and unlike Ceph 16, with a bucket "bucket"."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    found = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
-    client = found.client()
-    client.create_bucket(Bucket="bucket")
-    client.close()
-    yield found
-    server.stop()
 
 
 class Holding:

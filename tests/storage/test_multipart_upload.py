@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import s3fs
 from botocore.exceptions import ClientError
-from moto.server import ThreadedMotoServer
 
 from shardstream.errors import AccessDeniedError, StorageError
 from shardstream.packing import ShardWriter
@@ -205,31 +204,15 @@ def test_bytes_that_change_in_transit_are_refused_and_sent_again(
     assert len(puts) == 2 * len(set(puts)) > 0
 
 
-@pytest.fixture
-def careless(s3: S3Server) -> Iterator[S3Server]:
-    """A server that does not check what it receives, with a bucket "bucket"."""
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    server = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
-    try:
-        client = server.client()
-        client.create_bucket(Bucket="bucket")
-        client.close()
-        yield server
-    finally:
-        moto.stop()
-
-
 @pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
 def test_damage_on_a_server_that_checks_nothing_is_found_by_its_etag(
-    data: bytes, careless: S3Server
+    data: bytes, moto: S3Server
 ) -> None:
-    plain = Storage(careless.storage_options)
+    plain = Storage(moto.storage_options)
     with spoiling(
-        careless.endpoint, lambda request, _: "flip" if request.startswith("PUT") else ""
+        moto.endpoint, lambda request, _: "flip" if request.startswith("PUT") else ""
     ) as proxy:
-        spoilt = Storage(replace(careless, endpoint=proxy.endpoint).storage_options)
+        spoilt = Storage(replace(moto, endpoint=proxy.endpoint).storage_options)
         with pytest.raises(StorageError, match="other bytes arrived than were sent"):
             publish_bytes(spoilt, "s3://bucket/x", data)
     publish_bytes(plain, "s3://bucket/y", data)
@@ -246,18 +229,16 @@ class OtherETags(s3fs.S3FileSystem):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
-def test_bytes_are_read_back_if_an_etag_is_another_digest(data: bytes, careless: S3Server) -> None:
-    storage = Storage(filesystem=OtherETags(**careless.storage_options))
+def test_bytes_are_read_back_if_an_etag_is_another_digest(data: bytes, moto: S3Server) -> None:
+    storage = Storage(filesystem=OtherETags(**moto.storage_options))
     publish_bytes(storage, "s3://bucket/z", data)
     assert storage.read("s3://bucket/z") == data
 
 
 @pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
-def test_response_with_the_right_etag_needs_no_further_request(
-    data: bytes, careless: S3Server
-) -> None:
-    with spoiling(careless.endpoint, lambda *_: "") as proxy:
-        watched = Storage(replace(careless, endpoint=proxy.endpoint).storage_options)
+def test_response_with_the_right_etag_needs_no_further_request(data: bytes, moto: S3Server) -> None:
+    with spoiling(moto.endpoint, lambda *_: "") as proxy:
+        watched = Storage(replace(moto, endpoint=proxy.endpoint).storage_options)
         publish_bytes(watched, "s3://bucket/x", data)
     methods = [request.split()[0] for request in proxy.requests]
     assert sorted(methods) == (["PUT"] if len(data) == 1000 else ["POST"] * 2 + ["PUT"] * 3)
