@@ -147,7 +147,7 @@ class TarDiagnostics:
             (
                 self.zeros > 0,
                 f"{self.zeros} zeros follow the last record of the archive",
-                "a download that stopped leaves them in place of samples: compare it with its source",
+                "a download that stopped leaves them in place of samples, 'tar -b' after the last one: compare it with its source",
                 self.stop,
             ),
         )
